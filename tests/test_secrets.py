@@ -140,7 +140,7 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
         check_config([f"--job.config_file={file}"])
     for call in (open_file, load_tokenizer):
         with pytest.raises(
-            DataError, match=r"was hidden where it was kept: give the whole URL again.*\$\{NAME\}"
+            DataError, match=r"was hidden where it was kept. Give the whole URL again.*\$\{NAME\}"
         ):
             call("https://(removed)@host/f")
 

@@ -82,13 +82,13 @@ class Callback:
         """The figures of a logged step, as in metrics.jsonl: the same on all ranks, times apart."""
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
-        """A validation is done. loss: mean over so many tokens, in nats.
+        """A validation is done. loss: mean over `tokens` tokens, in nats.
 
         `trainer.validated` has the step and a `ValidationResult`, with the loss on each source.
         """
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
-        """The checkpoint of `step` is complete; it took so many seconds."""
+        """The checkpoint of `step` is complete; it took `seconds`."""
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         """Return entries for the train state of a checkpoint, JSON-able; all ranks call it
@@ -157,7 +157,7 @@ class Callbacks:
             state |= entries
 
     def end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Call `on_end` of all, whatever one of them raises.
+        """Call `on_end` of all, even if one of them raises.
 
         The run's own error takes precedence over theirs.
         """

@@ -1,6 +1,6 @@
 """What the exit codes of `train.py` and `titanlite` mean.
 
-torchrun masks a worker's code: it ends with 1 whatever the workers returned. `run_llama_train.sh`
+torchrun masks a worker's code: it ends with 1 for every failure of a worker. `run_llama_train.sh`
 ends with the code that says most. The last line of the run's attempts.jsonl has the code of rank 0:
 LOST_PEER where another rank failed.
 """
@@ -19,7 +19,7 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 
 #: Everything that was asked for is done.
 DONE = 0
-#: An error nobody foresaw; its traceback is in the output.
+#: An unforeseen error; its traceback is in the output.
 ERROR = 1
 #: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is
 #: taken, the ranks differ or compute wrong results at the start, or the model cannot be compiled.
@@ -32,7 +32,7 @@ GUARD = 3
 #: in it is valid.
 CHECKPOINT = 4
 #: Asked to stop by a signal, and nothing is lost: all that was trained is in a checkpoint. The same
-#: command goes on.
+#: command continues.
 PREEMPTED = 5
 #: Asked to stop by a signal, but the last steps are not in a checkpoint: checkpoints are off, or
 #: the save failed.
@@ -43,7 +43,7 @@ LOST_PEER = 7
 #: A rank ran out of the memory of its device or its host, where the same command would again; or a
 #: run that is only planned would.
 OUT_OF_MEMORY = 8
-#: The same command may go on after these.
+#: The same command may continue after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
 #: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers
 #: that restart by codes.
@@ -119,8 +119,7 @@ def code_of(error: BaseException) -> int:
 
 
 def own_code(error: BaseException) -> int | None:
-    """Return the exit code that titanlite gives an error of its own, or of a class derived from
-    one; else None.
+    """Return the exit code of an error of titanlite, or of a class derived from one; else None.
 
     Schedulers act on these codes. So an attribute of the same name in a class from elsewhere has no
     effect.

@@ -224,7 +224,7 @@ class FiniteGuard:
             raise bad
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics for a resumed run, which then decides alike.
+        """Return the statistics for a resumed run, which then decides the same.
 
         JSON keeps them exactly.
 
@@ -239,7 +239,7 @@ class FiniteGuard:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the weights and the statistics of a checkpoint: updates are on again.
+        """Continue with the weights and the statistics of a checkpoint: updates are on again.
 
         Of a longer window the newest losses are kept. A budget that this process has used stays
         used.

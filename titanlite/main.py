@@ -334,8 +334,8 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
 def print_error(message: str, code: int) -> int:
     """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
 
-    The first worker to leave makes torchrun end the others, so ranks that do not print give the one
-    that does time.
+    The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
+    one that does.
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -369,7 +369,7 @@ def _tell_sagemaker(message: str, code: int) -> None:
 def exit_now(code: int, last_error: str = "") -> NoReturn:
     """End this process here and now. last_error: the last line of an unforeseen error."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
             stream.flush()
     exit_codes.end_process(code, last_error)
 

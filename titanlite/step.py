@@ -120,7 +120,7 @@ class TrainStep:
         max_norm: gradients are scaled down to this global norm.
         factors: for sums over all ranks.
         layer_norms: also compute the gradient norm of each layer. May change between steps, on all
-            ranks alike.
+            ranks at once.
         before_update: is called before weights and moments change.
         after_update: is called when the weights are new
             (`titanlite.features.float8.gathered.ScalePrecompute`).

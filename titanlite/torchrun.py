@@ -44,8 +44,9 @@ def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> li
 
 
 def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
-    """Return the exit code that says most about the end of all workers; None if all are done or
-    none is recorded.
+    """Return the exit code that says most about the end of all workers.
+
+    None: all are done, or none is recorded.
 
     text: lines of "restart code", each perhaps followed by an error message as a JSON string. The
     last restart counts. failed: exit codes of the workers that failed first, as torchrun saw them.
@@ -76,9 +77,9 @@ def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
     """Return the exit code of torchrun. Schedulers start a run again after some codes.
 
     failed: exit codes of the workers that failed first, negative for signals. If signals ended all
-    of them, and none told another reason, the code is 128 and the number of the signal, as of a
-    shell.
-    TITANLITE_RESTART_CODE, if it is set, replaces the codes after which the same command may go on.
+    of them, and none told another reason, the code is that of a shell: 128 plus the number of the
+    signal. TITANLITE_RESTART_CODE, if it is set, replaces the codes after which the same command
+    may continue.
     """
     killed = code == exit_codes.ERROR and bool(failed) and all(number < 0 for number in failed)
     may_go_on = killed or code in exit_codes.RESTARTABLE

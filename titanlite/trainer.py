@@ -64,9 +64,9 @@ class Trainer:
     def train(self) -> None:
         """Run to the last step.
 
-        Raises BadStepError when the guard ends the run, CheckpointError when the checkpoint is of
-        another run or the last one cannot be written, StopRequested when it was asked to stop (see
-        `titanlite.start.signals`) and has.
+        Raises BadStepError when the guard ends the run. Raises CheckpointError when the checkpoint
+        is of another run or the last one cannot be written. Raises StopRequested when it was asked
+        to stop (see `titanlite.start.signals`) and has.
         """
         with self.stop:
             try:
@@ -221,7 +221,7 @@ class Trainer:
             )
         if self.stop.interrupted:
             self.stopping = True
-            logger.info(f"validation at {self.step} was broken off; the run that goes on does it")
+            logger.info(f"validation at {self.step} was interrupted; the resumed run does it")
             return
         self.validation_owed = False
         self.validated = self.step, result
@@ -365,7 +365,9 @@ def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: fl
 
 
 def _failed(step: int, problem: object) -> str:
-    return f"step {step}: NO CHECKPOINT WAS WRITTEN: {problem}. Training goes on; tried again later"
+    return (
+        f"step {step}: NO CHECKPOINT WAS WRITTEN: {problem}. Training continues; tried again later"
+    )
 
 
 def _stopped(trainer: Trainer) -> StopRequested:
@@ -386,7 +388,7 @@ def _stopped(trainer: Trainer) -> StopRequested:
             command += " without checkpoint.load_step"
         if saver.config.start == "fresh":
             command += ' without checkpoint.start = "fresh"'
-        kept = f"the checkpoint of step {step} is written, {command} goes on from there"
+        kept = f"the checkpoint of step {step} is written, {command} continues from there"
     else:
         other = "there is no checkpoint" if newest is None else f"the newest is of step {newest}"
         kept = f"its checkpoint could not be written, {other}"

@@ -275,8 +275,9 @@ def timestamp() -> str:
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a whole file or nothing: a reader sees the old content or the new, also after a crash
-    of the machine.
+    """Write a whole file or nothing.
+
+    A reader sees the old content or the new, also after a crash of the machine.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -471,7 +472,7 @@ def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
 
 
 def module_name(name: str) -> str:
-    """Return a module's name for people: of a file in a dotted path, its own."""
+    """Return a module's name for messages. A module from a file has the file's name."""
     return re.sub(r"^titanlite_(.+)_\d+$", r"\1", name)
 
 

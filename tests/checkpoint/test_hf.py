@@ -355,7 +355,7 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
         "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",  # noqa: E501
         "int8": f"{BLOCKS} has type I8",
         "unscaled": f"{BLOCKS} is float8_e4m3fn without a tensor",
-        "nan": "holds what is not finite",
+        "nan": "holds values that are not finite",
         "nowhere": "no such folder",
     }
     for name, message in cases.items():

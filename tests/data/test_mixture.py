@@ -152,7 +152,7 @@ def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() 
 def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
     before = mix({"a": 1, "b": 1}, {"a": 300, "b": 400})
     state = json.loads(json.dumps(before.merge_states([before.state_dict()])))
-    with pytest.raises(DataError, match="mixture has b; keep it"):
+    with pytest.raises(DataError, match="mixture has b. Keep it"):
         mix({"a": 1, "c": 1}).load_state_dict(state, 100)
     less = mix({"a": 1, "b": 1}, {"a": 100, "b": 400})
     less.load_state_dict(state, 400)  # 200 of each are served

@@ -137,4 +137,4 @@ def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_is_warned_
         loader = _loader(names, "stream")
         loader.load_state_dict(_changed(state, ("rows", "cursors", 0, place), 5000))
         assert loader.next_step()[0].tokens.shape == (8, SEQ)
-        assert f"lane 0 of the stream should go on with {words}" in caplog.text
+        assert f"lane 0 of the stream should continue with {words}" in caplog.text

@@ -242,7 +242,7 @@ def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
         _loop(dog, _waiter(world, said, "in a loop", 2))
         # The loop is over before rank 0's thread has looked again.
-        _until(lambda: world.rank or any("goes on" in text for text in said))
+        _until(lambda: world.rank or any("continues" in text for text in said))
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
     return said
 
@@ -268,7 +268,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
         sentence,
     )
     assert sentence.endswith(": the others wait")
-    assert any(text.startswith("rank 0 goes on") for text in said)
+    assert any(text.startswith("rank 0 continues") for text in said)
     assert not others
 
 

@@ -176,7 +176,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         (
             "mistral",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "all layers of a Mistral here are alike",
+            "a Mistral here has layers of one kind",
         ),
         ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ("qwen3", {"use_sliding_window": True}, "attends to all tokens before"),

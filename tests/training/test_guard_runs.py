@@ -459,7 +459,7 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
     assert steps_in(root) == [2, 4]
     named = f"--checkpoint.initial_load_path={root}/step-4"
     other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
-    why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
+    why = f"{root}/step-4 holds values that are not finite (model.output.weight on rank 1)"
     assert other["code"] == exit_codes.CHECKPOINT
     assert other["error"].startswith(f"checkpoint.initial_load_path: {why}")
     found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
         found = pool(1).run(train_run, str(tmp_path), "--training.steps=10")[0]
         if name:
             assert (
-                f"{folder} does not say where its run goes on: {name} in its train state"
+                f"{folder} does not say where its run continues: {name} in its train state"
                 in found["error"]
             )
         else:

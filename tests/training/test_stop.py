@@ -221,7 +221,7 @@ def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
     stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags, fresh)[0]
     assert (stopped["code"], stopped["step"]) == (exit_codes.PREEMPTED, 8)
     assert stopped["error"].endswith(
-        'the same command without checkpoint.start = "fresh" goes on from there'
+        'the same command without checkpoint.start = "fresh" continues from there'
     )
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], (
         "a save because of a stop is full"

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: a copy in host memory, then a thread."""
+"""Saves that are written during training: a copy in host memory, then a thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in a thread of this rank.
 
-    All ranks make one together and call it alike.
+    All ranks make one together and make the same calls.
 
     The thread also checks and copies the tensors, while the next forward and backward pass run:
     call `await_copy` before they change. The first save takes host memory for one copy of this
@@ -155,8 +155,8 @@ class AsyncSave:
 
         Then `start` must follow.
 
-        It waits for the latest save, on all ranks, and makes a new group if that has failed on any
-        rank.
+        It waits for the latest save, on all ranks. If that failed on any rank, it makes a new
+        group.
 
         group: in which they agree on that. A group whose communication has failed once cannot be
         used again.

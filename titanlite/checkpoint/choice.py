@@ -48,7 +48,7 @@ _ENDED = (
     "checkpoint is resumed then"
 )
 _WAY_OUT = (
-    "\nBring one back from a copy, or begin anew with another --checkpoint.folder or "
+    "\nBring one back from a copy, or start a new run with another --checkpoint.folder or "
     "--job.dump_folder"
 )
 _NO_RECORD = (
@@ -115,7 +115,7 @@ class Chooser:
         return None
 
     def choose_newest(self, expected: Mapping[str, Any]) -> Candidate:
-        """Return the newest checkpoint of this run, whatever `config` says of a start."""
+        """Return the newest checkpoint of this run, without regard to the start in `config`."""
         found = find(self.root, known_bad=self.bad)
         if found.manifest is None:
             raise self._nothing_to_resume(True, found.passed)

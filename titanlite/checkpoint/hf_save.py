@@ -5,9 +5,9 @@ All ranks share the work: each file has an owner among the ranks that hold its t
 gather one tensor at a time, and its owner writes it in a thread. So a rank has at most two whole
 tensors in memory.
 
-torch's HuggingFaceStorageWriter (2.13) is no replacement. Each rank writes a file of its own, and
-rank 0 alone joins them: twice the time, twice the disk. It syncs no joined file, takes the URL of a
-store for a folder, and has one name for a stack of experts. docs/log.md has the measurements.
+torch's HuggingFaceStorageWriter (2.13) is no replacement. Each rank writes its own file, and rank 0
+alone joins them: twice the time, twice the disk. It syncs no joined file, takes the URL of a store
+for a folder, and has one name for a stack of experts. docs/log.md has the measurements.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def write_files(
     """Write this rank's part of the files; return what went wrong, "" if nothing did.
 
     read: our name → the whole tensor on the CPU; all holders of a tensor call it at the same time.
-    After an error the rank goes on to gather, because the others wait for it.
+    After an error the rank still gathers, because the others wait for it.
     """
     problem = ""
     writing: Future[None] | None = None
@@ -178,8 +178,9 @@ def _failure(writing: Future[None] | None) -> str:
 
 
 def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
-    """Yield the tensors of as many files at a time as there are owners, in turns, so that all
-    owners write at once.
+    """Yield the tensors of as many files at a time as there are owners.
+
+    Tensors come in turns, so that all owners write at once.
     """
     wide = len({file.owner for file in files}) or 1
     for start in range(0, len(files), wide):
@@ -191,8 +192,9 @@ def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a whole on the CPU; all ranks that hold a part of a DTensor call it
-    together.
+    """Return a tensor as a whole on the CPU.
+
+    All ranks that hold a part of a DTensor call it together.
     """
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type

@@ -48,7 +48,7 @@ _ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model", "ema"}
 class Loader:
     """Loads one run's checkpoints, or another's to start from.
 
-    All ranks make one and call it alike. fingerprints, run_config: as for `Checkpointer`.
+    All ranks make one and make the same calls. fingerprints, run_config: as for `Checkpointer`.
     averages: of the weights (`titanlite.optim.average`), to be filled too.
     """
 
@@ -83,14 +83,15 @@ class Loader:
         return self._load(lambda: self.chooser.choose(expected or {}), model, optimizer)
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState:
-        """Load the newest good checkpoint of this run, whatever `config` says of the start."""
+        """Load the newest good checkpoint of this run, without regard to the start in `config`."""
         loaded = self._load(lambda: self.chooser.choose_newest({}), model, optimizer)
         assert loaded is not None
         return loaded
 
     def load_weights(self, model: nn.Module) -> LoadedState:
-        """Load the weights of `config.initial_load_path`, which is only read, whatever
-        `config.folder` holds.
+        """Load the weights of `config.initial_load_path`, which is only read.
+
+        What `config.folder` holds has no effect.
 
         Also loads `averages`; without any in the checkpoint they become the weights, and `left_out`
         has "ema".
@@ -217,8 +218,8 @@ class Loader:
             return generators
         candidate.notices.append(
             f"written on {counted(candidate.manifest.world_size, 'ranks')}, loaded on "
-            f"{self.world.size} with {self.world.device.type} devices: the data order goes on "
-            "exactly, the random generators start anew"
+            f"{self.world.size} with {self.world.device.type} devices: the data order continues "
+            "exactly, the random generators start afresh"
         )
         return None
 
@@ -300,7 +301,7 @@ def _not_finite(candidate: Candidate, tensors: Tensors) -> str | None:
     where = find_nonfinite(tensors)
     if not where:
         return None
-    problem = f"{candidate.folder} holds what is not finite ({where}), and no run can go on from it"
+    problem = f"{candidate.folder} holds values that are not finite ({where}): no run can use it"
     if candidate.is_foreign:
         return problem
     return f"{problem}: `titanlite checkpoint rm {candidate.folder}` deletes it"

@@ -85,7 +85,7 @@ class Save:
 
 
 class Checkpointer:
-    """Saves and resumes one run in `config.folder`. All ranks make one and call it alike.
+    """Saves and resumes one run in `config.folder`. All ranks make one and make the same calls.
 
     fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …,
     "data": …}; a checkpoint with others is refused. run_config: the resolved configuration, which
@@ -139,8 +139,8 @@ class Checkpointer:
         expected: entries of the train state that must be equal to the saved ones, where they were
         saved.
 
-        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of
-        another run or does not fit the model, or when there are checkpoints and none is good.
+        Raises CheckpointError, on all ranks, before anything is changed. Reasons: the checkpoint is
+        of another run or does not fit the model, or there are checkpoints and none is good.
         """
         self._on_rank_0(self._look_around)
         loaded = self._loader.load(model, optimizer, expected)
@@ -163,7 +163,9 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         suspect: Callable[[int], str] | None = None,
     ) -> LoadedState:
-        """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
+        """Go back to the newest good checkpoint of this run.
+
+        The start in `config` has no effect.
 
         suspect: called on rank 0 with the step of the newest one; returns why it must not be used
         ("": it may). Then the one before is loaded, if possible, and the newest is quarantined with
@@ -424,7 +426,7 @@ class Checkpointer:
 
     @property
     def is_async(self) -> bool:
-        """Whether saves are written while training goes on."""
+        """Whether saves are written during training."""
         return self._async is not None
 
     @property

@@ -8,11 +8,12 @@ it last, a deletion removes it first. All other folders are reported with the re
 loaded.
 
 While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or
-`.deleted-step-N-…`. A folder with a mark and without a manifest is a leftover of a killed process,
-which the next start or save deletes.
+`.deleted-step-N-…`. A folder with a mark and without a manifest is a leftover of a killed process.
+The next start or save deletes it.
 
-Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded;
-format 2 has hashes of all files and of the manifest itself; format 1 had neither. All are read.
+All formats are read. Format 4 may hash files with XXH3. Format 3 may hold weights only, and says
+where a run is recorded. Format 2 has hashes of all files and of the manifest itself. Format 1 had
+neither.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def file_digest(
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the hash of a manifest's content, whatever the layout of its file."""
+    """Return the hash of a manifest's content; the layout of its file has no effect."""
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 

@@ -1,5 +1,4 @@
-"""Checks that a resumed run goes on as before: its next batch, and the loss and gradient norm of
-the next step.
+"""Checks that a resumed run continues as before: its next batch, and loss and gradient norm.
 
 A checkpoint cannot hold the numbers of the step after it. Rank 0 appends them to a file of the
 run's folder, with an id that the checkpoint holds as well.

@@ -6,7 +6,7 @@ and removes the manifest (`unpublish`, `delete`). So a process that is killed at
 either a whole checkpoint, or a leftover for the next start or save. One rank does all this.
 
 A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a
-folder either that file comes first and the checkpoint stays, or nobody can make the file any more
+folder either that file comes first and the checkpoint stays, or the file cannot be made any more
 (`_forbid_pin`). A store accepts an object at any time; there the deletion looks twice, and writes
 the manifest back.
 """
@@ -120,7 +120,7 @@ def _mark(kind: str, folder: AnyPath) -> AnyPath:
 
     It is empty: a full disk has room for that.
 
-    It is not made durable, which could take long beside a save: after a crash of the machine a
+    It is not made durable, which could take long beside a save. So after a crash of the machine a
     folder without a mark is reported, and not deleted.
     """
     mark = _mark_path(kind, folder)
@@ -204,8 +204,9 @@ def _is_forbidden(pin: Path) -> bool:
 
 
 def _forbid_pin(folder: Path) -> bool:
-    """Take the name KEEP in a renamed folder, so that nobody can use it any more; return False
-    where it is in use.
+    """Take the name KEEP in a renamed folder, so that no other process can use it.
+
+    Return False where it is in use.
 
     A process that had found the folder under its old name can still make a file in it; over NFS for
     seconds. A link takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
@@ -359,7 +360,7 @@ def _move_objects(folder: StorePath, aside: StorePath, reason: bytes) -> None:
 
 
 class Deleter:
-    """Deletes leftovers in a thread of its own: a large one may take longer than the other ranks
+    """Deletes leftovers in a separate thread: a large one may take longer than the other ranks
     would wait.
     """
 

@@ -3,8 +3,8 @@
 No torch here.
 
 Only small JSON files are read: Hugging Face's config.json, Meta's params.json, or the manifest of a
-checkpoint. So a config is compared with its weights before any text is read, and a run can take its
-shape from a folder.
+checkpoint. So a config is compared with its weights before any text is read. A run can also take
+its shape from a folder.
 """
 
 from __future__ import annotations

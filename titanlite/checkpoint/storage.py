@@ -1,7 +1,7 @@
 """Tensors by name, DCP's files (hashed on writing, checked on reading), and the steps that all
 ranks take together.
 
-Files lie in folders and stores alike.
+Files lie in folders or in stores.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
     is None.
 
-    An optimizer that has not stepped yet gets its state first, of a step without gradients, to have
-    something to load into.
+    An optimizer that has not stepped yet first gets the state of a step without gradients, as a
+    target of the load.
     """
     weights = cast(Tensors, state_dicts.get_model_state_dict(model))
     if "torchao" in sys.modules:
@@ -177,7 +177,7 @@ def describe(
 
 
 class Written(NamedTuple):
-    """Size and hash of the bytes that a rank sent to a file, whatever the disk made of them."""
+    """Size and hash of the bytes that a rank sent to a file; the disk may hold others."""
 
     size: int
     digest: str
@@ -240,9 +240,7 @@ def _with_name(error: Exception, path: AnyPath) -> Exception:
 
 
 class _Files(FileSystemBase):
-    """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque
-    values.
-    """
+    """DCP's file-system interface for folders and stores. DCP takes paths as opaque values."""
 
     def __init__(self) -> None:
         #: Name in the folder → size and hash, of the files that this rank has written.
@@ -512,7 +510,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout.
+    """Make a gloo group of all ranks for agreements around a save; its timeout is never lowered.
 
     All ranks call it.
 

@@ -31,8 +31,9 @@ from titanlite.utils import is_dotted, is_hidden
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
-    """Return findings as problems, each at the place of its key; of a default, at that of a key in
-    the message.
+    """Return findings as problems, each at the place of its key.
+
+    A key with its default has no place: that of another key in the message serves.
     """
 
     problems = []
@@ -183,7 +184,7 @@ CONFLICTS: tuple[Rule, ...] = (
 
 
 def contradictions(config: LoadedConfig) -> list[Problem]:
-    """Return every pair of keys that cannot both hold, whatever the number of ranks."""
+    """Return every pair of keys that exclude each other on any number of ranks."""
     d = config.sections
     found = [
         *broken_rules(config, NEEDS, CONFLICTS),

@@ -89,7 +89,7 @@ class Data(Section, frozen=True):
     source: list[DataSource] = []
     """Array of tables: a mixture of sources instead of one dataset."""
     phase: list[DataPhase] = []
-    """Array of tables: changes of course while the run goes on."""
+    """Array of tables: changes of course during the run."""
     text_key: Name | None = None
     """Field of a record that holds the text. None: that of a registered name, else text."""
     prompt_key: Name | None = None
@@ -150,7 +150,7 @@ class Data(Section, frozen=True):
 
 
 class Validation(Section, frozen=True):
-    """Loss on held-out text while training goes on."""
+    """Loss on held-out text during training."""
 
     enable: bool = False
     """Validate every freq steps and after the last."""

@@ -278,8 +278,9 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
 
 
 def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
-    """Return the value of a flag by its name, of a table the values of its entries; or what is
-    wrong with it.
+    """Return the value of a flag by its name, or its problem.
+
+    A table gives the values of its entries.
     """
     name, negated = _flag_name(flag)
     if name is None:

@@ -99,8 +99,8 @@ def _by_place(problem: Problem) -> tuple[bool, str, int]:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to `count` known words that look like `word`, the most alike first; capitals do not
-    count.
+    """Return up to `count` known words that look like `word`, the most similar first; capitals do
+    not count.
     """
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)

@@ -1,7 +1,7 @@
 """Keys that name an object of yours by a dotted path: "package.module:name", or "./file.py:name"
 beside the TOML file.
 
-Importing this module needs no torch. A config is loaded without an import of such an object; only a
+Importing this module needs no torch. A config is loaded without an import of such an object. Only a
 model is imported, since its sizes are checked. `load_functions` imports the others before any work
 starts.
 """

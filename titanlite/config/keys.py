@@ -62,9 +62,7 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a free table: each of its entries is a value of its own, with its own
-        source.
-        """
+        """Whether it is a free table: each entry is a separate value, with its own source."""
         return get_origin(self.type) is dict
 
 

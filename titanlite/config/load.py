@@ -76,8 +76,9 @@ def load(argv: Sequence[str]) -> LoadedConfig:
 
 
 def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[Problem]]:
-    """Return the config of a command line, and what is wrong key by key; such keys are left at the
-    layers below.
+    """Return the config of a command line, and its problems key by key.
+
+    A key with a problem keeps its value of the layers below.
 
     defer: `to_toml` keeps environment variables as they are written, for other machines; here they
     may be unset. Contradictions between keys are not looked for. `-h` or `--help` prints the usage
@@ -299,8 +300,9 @@ class _Layers:
             self.hf_assets_path = entry.source
 
     def _checked(self, entry: Entry, file: Path | None) -> _Value | None:
-        """Return an entry as the key's own kind of value; None, with its problems noted, if it is
-        wrong, and for an unsupported key that is off.
+        """Return an entry as the key's own kind of value.
+
+        None: it is wrong, and its problems are noted; or it is an unsupported key that is off.
         """
         name = entry.name
         misplaced = _ONLY_FLAGS if file else _ONLY_FILES

@@ -31,14 +31,14 @@ class Model(Section, frozen=True):
     hf_config.
     """
     hf_config: Location | None = None
-    """For name = "hf", and for the shape of flavor = "from_folder": a config.json of transformers,
-    its folder, or the id of a model on Hugging Face's hub. A path that begins with a dot is
+    """A config.json of transformers, its folder, or the id of a model on Hugging Face's hub. It is
+    for name = "hf", and for the shape of flavor = "from_folder". A path that begins with a dot is
     relative to the file that names it.
     """
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
-    """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as
-    one kernel where it can), layernorm with a weight and no bias, or np_layernorm, without
-    parameters. None: the flavor's, rmsnorm.
+    """Every normalisation of the model: rmsnorm, layernorm with a weight and no bias, or
+    np_layernorm, without parameters. fused_rmsnorm is the module of rmsnorm: torch runs it as one
+    kernel where it can. None: the flavor's, rmsnorm.
     """
     tokenizer_path: Location | None = None
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model
@@ -49,8 +49,9 @@ class Model(Section, frozen=True):
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
-    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor
-    (1), high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own.
+    """Llama 3.1's scaling of the rotary frequencies: a factor, a table or "none". A table has
+    factor, low_freq_factor (1), high_freq_factor (4) and original_context (8192 tokens). None: the
+    flavor's own.
     """
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug
@@ -110,9 +111,9 @@ class Optimizer(Section, frozen=True):
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
     early_step_in_backward: bool = False
-    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP
-    group exist at a time. Needs training.max_norm = 1e9 and one micro-batch per step; a bad step
-    ends the run or rolls it back.
+    """Update each parameter as soon as its gradient is there, and free the gradient. So gradients
+    of one FSDP group exist at a time. Needs training.max_norm = 1e9 and one micro-batch per step. A
+    bad step ends the run or rolls it back.
     """
     ema_decay: Decay = 0.0
     """Keep an exponential moving average of the weights in float32: each step leaves this share of
@@ -159,7 +160,7 @@ class LrScheduler(Section, frozen=True):
     decay_ratio: Ratio | None = None
     """Decay over the last share of the schedule only. None: from the end of the warm-up."""
     decay_steps: Count | None = None
-    """Decay over the last so many steps instead."""
+    """Decay over this number of last steps instead."""
     plateau_ratio: Ratio | None = None
     """Hold the peak for this share of the schedule, then decay. Never driven by a metric."""
     min_lr: NonNegative | None = None

@@ -1,7 +1,7 @@
 """Types of config values, and the sections about the run around the training;
 `titanlite.config.sections` has the rest.
 
-A class is one `[section]` of a TOML file, and the only place with a key's type, limits, default and
+A class is one `[section]` of a TOML file. Only there stand a key's type, limits, default and
 meaning. The text under a field is its documentation: `titanlite config explain KEY` prints it.
 """
 
@@ -130,10 +130,10 @@ class Metrics(Section, frozen=True):
     """What a run logs and shows."""
 
     log_freq: Count = 10
-    """Log the first step of every start, the last one, and every so many."""
+    """Log every log_freq steps, and the first step of every start and the last one."""
     log_style: Literal["titan", "aws_fsdp"] = "titan"
-    """Step line: "titan" (step, loss, memory, tps, mfu) or "aws_fsdp" (Batch N Loss: …, Speed: …),
-    that of the AWS FSDP samples, for HyperPod's monitors.
+    """Step line. "titan": step, loss, memory, tps, mfu. "aws_fsdp": Batch N Loss: …, Speed: …, as
+    the AWS FSDP samples print it, for HyperPod's monitors.
     """
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
@@ -150,12 +150,12 @@ class Metrics(Section, frozen=True):
     WANDB_* environment variables.
     """
     layer_norms: Natural = 0
-    """With every so many logs, log the gradient norm of each block, the embedding and the head; 0:
-    never.
+    """With every layer_norms-th log, log the gradient norm of each block, the embedding and the
+    head; 0: never.
     """
     rank_0_only: bool = True
-    """Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. Only
-    rank 0 writes metrics.jsonl in any case.
+    """Only rank 0 writes TensorBoard events; false: every rank, each in its own folder. Only rank 0
+    writes metrics.jsonl in any case.
     """
     peak_tflops: Positive | None = None
     """Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU."""
@@ -169,7 +169,7 @@ class Sample(Section, frozen=True):
     job.dump_folder, and to TensorBoard.
     """
     freq: Count = 500
-    """Every so many steps, and at the end."""
+    """Write samples every freq steps, and at the end."""
     max_tokens: Count = 64
     """Most tokens to write for each prompt."""
     temperature: NonNegative = 0.0
@@ -213,16 +213,16 @@ class Guard(Section, frozen=True):
     """What to do about a loss or gradient that is not finite, or a spike."""
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
-    """stop: end the run, weights untouched; skip: leave out that step's update; rollback: go back
-    to the newest checkpoint, and continue with the text after the bad step.
+    """stop: end the run, weights untouched. skip: make no update in that step. rollback: go back to
+    the newest checkpoint, and continue with the text after the bad step.
     """
     max_skips: Natural = 10
     """Skipped steps or rollbacks within the last window steps that a run survives; one more ends
     it.
     """
     spike_sigmas: NonNegative = 0.0
-    """A loss so many standard deviations above the mean of the last window good ones counts as bad;
-    0: off.
+    """A loss this many standard deviations above the mean of the last window good ones counts as
+    bad; 0: off.
     """
     window: Annotated[int, Meta(ge=2)] = 100
     """Steps of history for max_skips and spike_sigmas."""

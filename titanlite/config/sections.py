@@ -93,26 +93,26 @@ class Training(Section, frozen=True):
     cross-entropy alone.
     """
     loss_chunks: Count = 1
-    """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's
-    logits are in memory. 1: all at once.
+    """Compute head and cross-entropy in this many pieces of a micro-batch's tokens; only one
+    piece's logits are in memory. 1: all at once.
     """
     compile: bool = False
     """torch.compile, per block, and the loss."""
     gc_freq: Count = 50
-    """Collect garbage on all ranks together every so many steps."""
+    """Collect garbage on all ranks together every gc_freq steps."""
     seed: Seed | None = None
     """Seed of the initial weights and of torch's generators. None: 0 for the weights."""
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Meta(ge=2)] = (
         "default"
     )
     """Free a block's gathered weights after its forward. default: all but the last units; a number:
-    keep them sharded over so many ranks, a divisor of data_parallel_shard_degree.
+    keep them sharded over that many ranks, a divisor of data_parallel_shard_degree.
     """
     fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = (
         "block"
     )
-    """What is gathered together: a block, the whole model, modules of fsdp_min_params, or each
-    module of the classes in a list, as ["Attention", "FeedForward"].
+    """What is gathered together: a block, the whole model, or modules of fsdp_min_params. A list of
+    classes, as ["Attention", "FeedForward"]: each module of them.
     """
     fsdp_min_params: Count = 100_000_000
     """Least parameters of a unit with fsdp_units = "size"."""
@@ -138,7 +138,7 @@ class Checkpoint(Section, frozen=True):
     interval_type: Literal["steps", "seconds"] = "steps"
     """Unit of interval."""
     interval: Count = 500
-    """Save every so many steps (or seconds), and at the end."""
+    """Save every interval steps (or seconds), and at the end."""
     milestones: Literal["powers_of_two"] | list[Count] = []
     """Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list.
     """
@@ -158,8 +158,8 @@ class Checkpoint(Section, frozen=True):
     allow_changes: list[Literal["model", "tokenizer", "data", "global_batch"]] = []
     """What may differ from the run that wrote the checkpoint; otherwise it is refused."""
     initial_load_path: Location | None = None
-    """Checkpoint of any run to start from while this run has none of its own: step-N, or a folder
-    or run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
+    """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
+    run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
     Face's or Meta's, found by its files.
     """
     initial_load_model_only: bool = True
@@ -183,22 +183,22 @@ class Checkpoint(Section, frozen=True):
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too, to test the storage."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training goes on, from a copy in host memory that is made beside the next step's
-    forward and backward pass; with_pinned_mem: on GPUs into page-locked memory, which is faster.
+    """Write during training, from a copy in host memory. The copy is made beside the next step's
+    forward and backward pass. with_pinned_mem: on GPUs into page-locked memory, which is faster.
     """
     keep_latest_k: Natural = 0
     """Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."""
     keep_every: Natural = 0
     """With keep_latest_k, also keep each checkpoint whose step is a multiple of this; 0: none."""
     keep_best: Natural = 0
-    """Save when the validation loss is among the lowest so many so far, and keep those; 0: none."""
+    """Save when the validation loss is among the keep_best lowest so far; keep those. 0: none."""
     verify: Literal["size", "hash"] = "hash"
     """What is checked before a checkpoint is loaded. hash: the hash of every file; size: every file
     is there and as long as it was.
     """
     verify_saves: bool = True
-    """Read each checkpoint back and compare it with its hashes before it is published and older
-    ones are deleted; false: compare only its files' lengths.
+    """Read each checkpoint back and compare it with its hashes. Only then publish it and delete
+    older ones. false: compare only its files' lengths.
     """
 
 
@@ -274,7 +274,8 @@ class Float8(Section, frozen=True):
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
     drift_check: Natural = 0
-    """Every so many steps, compare the loss of a micro-batch with that in high precision; 0: off.
+    """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
+    off.
     """
 
 

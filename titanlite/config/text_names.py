@@ -35,8 +35,9 @@ REGISTERED = {
 
 
 def hub_text(name: str) -> HubText | None:
-    """Return the data set of the hub that a name stands for: a registered one or an id; None for
-    other names.
+    """Return the data set of the hub that a name stands for: a registered one or an id.
+
+    None: another name.
     """
     if name in REGISTERED:
         return REGISTERED[name]
@@ -44,8 +45,9 @@ def hub_text(name: str) -> HubText | None:
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub; "" for
-    other paths.
+    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub.
+
+    "": another path.
     """
     owner = path.partition("/")[0]
     if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):

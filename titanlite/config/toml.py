@@ -97,7 +97,7 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
 
     A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
     tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
-    header, or of the first key that names it, and an item of an array on the line where it ends.
+    header, or of the first key that names it. An item of an array is on the line where it ends.
     """
     found: list[Statement] = []
     numbers: dict[str, int] = {}

@@ -1,10 +1,10 @@
 """What a file of somebody else may not do: run code here, read variables of the environment, read
 other files.
 
-A value is trusted if the user gave it: in a TOML file that a command names, by a flag, by a call
-from Python. A value out of a checkpoint, of a file of weights or of the config that a run kept is
-foreign. Foreign values that would run code become `Claim`s, and `admit` refuses them unless the
-user gave `--trust-code`. No torch here.
+A trusted value comes from the user: a TOML file that a command names, a flag, a call from Python. A
+foreign value is out of a checkpoint, a file of weights or the config that a run kept. Foreign
+values that would run code become `Claim`s, and `admit` refuses them unless the user gave
+`--trust-code`. No torch here.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def package_of(scheme: str) -> str:
 
 
 def login_problem(url: str) -> tuple[str, str] | None:
-    """Why a login in the URL of a store cannot open it, and what to do about it; None where there
-    is none.
+    """Why a login in the URL of a store cannot open it, and what to do about it.
+
+    None: nothing is wrong with it.
     """
     scheme = url.partition("://")[0].lower()
     if scheme not in _LOGINS or not has_login(url):

@@ -2,9 +2,9 @@
 truncations improve language modeling").
 
 A document longer than a sequence is cut into pieces of seq_len tokens first; a piece's last token
-predicts the first of the next piece. Groups of pieces, in the order of documents, are packed each
-by itself, longest first, each piece into the fullest row that has room for it. So neighbours in the
-text stay near each other, and the work is bounded.
+predicts the first of the next piece. Pieces form groups in the order of documents, and each group
+is packed by itself. The longest piece goes first. Each goes into the fullest row that has room for
+it. So neighbours in the text stay near each other, and the work is bounded.
 
 Which documents share a row is decided once, by the seed. Each epoch serves the rows in another
 order. So the number of rows is the same in every epoch, and sequence i is found without those

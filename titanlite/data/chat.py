@@ -81,7 +81,7 @@ class ChatTemplate(NamedTuple):
         if kind == NO_TURN:
             raise DataError(
                 f"{where}: message {text}, of the assistant, cannot be found in the rendered "
-                "text: the messages before it render differently without those after them; put "
+                "text: the messages before it render differently without those after them. Put "
                 "{% generation %} and {% endgeneration %} around the assistant's content in the "
                 "template"
             )
@@ -220,8 +220,10 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
 def _encode_part(
     part: str, tokenizer: Tokenizer, inside: bool
 ) -> tuple[list[int], list[bool], bool]:
-    """Return the ids of text without special tokens, whether each is of the assistant, and whether
-    the part ends in a turn of the assistant.
+    """Return (ids, of the assistant, ends inside) of a text without special tokens.
+
+    The second tells of each id whether it is of the assistant. The third tells whether the part
+    ends in a turn of the assistant.
 
     inside: whether it begins in one.
     """

@@ -2,8 +2,8 @@
 
 `titanlite.data.chat_process` starts this process and sends it conversations. jinja2's sandbox keeps
 a template from objects of Python. It bounds neither time nor memory, and a single product of a text
-and a number may need all of both. So the kernel bounds them here: a process that is over its time
-ends, and a request for too much memory fails.
+and a number may need all of both. So the kernel bounds them here. It ends a process that is over
+its time, and a request for too much memory fails.
 
 A request is a pickle from the process that started this one. An answer is text: a template decides
 its content.
@@ -28,12 +28,12 @@ BEGIN = "\ufdd0"
 END = "\ufdd1"
 #: Seconds of processor time for one conversation.
 SECONDS = 10
-#: Characters of a rendered text: at least so many, and so many for each character of the
-#: conversation.
+#: Limit for the characters of a rendered text: the first number, plus the second for each character
+#: of the conversation.
 CHARACTERS = 1 << 20
 CHARACTERS_EACH = 64
-#: Bytes of memory beside those of the process itself: at least so many, and so many for each byte
-#: of a request.
+#: Limit for the bytes of memory beside those of the process itself: the first number, plus the
+#: second for each byte of a request.
 _MEMORY = 1 << 30
 _MEMORY_EACH = 64
 #: Size of a message between the processes.
@@ -92,7 +92,7 @@ def answer(request: Request) -> tuple[str, str]:
         return SYNTAX, f"{error.lineno}\n{error.message}"
     except MemoryError:
         return REFUSED, "it needs too much memory"
-    except Exception as error:  # a template can raise whatever its filters and tests raise
+    except Exception as error:  # a template can raise what its filters and tests raise
         return REFUSED, f"{type(error).__name__}: {error}"[:10_000]
 
 
@@ -202,7 +202,7 @@ def main() -> None:
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """Let the kernel end this process after so many more seconds of processor time, and refuse it
+    """Let the kernel end this process after `seconds` more seconds of processor time, and refuse it
     more bytes.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)

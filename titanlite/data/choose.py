@@ -24,8 +24,8 @@ _Passed = dict[str, list[str]]
 def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     """Return the text among the files of a folder.
 
-    Raises UnclearTextError where files of several splits, of several kinds, or on two levels could
-    be meant, or none is of the split; DataError where there is no text.
+    Raises UnclearTextError where files of several splits, kinds or levels could be meant, or none
+    is of the split. Raises DataError where there is no text.
     """
     passed: _Passed = {}
     texts: list[FoundFile] = []
@@ -48,8 +48,7 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
-    """Return the files that are named, or found by a pattern: all of them, or those of the split
-    that is asked for.
+    """Return the files that are named or found by a pattern: all, or those of the wanted split.
 
     Raises UnclearTextError if there is none of that split.
     """

@@ -211,8 +211,8 @@ def tokenize(
     workers: threads that tokenize, besides this one that reads; 0: this one does both. The result
     is the same.
 
-    Raises DataError with file and line for the first record in file order that is damaged or has a
-    token id of `vocab_size` (the model's) or more.
+    Raises DataError with file and line for the first bad record in file order. It is damaged, or
+    has a token id of `vocab_size` (the model's) or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
     dtype = dtype_for(vocab_size)
@@ -405,8 +405,9 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
 def encode_record(
     record: Record, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the ids of a document [tokens], and whether each of its first tokens is a target;
-    those after them are.
+    """Return the ids of a document [tokens], and whether each of its first tokens is a target.
+
+    All tokens after them are targets.
 
     A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS
     before it are no targets. A rendered conversation gets no BOS or EOS besides its own. Raises
@@ -438,7 +439,7 @@ def _over_vocabulary(
 ) -> DataError:
     return DataError(
         f"{record.file}, line {record.number}: token id {token_id} is outside the model's "
-        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}); set "
+        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
         f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own tokenizer "
         "by model.tokenizer_path"
     )

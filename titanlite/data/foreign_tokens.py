@@ -56,8 +56,10 @@ def _npy(file: Path) -> Part:
 
 
 class _Index(NamedTuple):
-    """Megatron-LM's index of a file: lengths in tokens and first bytes of the sequences, and the
-    sequences at which documents begin, with an end.
+    """Megatron-LM's index of a file.
+
+    It has the length in tokens and the first byte of each sequence. It has the sequences at which
+    documents begin, with an end.
     """
 
     file: Path
@@ -95,8 +97,8 @@ def _megatron(name: Path, thorough: bool) -> Part:
 def _read_index(file: Path) -> _Index:
     """Map an index.
 
-    After the head come int32 lengths and int64 byte positions of the sequences, and int64 numbers
-    of the sequences at which documents begin.
+    After the head come the sequences: int32 lengths, then int64 byte positions. Then come int64
+    numbers of the sequences at which documents begin.
     """
     head = np.fromfile(file, _HEAD, 1)
     if not len(head) or head["magic"][0] != b"MMIDIDX":

@@ -1,7 +1,7 @@
 """Rows of one file: JSON lines, parquet, arrow or plain text; gzip and zstd around lines and text.
 
 The content decides the kind, not the name. A reader takes an open file, so it serves local files
-and streams alike.
+and streams.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def iter_rows(
             need `seek`.
         name: path or URL, for errors and records.
         kind: "auto" looks at the content. "text" is one document per file.
-        start: rows to leave out: to go on after a record, give its `number`. Lines are skipped
+        start: rows to skip: to continue after a record, give its `number`. Lines are skipped
             unparsed, row groups of parquet unread.
 
-    Raises DataError with file and line or row for content that cannot be read, is damaged,
-    truncated, of another kind, or has no such string; and for a missing package.
+    Raises DataError with file and line or row for content that cannot be read. It may be damaged,
+    truncated, of another kind, or without such a string. A missing package raises it too.
     """
     columns = columns or Columns()
     unit = "line"

@@ -111,8 +111,9 @@ class _Block(NamedTuple):
 
 
 class _Ahead(Generic[_T]):
-    """Takes items of an iterator, while a thread prepares the next one; without a pool each is
-    prepared when it is taken.
+    """Takes items of an iterator, while a thread prepares the next one.
+
+    Without a pool each item is prepared when it is taken.
     """
 
     def __init__(self, items: Iterator[_T], pool: Pool | None) -> None:
@@ -149,7 +150,7 @@ class LaneReader:
     def outside(self, reason: str) -> StateError:
         """Return the error for a place that the files do not have."""
         return StateError(
-            f"lane {self.number} of the stream cannot go on from its place in the checkpoint: "
+            f"lane {self.number} of the stream cannot continue from its place in the checkpoint: "
             f"{reason}. The files have changed since then, or the checkpoint is damaged. "
             'checkpoint.exclude_from_loading = ["dataloader"] begins the text again'
         )
@@ -157,7 +158,7 @@ class LaneReader:
     def warn(self, place: str, then: str) -> None:
         """Report a place within a file that is not there."""
         logger.warning(
-            f"lane {self.number} of the stream should go on with {place}, and goes on with "
+            f"lane {self.number} of the stream should continue with {place}, and continues with "
             f"{then}: text or data.buffer have changed since the checkpoint, or it is damaged"
         )
 
@@ -230,7 +231,7 @@ class LaneReader:
     def _empty(self, shares: list[_Share]) -> DataError:
         files = ", ".join(self.text.shards.names[share.shard] for share in shares[:3])
         return DataError(
-            f"no records in {files}: a lane of the stream is empty; set data.streaming = false, or "
+            f"no records in {files}: a lane of the stream is empty. Set data.streaming = false, or "
             "data.lanes lower, which counts for training text"
         )
 
@@ -320,7 +321,7 @@ class _SplitLane(Lane):
         return ServedRow(row, [(part.name, len(part.ids)) for part in parts])
 
     def _fill(self, tokens: int) -> None:
-        """Fetch documents until so many tokens are not served."""
+        """Fetch documents until this many tokens are not served."""
         while not self._queue:
             self._queue += self._chunks.take()
         first = len(self._queue[0].ids)

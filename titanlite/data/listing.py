@@ -1,5 +1,4 @@
-"""What is found when the files of a text are looked for, and the error for a folder that leaves
-open which are meant.
+"""The files found for a text, and the error for a folder that holds several candidates.
 
 `titanlite.data.choose` has the rules. Nothing here imports numpy: the check of a config asks, too.
 """
@@ -23,8 +22,7 @@ _SHOWN = 3
 
 
 class UnclearTextError(DataError):
-    """A folder leaves open which of its files are meant, or has no file of the split that is asked
-    for.
+    """Several files of a folder could be meant, or none is of the split that is asked for.
 
     `reason`, `lines`: the message without the key.
     """

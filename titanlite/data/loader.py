@@ -25,8 +25,9 @@ class Batch(NamedTuple):
     """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there
     is no target.
 
-    `documents`: [batch, whole sequence] int32, the number of each token's document in its row, also
-    where ranks share a sequence; None where attention does not stop at documents.
+    `documents`: [batch, whole sequence] int32, the number of each token's document in its row. It
+    covers the whole sequence also where ranks share one. None: attention does not stop at
+    documents.
     """
 
     tokens: torch.Tensor
@@ -61,7 +62,7 @@ def _check_documents(batch: Batch) -> None:
         raise DataError(
             f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} "
             "documents, and on GPUs "
-            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no '
+            f'attention keeps {most} apart at most. Set data.packing = "best-fit", which packs no '
             "more than that"
         )
 
@@ -118,9 +119,8 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        Finite data fill up their last step with sequences without targets, alike on every number of
-        ranks,
-        and raise EndOfData after it, on all ranks at the same step.
+        Finite data fill up their last step with sequences without targets, the same on any number
+        of ranks. After that step all ranks raise EndOfData.
         """
         if self.steps_left == 0:
             raise EndOfData(
@@ -190,11 +190,10 @@ class ValidationLoader:
 
     Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 …
     batch_size - 1; sequences beyond the end of the data have labels -100. With `steps=-1` that is
-    one full pass whatever the
-    number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so
-    numbers
-    from different rank counts compare only if that product is the same. `steps` beyond a full pass
-    end with it. Text without an end (`total_sequences` is None) needs `steps > 0`.
+    one full pass on any number of ranks. With `steps > 0` it is the first steps * batch_size *
+    dp_degree sequences. So results of different rank counts compare only if that product is equal.
+    `steps` beyond a full pass end with it. Text without an end (`total_sequences` is None) needs
+    `steps > 0`.
     """
 
     def __init__(

@@ -17,8 +17,7 @@ from titanlite.data.listing import FoundFile, Listing, Place
 
 
 def list_text(place: Place) -> Listing:
-    """Return the text of a path: the file itself, the files that it matches as a pattern, or those
-    of the folder.
+    """Return the text of a path: the file, the files of a pattern, or those of the folder.
 
     Raises DataError, naming the config's key, if there is none or a folder leaves open which files
     are meant.

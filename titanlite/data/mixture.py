@@ -7,9 +7,9 @@ of sequence i follow from i by arithmetic:
 - Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A
   slot's sequences of a stream are one lane of it, so a rank reads only its own lanes. Each slot
   begins elsewhere in the schedule.
-- A segment is a stretch with one set of shares. A new one begins with a phase, where a source has
-  served its epochs, and where a run goes on with other shares than its checkpoint's. Counts go on:
-  no text is repeated or left out.
+- A segment is a stretch with one set of shares. A new one begins with a phase, or where a source
+  has served its epochs. It also begins where a run resumes with other shares than its checkpoint's.
+  Counts continue: no text is repeated or skipped.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class MixedRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Go on with sequence `position` from `state`; {}: from the start.
+        """Continue with sequence `position` from `state`; {}: from the start.
 
         phases: as of the constructor; None: those. The shares that they have at `position` hold
         from there on, and the sequences before it stay what they were.
@@ -186,7 +186,7 @@ class MixedRows(Rows):
         gone = [name for name in state["names"] if name not in self.names]
         if gone:
             raise DataError(
-                f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give "
+                f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
         self._continue(_read_state(state, self.names), position)
@@ -295,7 +295,7 @@ def open_mixture(
     lanes: int | None = None
     for number, source in enumerate(data.source):
         name = source.name or source.path or ""
-        # The order of a source is its own, whatever else is mixed. All streams of a mixture have
+        # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
         settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)

@@ -1,16 +1,15 @@
 """Documents packed into training sequences, each of which is found by its number.
 
-Each document is BOS + ids + EOS. An epoch puts all documents one after the other, epochs follow
-each other, and the endless stream is cut into windows of seq_len + 1 tokens with a stride of
-seq_len: window w reads
-stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every token but the
-very first is a target exactly once, across documents and epochs.
+Each document is BOS + ids + EOS. An epoch puts all documents one after the other, and epochs follow
+each other. This endless stream is cut into windows of seq_len + 1 tokens with a stride of seq_len.
+Window w reads stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every
+token but the very first is a target exactly once, across documents and epochs.
 
 The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of
 them would hold one or two texts. Sequence i depends on i alone: any rank can serve it, and a run
 resumes from a number. All orders are computed from (seed, epoch). Documents of text are put in a
-new order each epoch, too. Token files keep theirs, and the order of their windows is computed place
-by place: neither memory nor the time of a resume depends on their size.
+new order each epoch, too. Token files keep theirs. The order of their windows is computed place by
+place: memory and the time of a resume do not depend on their size.
 """
 
 from __future__ import annotations
@@ -227,8 +226,8 @@ class PackedDataset(Rows):
 
         Without a target: none.
 
-        Here it is one window: seq_len + 1 tokens from window * seq_len of all epochs end to end,
-        fewer at the end.
+        Here it is one window: seq_len + 1 tokens from token window * seq_len. Epochs are laid end
+        to end; the last window has fewer tokens.
         """
         size = self.corpus.size
         begin = window * self.seq_len

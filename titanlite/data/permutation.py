@@ -1,6 +1,6 @@
 """A keyed order of n things that is computed place by place: no memory, and no work to resume.
 
-Integer arithmetic alone decides it: a generator of numpy's may change between versions, and a run
+Integer arithmetic alone decides it. A generator of numpy's may change between versions, and a run
 resumed years later must still find its place.
 """
 
@@ -36,9 +36,9 @@ class Permutation:
     """A permutation of 0 … count - 1, by place.
 
     It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite
-    domains", CT-RSA 2002): an index is a pair (left, right) of [0, a) x [0, b) with a * b >= count,
-    and each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
-    goes through the network again (their cycle walking), which is rare: a * b exceeds `count` by
+    domains", CT-RSA 2002). An index is a pair (left, right) of [0, a) x [0, b) with a * b >= count.
+    Each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
+    goes through the network again (their cycle walking). That is rare: a * b exceeds `count` by
     less than a, about its square root.
     """
 

@@ -1,9 +1,9 @@
-"""When each `[[data.phase]]` begins, wherever the data stand at that step.
+"""The step and the sequence at which each `[[data.phase]]` begins.
 
 A phase begins with a step, or with the first step after a number of tokens. Its shares of the
 sources and its factor of the learning rate begin together. The sequence at which it begins depends
-on how the run came to that step: another global batch, skipped sequences and a rollback all move
-it. So it is found again where a run starts or goes back.
+on the steps before. Another global batch, skipped sequences and a rollback all move it. So it is
+found again where a run starts or goes back.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from titanlite.data.skip_ranges import Range
 
 
 class Progress(NamedTuple):
-    """How far a run is: steps that are done, their tokens over all ranks, and the next sequence of
-    the data.
-    """
+    """The progress of a run: steps done, their tokens over all ranks, and the next sequence."""
 
     steps: int = 0
     tokens: int = 0

@@ -262,7 +262,7 @@ class ValidationPrefetcher:
     def _batches(self) -> Callable[[], Batch]:
         """Return what makes the batches of a pass, or of one pass after the other.
 
-        It does not hold this object, so that the thread ends when nobody else does.
+        It holds no reference to this object, so that the thread ends when the last one is gone.
         """
         passes = itertools.repeat(self.loader) if self.persistent else [self.loader]
         batches = itertools.chain.from_iterable(passes)

@@ -41,12 +41,12 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 
-    Its secret is hidden, as in the config that a run or a checkpoint keeps, or it has a login and
-    is of a store.
+    Its secret is hidden, as in a config that a run or a checkpoint keeps. Or it has a login and is
+    of a store.
     """
     if is_hidden(url):
         raise DataError(
-            f"{key}: the login or signature of {url} was hidden where it was kept: give the whole "
+            f"{key}: the login or signature of {url} was hidden where it was kept. Give the whole "
             "URL again; in a config write it as ${NAME}, an environment variable"
         )
     problem = login_problem(url)
@@ -64,10 +64,9 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
     """Return the result of `call`, which asks a remote source; where it raises, wait and call it
     again.
 
-    The waits are those that the server asks for, else each twice as long as the one before, with
-    jitter.
+    It waits as long as the server asks. Otherwise each wait is twice the one before, with jitter.
     Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no
-    right to read it), else when the source has not come back in `patience` seconds.
+    right to read it). Otherwise it waits `patience` seconds for the source first.
     """
     tries = 0
     began = 0.0
@@ -110,8 +109,9 @@ def _wait_after(reason: BaseException, tries: int) -> float:
 
 
 def _reason(error: Exception) -> BaseException:
-    """Return the real error of a server: fsspec makes "no such file" of each one while it opens a
-    file of HTTP.
+    """Return the real error of a server.
+
+    When fsspec opens a file of HTTP, it turns every error into "no such file".
     """
     cause = error.__cause__
     if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")):

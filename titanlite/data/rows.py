@@ -26,9 +26,9 @@ def max_documents(seq_len: int) -> int:
 class Row(NamedTuple):
     """One sequence.
 
-    `tokens`: [seq_len] int64; `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
-    target; `documents`: [seq_len] int32, the number of each token's document within the row, from
-    0; None where attention does not stop at documents.
+    `tokens`: [seq_len] int64. `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
+    target. `documents`: [seq_len] int32, the number of each token's document within the row, from
+    0. None: attention does not stop at documents.
     """
 
     tokens: NDArray[np.int64]
@@ -109,7 +109,7 @@ class Rows(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know, besides the number of the next row, to go on.
+        """Return what this rank must know, besides the number of the next row, to continue.
 
         {} for rows that are a function of their number alone.
         """
@@ -125,7 +125,7 @@ class Rows(ABC):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Go on with row `position`, from the state of all ranks; {}: from the start.
+        """Continue with row `position`, from the state of all ranks; {}: from the start.
 
         phases: first row → shares of the sources of a mixture from there on.
         """

@@ -1,9 +1,8 @@
-"""The files of a stream: local ones, files behind a URL, and those of a data set of the Hugging
-Face hub.
+"""The files of a stream: local, behind a URL, or in a data set of the Hugging Face hub.
 
-One rank lists them and hands the list on. `datasets` finds the files of a data set of the hub; they
-are read here, by `fsspec` and `iter_rows`: `datasets` turns the texts around a record of another
-type into JSON without an error, and its errors have no record numbers.
+One rank lists them and hands the list on. `datasets` finds the files of a data set of the hub;
+`fsspec` and `iter_rows` read them here. `datasets` turns the texts around a record of another type
+into JSON without an error. Its errors have no record numbers.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ def remote_files(
 
 
 def url_files(url: str, key: str) -> list[str]:
-    """Return the files behind a URL in order of their names: one file, a glob, or all of a folder
-    of a store.
+    """Return the files behind a URL, sorted by name: a file, a glob, or all of a store's folder.
 
     Files without the name of a kind of text are left out where others have one. Raises DataError,
     naming the config's `key`, if there are none or the store cannot be asked.

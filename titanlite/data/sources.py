@@ -109,8 +109,9 @@ def columns_of(
     source: DataSource | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Columns:
-    """Return the fields of a text's records: of bundled text its own, else those of the source,
-    else those of `data`.
+    """Return the fields of a text's records.
+
+    Bundled text has its own. Other text has those of the source, else those of `data`.
 
     A source with a text_key and no other key has no prompts. tokenizer: brings the template of
     messages.
@@ -159,8 +160,8 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     at each start:
     a document's number is its place in the data order, and a checkpoint's fingerprint is of all
     texts.
-    Raises DataError, naming the config's `key`, for a document without a text, and if there is none
-    at all.
+    Raises DataError, naming the config's `key`, for a document without a text or if there are no
+    documents.
     """
     number = 0
     columns = columns or Columns()

@@ -3,9 +3,9 @@
 Sequence i belongs to lane i mod V. A lane owns a share of the shards (files), and reads them in an
 order computed from (seed, epoch). It reads a block of documents, mixes it by a computed order, and
 cuts the documents' tokens into windows, as `packing` does. So sequence i does not depend on the
-number of ranks, and a rank reads only the lanes of its sequences if that number divides V.
+number of ranks. A rank reads only the lanes of its sequences if that number divides V.
 
-A lane's place is six numbers. To go on from it, a lane reads its shard again up to the block:
+A lane's place is six numbers. To resume there, a lane reads its shard again up to the block:
 compressed text has no way to skip. Epochs are those of a lane: lanes with less text begin theirs
 sooner. `titanlite.data.lanes` has one lane.
 """
@@ -175,7 +175,7 @@ class StreamRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Go on from these places; {}: from the start.
+        """Continue from these places; {}: from the start.
 
         Raises DataError if they cannot be of this stream.
         """
@@ -262,11 +262,11 @@ class StreamRows(Rows):
 
 
 def default_lanes(ranks: int, shards: int) -> int:
-    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than
-    shards if possible.
+    """Return the number of lanes: a multiple of the data-parallel ranks, no more than shards if
+    possible.
 
-    If there are shards enough, at least `_LANES`, so that a few ranks more or less need not read
-    the lanes of others.
+    With enough shards it is at least `_LANES`. Then a few more or fewer ranks need not read the
+    lanes of others.
     """
     wanted = -(-_LANES // ranks)
     return ranks * max(min(wanted, shards // ranks), 1)

@@ -104,7 +104,7 @@ def _local(
 
 
 def passes_warning(name: str, passes: float) -> str | None:
-    """Return what to say of so many passes over a text; None if they are not too many."""
+    """Return what to say of this number of passes over a text; None if they are not too many."""
     if passes <= MOST_PASSES:
         return None
     return (

@@ -100,8 +100,9 @@ def _about(group: _Group, files: Sequence[FoundFile]) -> str:
 
 
 def pattern_of(files: Sequence[FoundFile], found: Sequence[FoundFile], folder: str) -> str | None:
-    """Return a pattern that finds these files of all that were found, and no others; None if there
-    is no simple one.
+    """Return a pattern that finds these files, and no others of all that were found.
+
+    None: there is no simple one.
     """
     wanted = {file.relative for file in files}
     others = [file.relative for file in found if file.relative not in wanted]

@@ -1,6 +1,4 @@
-"""The text that was opened: its files, those passed over, how often it is read, and the checks of
-its tokens.
-"""
+"""The text that was opened: its files, skipped files, passes over it, and checks of tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
 
 
 def listings_of(rows: Rows) -> dict[str, Listing]:
-    """Return how the files of each source of a mixture were found, or under "" those of one text;
-    {} for text without files.
+    """Return how the files of each source of a mixture were found.
+
+    The key of a single text is "". Text without files gives {}.
     """
     listings = {name: one.listing for name, one in sources_of(rows, "").items()}
     return {name: listing for name, listing in listings.items() if listing is not None}
@@ -61,7 +60,7 @@ def _title(label: str, name: str) -> str:
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
-    """Yield a warning for each text that a run of so many sequences reads too often.
+    """Yield a warning for each text that a run of this many sequences reads too often.
 
     name: of a single text.
     """

@@ -1,6 +1,4 @@
-"""Threads that end soon when the process ends, also while they wait for a source that does not
-answer.
-"""
+"""Threads that end with the process, even while they wait for a source that never answers."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger, parse_json
 
-#: "auto" keeps the tokens of texts of at least so many bytes: less is tokenized in a tenth of a
+#: "auto" keeps the tokens of texts of at least this many bytes: less is tokenized in a tenth of a
 #: second.
 AUTO_BYTES = 1 << 20
 
-#: Seconds after which nobody waits for the owner of a lock any longer.
+#: Longest wait for the owner of a lock, in seconds.
 PATIENCE = 3600.0
 
 #: Seconds without use after which a file is removed. A run that has mapped it keeps its content.
@@ -127,8 +127,9 @@ class _Text:
 
 
 def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus | None:
-    """Map the tokens of a text, which one process of the node tokenizes and keeps; None where that
-    process takes too long.
+    """Map the tokens of a text, which one process of the node tokenizes and keeps.
+
+    None: that process takes too long.
 
     Raises OSError where the folder cannot be used.
     """
@@ -294,9 +295,7 @@ def _save(corpus: Corpus, path: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove files of ours that nobody has used for `KEEP` seconds, and partial ones that nobody
-    has written to.
-    """
+    """Remove files that were unused for `KEEP` seconds, and partial ones that had no writes."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             idle = time.time() - path.stat().st_mtime

@@ -1,10 +1,9 @@
-"""Whether prepared token files are what was written: sizes and offsets at the start, hashes when a
-part is first read.
+"""Checks of prepared token files: sizes and offsets at the start, hashes at a part's first read.
 
 The hashes are compared in a background thread, at a low priority. A part counts as whole on this
-machine once its hashes fit: a small file in the folder of the token cache says so for 30 days, to
-all ranks and later runs. Its name follows from the part's files (path, size, times) and their
-hashes, so that a part that is replaced is checked again.
+machine once its hashes fit. A small file in the folder of the token cache tells that to all ranks
+and later runs for 30 days. Its name follows from the part's files (path, size, times) and their
+hashes. So a part that is replaced is checked again.
 """
 
 from __future__ import annotations
@@ -108,8 +107,9 @@ class PartHashes:
 
 
 def hash_of(file: Path, read: Callable[[int], None]) -> str:
-    """Return the hash of a file's content as an index has it; call `read` with the number of bytes
-    of each block.
+    """Return the hash of a file's content, as an index has it.
+
+    `read` is called with the number of bytes of each block.
     """
     # Only here: a config's check does without.
     import xxhash
@@ -157,7 +157,7 @@ class HashCheck:
             raise self._problem
 
     def settle(self, seconds: float) -> int:
-        """Wait for the parts that are read; return how many are not checked after so many seconds.
+        """Wait for the parts that are read; return how many are not checked after `seconds`.
 
         Raises DataError if a part is found to be damaged.
         """

@@ -1,8 +1,8 @@
 """Tokens in files that are mapped into memory: prepared by `titanlite data prepare`
 (`titanlite.data.prepared_tokens`), or by other programs (`titanlite.data.foreign_tokens`).
 
-The memory of a rank does not grow with the corpus: parts are mapped when they are first read, and
-the pages of a map belong to the system's page cache.
+The memory of a rank does not grow with the corpus. Parts are mapped when they are first read; the
+pages of a map belong to the system's page cache.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TokenFiles:
             checked at the start.
         check: compares the hashes of the parts that are read.
 
-    Raises DataError for an id that is too high, naming file and place, if there are no tokens, and
-    when it reads after the hashes of a part were found not to fit.
+    Raises DataError if there are no tokens, and for an id that is too high, naming file and place.
+    A read after a part's hashes failed their check raises it too.
     """
 
     keeps_order: ClassVar[bool] = True
@@ -188,7 +188,7 @@ class TokenFiles:
         span = next(self._spans(token, token + 1))
         return DataError(
             f"{span.part.file}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
-            f"model's vocabulary of {self.vocab_size}; set model.vocab_size above it, or prepare "
+            f"model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or prepare "
             "the text with the model's tokenizer"
         )
 
@@ -244,8 +244,8 @@ def open_tokens(
     records: folder that keeps which parts of prepared folders are whole, see
     `titanlite.data.token_checks`.
 
-    Raises DataError for a folder that is not finished, a missing or cut file, tokens of another
-    tokenizer or of other fields, and ids of `vocab_size` (the model's) or more.
+    Raises DataError for a folder that is not finished, and for a missing or cut file. Tokens of
+    another tokenizer or of other fields raise it, and ids of `vocab_size` (the model's) or more.
     """
     place = Path(path)
     try:
@@ -286,7 +286,7 @@ def _prepared(
         raise DataError(
             f"{key}: {folder} was prepared with the tokenizer {index['tokenizer'][:16]} "
             f"({index['tokenizer_path'] or 'the bundled one'}), and this config has "
-            f"{tokenizer.fingerprint[:16]}; name that one as model.tokenizer_path, or prepare the "
+            f"{tokenizer.fingerprint[:16]}. Name that one as model.tokenizer_path, or prepare the "
             "text again"
         )
     if index["max_id"] >= vocab_size:

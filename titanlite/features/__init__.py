@@ -57,7 +57,7 @@ def features_of(config: Config) -> Features:
     experimental = config.experimental
 
     def ranks(degree: int) -> int:
-        # One process makes a seed checkpoint, whatever the degrees of the runs that load it.
+        # One process makes a seed checkpoint for runs of any degrees.
         return 1 if config.checkpoint.create_seed_checkpoint else degree
 
     return Features(

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Feature:
     """Base of all features, as `Callback` is of callbacks: a method for each moment, all optional.
 
-    The methods here are called for every feature that is on, in the order of `Features.on`. What
-    happens in an order of its own, or concerns one feature alone, is a method of that feature, and
-    the place where it happens calls it by name.
+    The methods here are called for every feature that is on, in the order of `Features.on`. Some
+    steps have a fixed order or concern one feature alone. They are methods of that feature, and the
+    place where they happen calls them by name.
     """
 
     #: The key that switches it on, for messages.
@@ -33,7 +33,7 @@ class Feature:
     # Before the ranks start. Nothing here imports torch.
 
     def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
-        """Find keys that cannot both hold, whatever the ranks and the model."""
+        """Find keys that exclude each other on any ranks and with any model."""
         return ()
 
     def rank_misfits(self, run: RunConfig) -> Iterable[Finding]:

@@ -1,1 +1,1 @@
-"""What a person and other tools see while a run goes on."""
+"""What a person and other tools see of a run."""

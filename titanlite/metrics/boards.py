@@ -134,9 +134,8 @@ def tags(row: Mapping[str, float]) -> dict[str, float]:
 class TensorBoard(BackgroundWriter):
     """Writes into a dated subfolder of `folder`, within about ten seconds.
 
-    purge_step: first step that will be written. A resumed run (over 1) goes on in the newest
-    subfolder, and TensorBoard forgets the values there from this step on; a new run begins a
-    subfolder.
+    purge_step: first step that will be written. A resumed run (over 1) continues in the newest
+    subfolder. TensorBoard forgets the values there from this step on. A new run begins a subfolder.
     """
 
     name = "TensorBoard"
@@ -174,7 +173,7 @@ class WandbWriter(BackgroundWriter):
 
     folder: of the run; its name is the run's name, and wandb's own files go below it. config:
     nested tables. first_step: first step that will be written. Over 1 the run that the folder names
-    goes on, and Weights & Biases keeps the first values of steps that it has already.
+    continues. Weights & Biases keeps the first values of steps that it has already.
 
     wandb's environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_MODE, …) override
     these settings.
@@ -221,7 +220,7 @@ class WandbWriter(BackgroundWriter):
         run.finish(exit_code=int(self.failed))
 
     def _find_id(self) -> str:
-        """Return the id of the run that goes on, or a new one, and keep it in the folder."""
+        """Return the id of the resumed run, or a new one, and keep it in the folder."""
         path = self._folder / ID_FILE
         run_id = os.environ.get("WANDB_RUN_ID")
         if run_id is None and self._resumed and path.exists():

@@ -25,7 +25,7 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `path`.
 
-    Rows that cannot be written (disk full) are lost with one warning; training goes on.
+    Rows that cannot be written (disk full) are lost with one warning; training continues.
 
     verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and
     queries.
@@ -97,7 +97,7 @@ class MetricsLog:
         if not self._warned:
             self._warned = True
             logger.warning(
-                f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can"
+                f"cannot write {self.path}: {error}. Training continues; rows are lost until it can"
             )
 
 

@@ -1,5 +1,6 @@
-"""The live view of a terminal: a table of the last logged steps and a progress line, below the
-lines of the log.
+"""The live view of a terminal, below the lines of the log.
+
+It is a table of the last logged steps and a progress line.
 
 A step that leaves the table becomes a line of the log, so you can scroll back to it. At the end the
 table stays.

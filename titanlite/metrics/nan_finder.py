@@ -1,5 +1,6 @@
-"""Find where a loss or gradient that is not finite came from: run the step again, and check what
-every module computes.
+"""Find where a loss or gradient that is not finite came from.
+
+It runs the step again, and checks what every module computes.
 
 This costs one more step after the bad one, and nothing before it.
 """

@@ -285,7 +285,7 @@ class MetricsLogger(Callback):
         if waits > SLOW_DATA and step != self._first_step and not self._slow_data:
             self._slow_data = True
             logger.warning(
-                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise "
+                f"step {step}: {waits:.0f} % of the time is spent waiting for data. Raise "
                 "data.num_workers or data.prefetch, or tokenize the text first (titanlite data "
                 "prepare)"
             )
@@ -295,8 +295,8 @@ class MetricsLogger(Callback):
     def _reduce(self, result: StepResult, parts: Sequence[torch.Tensor]) -> _Reduced:
         """Return the figures of a step over all ranks. parts: what is summed besides.
 
-        One all-reduce and one reading of the device. Every rank has a place of its own, where the
-        others have zero.
+        One all-reduce and one reading of the device. Every rank has its own place, where the others
+        have zero.
         """
         size, rank = self._world.size, self._world.rank
         times = torch.zeros(3, size, dtype=torch.float64)
@@ -323,7 +323,7 @@ class MetricsLogger(Callback):
 class _Reduced(NamedTuple):
     """Figures of a step over all ranks."""
 
-    #: Seconds of each rank in a step: in work of its own, and waiting for data.
+    #: Seconds of each rank in a step: in its own work, and waiting for data.
     work: list[float]
     waits: list[float]
     #: Of `Figures`, one after the other.

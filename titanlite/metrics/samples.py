@@ -25,7 +25,7 @@ FILE = "samples.jsonl"
 
 
 class PromptSampler(Callback):
-    """Samples the prompts of `[sample]` every so many steps.
+    """Samples the prompts of `[sample]` every `freq` steps.
 
     All ranks run the model together; rank 0 writes.
 
@@ -57,7 +57,7 @@ class PromptSampler(Callback):
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin the file anew."""
+        """Continue after the last step of the checkpoint, or begin a new file."""
         if trainer.parts.world.rank == 0:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
             self._log.truncate_after(trainer.step)

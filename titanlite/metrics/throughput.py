@@ -204,7 +204,7 @@ def _proc_field(path: str, name: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-#: A rank so far behind the median, in percent, in so many logs in a row is reported in a warning.
+#: A rank so far behind the median, in percent, in this many logs in a row is reported in a warning.
 BEHIND_PERCENT = 20.0
 LOGS_IN_A_ROW = 5
 #: Logs between two warnings about the same rank.

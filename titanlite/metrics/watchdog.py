@@ -7,14 +7,14 @@
             watchdog.phase("forward")
             ...
 
-A daemon thread of each rank publishes the rank's state in the run's key-value store, over a
-connection of its own. So it works when a collective hangs, on gloo and NCCL alike, without a
-collective and without reading the device.
+A daemon thread of each rank publishes the rank's state in the run's key-value store, over its own
+connection. So it works when a collective hangs, on gloo and on NCCL. It needs no collective and
+does not read the device.
 
-Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second;
-both less often from 1,000 ranks on, so that the store gets no more than 3,000 requests a second.
-Only rank 0 reads the states of others, and only when it has stood still itself: ranks of one run
-stand still together.
+Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second.
+From 1,000 ranks on both come less often, so that the store gets no more than 3,000 requests a
+second. Only rank 0 reads the states of others, and only when it has stood still itself: ranks of
+one run stand still together.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ PATIENT = SLOW_PHASES | {"start"}
 
 #: Share of the collectives' timeout that is the deadline where none is configured.
 _DEADLINE_SHARE = 0.6
-#: A phase is reported when it takes so many times as long as the longest so far, if the deadline is
-#: shorter.
+#: A phase is reported when it takes this many times as long as the longest so far, if the deadline
+#: is shorter.
 _SLOW = 3.0
 _POLL_SECONDS = 0.5
 #: Upper limits over all ranks.
 _POLLS_PER_SECOND, _BEATS_PER_SECOND = 2000, 1000
 _STORE_SECONDS = 10
-#: A rank has so long to raise by itself the error that another has raised: a wrong checkpoint is
-#: wrong on all.
+#: Time in which a rank may raise by itself the error of another rank: a wrong checkpoint is wrong
+#: on all.
 _OWN_REASON_SECONDS = 1.0
-#: A rank that does not publish its state for so many heartbeats does not answer.
+#: A rank that does not publish its state for this many heartbeats does not answer.
 _SILENT_BEATS = 2.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
-#: A run that is over has so many times the longest patience for its callbacks and threads.
+#: A run that is over has this many times the longest patience for its callbacks and threads.
 _ENDING = 2.0
-#: A rank that raised has so long for its own end.
+#: Time that a rank that raised has for its own end.
 _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
@@ -178,7 +178,7 @@ class HangWatchdog:
         grouped = dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.size = dist.get_world_size() if grouped else 1
-        # A connection of its own: an operation that waits holds up all others on the same one.
+        # A separate connection: an operation that waits holds up all others on the same one.
         store = _get_default_store().clone() if grouped else dist.HashStore()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         number = store.add(
@@ -302,7 +302,7 @@ class HangWatchdog:
     def _end_later(
         self, seconds: float, code: int, reason: Callable[[], str]
     ) -> threading.Timer | None:
-        """End this process after so many seconds, unless the timer is cancelled.
+        """End this process after `seconds`, unless the timer is cancelled.
 
         None where nothing may end it.
         """
@@ -394,7 +394,7 @@ class HangWatchdog:
         step, _, phase, since = self._now
         if self._reported is not None:
             if since != self._reported:
-                logger.warning(f"rank 0 goes on, in {phase} of step {step}")
+                logger.warning(f"rank 0 continues, in {phase} of step {step}")
                 self._reported, self.verdict = None, ""
             return
         limit = max(self._deadline, _SLOW * self._longest)
@@ -448,7 +448,7 @@ class HangWatchdog:
         return self.verdict
 
     def _follow(self, peer: RankState) -> None:
-        """A rank has raised: end, unless this one has a reason of its own."""
+        """A rank has raised: end, unless this one has its own reason."""
         if self._has_reason.wait(_OWN_REASON_SECONDS):
             if self.rank == 0:
                 self._store.set("told", "")  # its own end is its report

@@ -1,5 +1,6 @@
-"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024), which know nothing of how
-they are sharded.
+"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024).
+
+They know nothing of how they are sharded.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def kind_of(name: str) -> str:
 
 
 def linears_of(spec: ModelSpec, args: Any, tensor: int = 1) -> Linears:
-    """Return the linears of a model on so many ranks of tensor parallelism.
+    """Return the linears of a model on this many ranks of tensor parallelism.
 
     A spec that names none has none here.
     """

@@ -38,7 +38,7 @@ _SCALING = {
     **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
     "original_max_position_embeddings": "original_context",
 }
-#: Entries of config.json in which all decoders here are alike.
+#: Entries of config.json that are the same for all decoders here.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 

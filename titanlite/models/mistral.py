@@ -56,7 +56,7 @@ def args_from_hf(config: Mapping[str, Any]) -> MistralArgs:
         "sliding_attention" if window else "full_attention"
     }:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(kinds))}; all layers of a Mistral here are alike"
+            f"layer_types has {', '.join(sorted(kinds))}; a Mistral here has layers of one kind"
         )
     return llama_hf.args_from_hf(config, "mistral", MistralArgs, window=window)
 

@@ -15,7 +15,7 @@ from titanlite.models.llama import LlamaArgs, decoder_spec
 
 @dataclass(frozen=True)
 class Qwen3Args(LlamaArgs):
-    #: Width of a head, whatever `dim` is.
+    #: Width of a head; it does not depend on `dim`.
     head_dim: int = 128
 
     @property

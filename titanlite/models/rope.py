@@ -121,7 +121,7 @@ class Rope(nn.Module):
         if seq_len > self.max_seq_len:
             raise ValueError(
                 f"a sequence of {seq_len} tokens is longer than the model's RoPE tables "
-                f"({self.max_seq_len}): build it with max_seq_len of at least {seq_len}"
+                f"({self.max_seq_len}). Build it with max_seq_len of at least {seq_len}"
             )
         return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
 
@@ -139,8 +139,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i /
     head_dim).
 
-    With `scaling`, Llama 3.1's: wavelengths longer than original_context / low_freq_factor are
-    stretched by `factor`, those shorter than original_context / high_freq_factor stay, those
+    With `scaling`, Llama 3.1's. Wavelengths longer than original_context / low_freq_factor are
+    stretched by `factor`. Those shorter than original_context / high_freq_factor stay. Those
     between are blended linearly in 1 / wavelength.
     """
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)

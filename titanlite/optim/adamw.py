@@ -91,8 +91,9 @@ _BLOCK, _CUTS, _SMALL, _LEAST = 256, 8, 4096, 32
 
 
 def block_of(shape: torch.Size) -> int:
-    """Return how many neighbours in a row share a scale; 0: the moments of a tensor of this shape
-    stay in float32.
+    """Return how many neighbours in a row share a scale.
+
+    0: the moments of a tensor of this shape stay in float32.
     """
     block = min(_BLOCK, math.gcd(shape[-1], _BLOCK * _CUTS) // _CUTS) if len(shape) > 1 else 0
     return block if shape.numel() >= _SMALL and block >= _LEAST else 0

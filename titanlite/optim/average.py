@@ -30,8 +30,9 @@ AVERAGE, WEIGHT = "ema.", "model."
 
 
 class WeightAverage(Callback):
-    """Moves the averages after each step by (1 - decay) of their distance to the weights; after a
-    bad step by nothing.
+    """Moves the averages after each step by (1 - decay) of their distance to the weights.
+
+    After a bad step it moves them by nothing.
 
     weights: of `model`, as `titanlite.checkpoint.storage.gather` names them. The averages begin
     with them. They take 4 bytes per parameter, and `applied` as many more as the weights have.
@@ -66,7 +67,7 @@ class WeightAverage(Callback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averaged weights inside; between two steps, on all ranks alike."""
+        """Let the model have the averaged weights inside. All ranks enter it, between two steps."""
         own = [weight.clone() for _, weight in self._pairs]
         self._put([average for average, _ in self._pairs])
         try:

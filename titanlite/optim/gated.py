@@ -1,6 +1,4 @@
-"""The base of titanlite's own optimizers: a flag on the device holds a step back, and the host
-waits for nothing.
-"""
+"""The base of titanlite's optimizers: a flag on the device holds a step back without the host."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class StepInBackward:
     One backward, one step.
 
     The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In
-    return nothing can depend on all gradients: no clipping by the global norm, no accumulation, and
-    the guard sees a bad step after it.
+    return nothing can depend on all gradients. There is no clipping by the global norm, no
+    accumulation, and the guard sees a bad step after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -88,8 +88,9 @@ class Muon(AnyPrecisionAdamW):
 
 
 def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more
-    than a whole one.
+    """Return how many matrices are worked on at a time.
+
+    They are as many as ranks, so that no rank holds more than one whole matrix.
     """
     if not isinstance(parameter, DTensor):
         return 1

@@ -4,8 +4,8 @@ Three conventions. "titan" (torchtitan, autumn 2024): with n = step - 1 steps do
 (n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "titan-0.2" (torchtitan
 0.2.x, components/lr_scheduler.py): the same decay after a warm-up of (n + 1) / W. "fsdp" (AWS FSDP
 samples): with n = step, the warm-up is n / W, and W may be a fraction. The decay's progress is (n -
-W) / T, which stops for the last W
-steps, or (n - W - P) / (T - W - P) after a plateau of P steps.
+W) / T, which stops for the last W steps. After a plateau of P steps it is (n - W - P) / (T - W -
+P).
 """
 
 from __future__ import annotations

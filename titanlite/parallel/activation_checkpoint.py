@@ -162,8 +162,9 @@ _KNOWN = ("torch", "torchao", "titanlite", "builtins")
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module may draw: as a dropout layer, by a rate that it hands to a function, or in
-    code of others.
+    """Whether a module may draw random numbers.
+
+    It does as a dropout layer, by a rate that it hands to a function, or in code of others.
     """
     if isinstance(module, _DropoutNd) and module.p > 0:
         return True

@@ -2,7 +2,7 @@
 
 Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (checkpoint policies
 offload only under `torch.compile`). Unlike `torch.autograd.graph.save_on_cpu` they leave weights
-and tables on the device, move a tensor once that several operators save, and copy beside the
+and tables on the device. They move a tensor once that several operators save, and copy beside the
 computation.
 """
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-#: Smaller tensors stay: a copy costs some microseconds whatever its size.
+#: Smaller tensors stay: a copy of any size costs some microseconds.
 LEAST_BYTES = 1 << 16
 #: Copies to the host under way at once: their sources stay on the device, and the computation waits
 #: for the oldest.

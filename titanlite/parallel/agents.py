@@ -89,8 +89,9 @@ class Farewell:
         return noted_store
 
     def leave(self, good: bool) -> None:
-        """Tell the machine that serves the store that this one needs it no more; on that one, wait
-        for the others.
+        """Tell the machine that serves the store that this one needs it no more.
+
+        The serving machine waits for the others.
 
         good: torchrun has ended without an error. It takes `GOOD_SECONDS` at most, or
         `BAD_SECONDS`.

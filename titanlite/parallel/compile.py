@@ -104,10 +104,10 @@ def use_cache_folder(cache_dir: str | None) -> str:
 
     Call it before anything is compiled.
 
-    cache_dir: the folder; None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR, else
-    `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). Unlike torch's
-    own default below /tmp, that survives a restart of the machine. Where the user's cache cannot be
-    written, torch's default stays.
+    cache_dir: the folder. None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR.
+    Without that variable it is `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or
+    ~/.cache). Unlike torch's own default below /tmp, that survives a restart of the machine. Where
+    the user's cache cannot be written, torch's default stays.
     Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -134,12 +134,11 @@ def use_cache_folder(cache_dir: str | None) -> str:
 
 
 def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let this rank find in the cache only graphs of ranks with the same part of each tensor and
-    the same device.
+    """Let this rank find only cached graphs of ranks with the same shards and the same device.
 
     torch 2.13 names a graph of DTensors by their mesh and global shapes alone (pytorch issue
-    188390). So a rank of tensor parallelism would run another rank's graph after a restart, and get
-    a wrong loss without an error.
+    188390). After a restart a rank of tensor parallelism would run another rank's graph. Its loss
+    would be wrong, without an error.
     """
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if mesh["tp"].size() > 1:
@@ -233,8 +232,8 @@ class CompileWatch:
     """Logs what is compiled and for how long, and after the warm-up what is compiled *again*, with
     the reason.
 
-    The warm-up is the first step and the first validation: only one of them records gradients, so
-    each needs graphs of its own.
+    The warm-up is the first step and the first validation. Only one of them records gradients, so
+    each needs other graphs.
     """
 
     def __init__(
@@ -313,7 +312,7 @@ class CompileWatch:
             return
         self._reported.add((name, reason))
         seconds = (graph.duration_us or 0) / 1e6
-        # Ranks compile alike: the others write to their own log only.
+        # All ranks compile the same: the others write to their own log only.
         first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         log = logger.warning if first else logger.info
         log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
@@ -330,7 +329,7 @@ class CompileWatch:
 def _reason(failures: list[str]) -> str:
     """Return the guards that failed.
 
-    Training's and validation's graphs always fail each other's guard on grad mode: that is the
+    Training's and validation's graphs always fail each other's guard on grad mode. That is the
     reason only if there is no other.
     """
     # "0/1: tensor 'x' size mismatch …": drop the number of the graph.

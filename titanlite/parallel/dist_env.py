@@ -215,8 +215,9 @@ def _take_gpu(env: LaunchEnv) -> torch.device:
 
 
 class _LeftAtExit(AbstractContextManager[DistEnv]):
-    """Leaves a context at the end of the process if nobody has: later, Python has no modules to do
-    it with.
+    """Leaves a context at the end of the process, if it is still open.
+
+    Later, Python has no modules to do it with.
     """
 
     def __init__(self, context: AbstractContextManager[DistEnv]) -> None:
@@ -241,8 +242,7 @@ def meet() -> None:
     """Wait for all ranks by a collective on the host, which fails at once when one of them has
     ended.
 
-    Call it before process groups are made: those wait for a rank that has ended as long as their
-    timeout is.
+    Call it before process groups are made: they wait their whole timeout for a rank that has ended.
     """
     import torch
     import torch.distributed as dist
@@ -251,9 +251,7 @@ def meet() -> None:
 
 
 def log_once(level: int, text: str) -> None:
-    """Log at this level on rank 0, for the console, and at level INFO in the logs of the other
-    ranks.
-    """
+    """Log at this level on rank 0, for the console, and at INFO on the other ranks."""
     import torch.distributed as dist
 
     logger.log(logging.INFO if dist.get_rank() else level, text)
@@ -287,7 +285,7 @@ def patience(seconds: float, usual: float) -> Iterator[None]:
 def _set_timeout(timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-    # All groups that torch knows: FSDP makes groups of its own, for a partial reshard one per group
+    # All groups that torch knows: FSDP makes its own groups, for a partial reshard one per group
     # of weights.
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:

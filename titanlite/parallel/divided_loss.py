@@ -1,7 +1,7 @@
 """Cross-entropy of logits that tensor-parallel ranks divide by vocabulary, computed in place.
 
 torch's `loss_parallel` makes four tensors in float32 of the logits' size in its backward. This
-function makes one, and gives it up for the gradient: 4 bytes a logit beside the logits, and later
+function makes one and reuses it for the gradient. It takes 4 bytes a logit beside the logits, later
 beside their gradient.
 """
 

@@ -39,9 +39,9 @@ def recording(
     Enter it before process groups, which read the environment.
 
     Variables that the user has set stay. When a collective fails inside, this rank writes its
-    record to `folder`, one file per rank; "" leaves torch's place on GPUs, and writes none on CPUs.
-    On GPUs NCCL's watchdog writes, also on ranks that are stuck elsewhere; with gloo a rank that is
-    not in a collective leaves none. Does nothing for one rank.
+    record to `folder`, one file per rank. "": torch's place on GPUs, none on CPUs. On GPUs NCCL's
+    watchdog writes, also on ranks that are stuck elsewhere. With gloo a rank that is not in a
+    collective leaves no record. Does nothing for one rank.
     """
     if world_size == 1:
         yield

@@ -39,18 +39,18 @@ def apply_fsdp(  # noqa: PLR0913
     """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in
     place.
 
-    groups: in the order they last run (`titanlite.parallel.wrapping`); tied modules must be in one
-    group, since a parameter belongs to one only. Modules in no group belong to the root.
+    groups: in the order they last run (`titanlite.parallel.wrapping`). A parameter belongs to one
+    group only, so tied modules must share one. Modules in no group belong to the root.
     mesh: from `DistEnv.build_mesh`. DistEnv size 1 is sharded too, so mixed precision is the same
     everywhere. reshard_after_forward: free gathered weights after forward. None: all but the last
-    two groups. A number: keep them sharded over so many ranks.
+    two groups. A number: keep them sharded over that many ranks.
     prefetch: groups whose all-gathers start before the one that computes; 0: torch's own choice.
     cpu_offload: keep parameters, gradients and optimizer state in host memory; without effect on a
     CPU.
     average: reduce gradients to their mean over the ranks of `fsdp_mesh`, as DDP does. By default
     they are summed, which `train_step` needs: its loss is already divided by the number of valid
-    tokens on all ranks. With a loss that each rank averages over its own tokens, the sum is as many
-    times too large as there are ranks.
+    tokens on all ranks. If each rank averages the loss over its own tokens, the sum is too large by
+    the number of ranks.
     experts: the mesh of experts that `titanlite.features.experts.sharding.apply_ep` has divided.
     Their gradients are sums over ranks that `average` does not know, so the two exclude each other.
     """

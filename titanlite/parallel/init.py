@@ -1,10 +1,10 @@
 """Initial weights that do not depend on how the model is sharded.
 
 Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed,
-parameter name, block). A rank draws only the blocks that its shard touches: the same weights on any
-mesh, with no full tensor in memory. (Plain `nn.init` on DTensors gives every CPU rank the same
-shard.) Weights differ between CPUs and GPUs, as torch's generators do, and not between models of
-GPU.
+parameter name, block). A rank draws only the blocks that its shard touches. So weights are the same
+on any mesh, with no full tensor in memory. (Plain `nn.init` on DTensors gives every CPU rank the
+same shard.) Weights differ between CPUs and GPUs, as torch's generators do, and not between models
+of GPU.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def _draw(
 
 
 def _truncate(block: torch.Tensor, init: Init, generator: torch.Generator) -> torch.Tensor:
-    """Draw the values outside of the bounds again, in place: the values of torch 2.13, without its
-    passes over all of them after each draw.
+    """Draw the values outside of the bounds again, in place.
+
+    The result is that of torch 2.13, without its passes over all values after each draw.
     """
     flat = block.view(-1).numpy()
     spare = torch.empty_like(block)
@@ -196,9 +197,9 @@ def materialize(
 
     parameters_on: where parameters live, if not on `device`.
 
-    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them
-    to NaN first, whole numbers to one that no model has, and raises RuntimeError for a parameter or
-    buffer that is so after `initialize`.
+    `to_empty` leaves garbage in tensors that are not written afterwards. So this first sets all of
+    them to NaN, and integers to a number that no model has. It raises RuntimeError for a parameter
+    or buffer that still has such a value after `initialize`.
     """
     model.to_empty(device=parameters_on or device)
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -37,8 +37,9 @@ def avoid_copies(model: nn.Module) -> None:
 
 
 def _is_plain(parameter: FSDPParam) -> bool:
-    """Return whether a parameter is gathered by torch's usual copy: it is not in host memory
-    (`CPUOffloadPolicy`), and defines no all-gather (float8).
+    """Return whether torch's usual copy gathers a parameter.
+
+    It is then not in host memory (`CPUOffloadPolicy`), and defines no all-gather (float8).
     """
     has_own_gather = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
     return not (has_own_gather or parameter.offload_to_cpu)

@@ -17,7 +17,7 @@ _FILES = 256
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open so many files, or as many as the hard limit allows.
+    """Let this process and its children open `wanted` files, or as many as the hard limit allows.
 
     Return the limit.
     """
@@ -30,7 +30,7 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def allow_files(ranks: int) -> None:
-    """Raise the limit of open files for a run on so many ranks: gloo has a socket per rank in each
+    """Raise the limit of open files for a run on `ranks` ranks: gloo has a socket per rank and
     group.
 
     Raises ParallelismError where the hard limit is too low.
@@ -81,10 +81,9 @@ def keep_freed_memory() -> bool:
 
     Return whether that was possible.
 
-    glibc gives large blocks back to the system when they are freed and asks for them again, a page
-    fault for every
-    4 KiB: hundreds of thousands in a step of a small model on a CPU. The next step needs as much
-    memory as this one. Does nothing without glibc, or where `chose_malloc`.
+    glibc returns large blocks to the system when they are freed, and asks for them again. Each 4
+    KiB is a page fault: hundreds of thousands in a step of a small model on a CPU. The next step
+    needs as much memory as this one. Does nothing without glibc, or where `chose_malloc`.
     """
     import ctypes
 

@@ -1,5 +1,6 @@
-"""How the ranks of a run find each other: within a minute all are there, or a message names the
-missing ones.
+"""How the ranks of a run find each other.
+
+Within a minute all are there, or a message names the missing ones.
 
 store = register(rank, size, address)             # as soon as the process is up
 with report_failure(store, rank, size):           # an error before the barrier ends the other ranks
@@ -65,7 +66,7 @@ def register(
     ParallelismError when this process should serve the store and the port is taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
-    # torchrun's store survives a restart of the workers, so each attempt needs keys of its own:
+    # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
     # without the prefix a restarted attempt reads the dead one's addresses and hangs.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -111,7 +112,7 @@ def _open_store(
         ) from None
     raise RendezvousError(
         f"{who} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, MASTER_PORT) "
-        f"within {limit:.0f} s: rank 0 has not started or has ended, the name means another host "
+        f"within {limit:.0f} s. Rank 0 has not started or has ended, the name means another host "
         f"here, a firewall is between, or another program listens there ({reason or 'no answer'})"
     ) from None
 
@@ -135,8 +136,8 @@ def barrier(
 ) -> None:
     """Wait until all ranks call this.
 
-    Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is
-    not ready within `patience` seconds, and at once when one has ended (`report_failure`).
+    Raises RendezvousError when a process is not up within `limit` seconds. One that is up must be
+    ready within `patience` seconds. It is raised at once when one has ended (`report_failure`).
     """
 
     def late() -> str:
@@ -219,7 +220,7 @@ def _explain_store_errors(rank: int) -> Iterator[None]:
     except dist.DistError as error:
         raise RendezvousError(
             f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for "
-            "the others: the process that serves it (rank 0, or the first torchrun) has ended, "
+            "the others. The process that serves it (rank 0, or the first torchrun) has ended, "
             f"see its output ({_first_line(error)})"
         ) from None
 
@@ -306,8 +307,8 @@ def interface_problem(variable: str) -> str:
     """Return what keeps other hosts from this one by the interfaces in `variable`, one of
     `INTERFACES`; empty: nothing.
 
-    Without the variable gloo takes the address of the host's name, NCCL one that is not local, if
-    there is one.
+    Without the variable gloo takes the address of the host's name. NCCL takes one that is not
+    local, if there is one.
     """
     try:
         have = [name for _, name in socket.if_nameindex()]

@@ -6,9 +6,9 @@ torch's styles.
     loss = tensor_loss(cross_entropy_sum)                # for the logits of that model
 
 Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the
-products each rank would do the same work on the same activations, so the sequence is divided there
-instead: an all-gather before and a reduce-scatter after attention and feed-forward move as many
-bytes as one all-reduce.
+products each rank would do the same work on the same activations. So the sequence is divided there:
+an all-gather before attention and feed-forward, a reduce-scatter after each. Together they move as
+many bytes as one all-reduce.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
     if kind not in styles:
         known = ", ".join(["gather", *styles])
         raise ParallelismError(
-            f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}"
+            f"tensor parallelism cannot divide a module as {kind!r}; its kinds are {known}"
         )
     return styles[kind]
 

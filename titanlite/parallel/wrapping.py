@@ -39,8 +39,9 @@ def choose_groups(
 
 
 def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
-    """Make a group of every module whose class has one of these names; modules that share a
-    parameter stay in the root.
+    """Make a group of every module whose class has one of these names.
+
+    Modules that share a parameter stay in the root.
 
     Raises ParallelismError, with a list of the classes, for a name that matches no module that can
     be a group.
@@ -66,7 +67,7 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
 def groups_by_size(model: nn.Module, min_params: int) -> list[FSDPGroup]:
     """Make groups of at least `min_params` parameters each.
 
-    A module is divided where two modules inside it hold so many each; neighbours that hold fewer
+    A module is divided where two modules inside it hold that many each. Neighbours that hold fewer
     join until they do. A remainder joins the neighbours before it. Parameters of divided modules,
     and modules that share a parameter with others, belong to the root. Raises ParallelismError if
     that makes no group.

@@ -286,7 +286,7 @@ def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
 
 
 def _check_machines(total: int, size: int, nodes: int | None) -> None:
-    """Raise ConfigError if so many GPUs are no whole machines, or not `nodes` of them."""
+    """Raise ConfigError if `total` GPUs are no whole machines, or not `nodes` of them."""
     if total % size:
         raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
     if nodes not in (None, total // size):

@@ -242,7 +242,7 @@ class _Replay:
         return most
 
     def backward(self, alive: Collection[str], above: int = 0, first_half: bool = False) -> Peak:
-        """Return the peak of a backward, from a gradient of the output, above so many bytes.
+        """Return the peak of a backward, from a gradient of the output, over `above` bytes.
 
         first_half: make no gradients of weights, and keep all that they need.
         """

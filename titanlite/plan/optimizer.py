@@ -20,8 +20,10 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return bytes of state per number of a weight, as `titanlite.optim.optimizer.state_bytes`;
-    AdamW's of an own one.
+    """Return bytes of optimizer state per number of a weight.
+
+    It counts as `titanlite.optim.optimizer.state_bytes`. An optimizer by a dotted path counts as
+    AdamW.
 
     master: bytes of a number of the weights.
     """

@@ -310,7 +310,7 @@ def kept_at_once(
 
 
 def _saved_steps(section: Checkpoint, steps: int, step_seconds: float) -> set[int]:
-    """Return the steps that are saved in a run of so many."""
+    """Return the steps that are saved in a run of this many."""
     interval = section.interval
     if section.interval_type != "steps":
         interval = max(1, round(section.interval / step_seconds))

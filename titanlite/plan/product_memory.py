@@ -47,8 +47,9 @@ class ProductMemory:
         )
 
     def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
-        """Return the bytes that products keep of so many gathered numbers, which only these linears
-        take.
+        """Return the bytes that products keep of `numbers` gathered numbers.
+
+        Only these linears take them.
         """
         return 0
 

@@ -18,7 +18,7 @@ class Constants:
     #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained`
     #: share in bf16.
     float8: float = 0.95
-    #: A product loses as much as so many more columns and rows would cost.
+    #: A product loses as much as this many more columns and rows would cost.
     edge: float = 153.0
     #: Share of the memory's bandwidth that kernels reach.
     memory: float = 0.65
@@ -67,7 +67,7 @@ class Rates:
         return 2 * math.prod(size + self.constants.edge for size in (rows, k, n)) / sustained
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which kernels read or write so many bytes."""
+        """Return the seconds in which kernels read or write this many bytes."""
         return size / (self.gpu.bandwidth * self.constants.memory)
 
     def collective(self, size: float, ranks: int, stride: int) -> float:

@@ -63,7 +63,7 @@ class _Option(NamedTuple):
 
 
 def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None) -> RunConfig:
-    """Return the run with other values of these keys, on so many ranks.
+    """Return the run with other values of these keys, on `ranks` ranks.
 
     Raises ConfigError where it cannot be so.
     """
@@ -163,7 +163,7 @@ def _changes(run: RunConfig) -> Iterator[_Change]:
 
 
 def _shards(run: RunConfig, count: int) -> dict[str, Any]:
-    """Return the key for so many ranks that shard weights; none where it follows from the rest."""
+    """Return the key for `count` ranks that shard weights; none where it follows from the rest."""
     if run.training.data_parallel_shard_degree == -1:
         return {}
     return {_SHARD: count}

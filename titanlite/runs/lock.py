@@ -5,7 +5,7 @@ its time. This lease is the run's one sign of life: `titanlite runs` reads it to
 system are not used: shared file systems do not all honour them, and they do not name the holder.
 
 filelock's SoftFileLease is no replacement (4.2.11): it takes the live lease of another machine that
-has the same host name, and waits a whole lease for an abandoned one, however old it is.
+has the same host name. It waits a whole lease for an abandoned one of any age.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class RunLock:
             train()
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up.
-    Elsewhere (another machine, another container) nobody may have renewed it for `LEASE_SECONDS`;
-    the rest of them is waited for. The times compared are those of the file system or the store. A
-    run that loses its lock logs an error, and its next save fails (`OwnershipCheck`).
+    Elsewhere (another machine, another container) it must not have been renewed for
+    `LEASE_SECONDS`; the rest of them is waited for. The times compared are those of the file system
+    or the store. A run that loses its lock logs an error, and its next save fails
+    (`OwnershipCheck`).
 
-    A run that was asked to stop, and is saving, is waited for: where its launcher was killed, the
-    next start may come before its end.
+    It waits for a run that was asked to stop and is saving. Where the launcher was killed, the next
+    start may come before that run ends.
 
     key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises
     LockedError when another run is alive, and OSError when the folder cannot be written to.
@@ -150,7 +151,7 @@ class RunLock:
                     f"such run, delete {path}"
                 )
             # Several runs may see the same abandoned lock. Only the holder of a lock on its token
-            # deletes it, so nobody deletes the lock of a run that was faster.
+            # deletes it, so no run deletes the lock of a faster one.
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
@@ -312,8 +313,9 @@ class OwnershipCheck:
 
 
 def last_sign_of_life(folder: Path) -> float | None:
-    """Return when the live run in a folder last renewed its lock, in seconds since 1970; None where
-    no run is alive.
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970.
+
+    None: no run is alive.
 
     The age of a lock from elsewhere is judged by the clocks of both machines: this function writes
     nothing.

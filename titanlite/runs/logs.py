@@ -54,7 +54,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         file = RankLog(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         logger.warning(
-            f"cannot write {path.parent}: {error}. Training goes on without logs per rank"
+            f"cannot write {path.parent}: {error}. Training continues without logs per rank"
         )
         yield
         return

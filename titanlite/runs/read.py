@@ -46,9 +46,7 @@ Row = Mapping[str, float]
 
 
 class RunError(ValueError):
-    """A folder is no run, or a part of it cannot be read; the text names the file and the
-    remedy.
-    """
+    """A folder is no run, or a part of it is unreadable; the text names file and remedy."""
 
     exit_code = exit_codes.CONFIG
 
@@ -280,8 +278,9 @@ def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[st
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a row holds, where a text stands for one that is not finite; None for
-    what is none.
+    """Return the number that a row holds; a text stands for one that is not finite.
+
+    None: it is no number.
     """
     if not isinstance(value, (int, float, str)):
         return None

@@ -93,7 +93,7 @@ class Start:
     #: Steps and tokens that are done.
     step: int = 0
     tokens: int = 0
-    #: It goes on from a checkpoint of this run.
+    #: It resumes from a checkpoint of this run.
     resumed: bool = False
     #: Another run's checkpoint that it starts from.
     source: AnyPath | None = None
@@ -130,7 +130,7 @@ class AttemptRecord:
         self._warned = False
 
     def saved(self, step: int, tokens: int) -> None:
-        """Note that the checkpoint of `step`, after so many tokens, exists."""
+        """Note that the checkpoint of `step`, after `tokens` tokens, exists."""
         self._saved_step = step
         self._kept = step, tokens
 
@@ -169,7 +169,7 @@ class AttemptRecord:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    f"cannot write {self.path}: {error}. Training goes on; the attempt is not "
+                    f"cannot write {self.path}: {error}. Training continues; the attempt is not "
                     "recorded"
                 )
 
@@ -226,8 +226,8 @@ def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _
                 kept.renamed[name] = new_name
     except OSError as error:
         logger.warning(
-            f"cannot write to {folder}: {error}. Training goes on; config or git.diff of this run "
-            "is lost"
+            f"cannot write to {folder}: {error}. Training continues; config or git.diff of this "
+            "run is lost"
         )
     return kept
 
@@ -266,8 +266,9 @@ def _start_entry(
 
 
 def _lost(folder: Path, attempt: int, start: Start) -> dict[str, int]:
-    """Return what an attempt that was killed did after the checkpoint that this one starts from,
-    as far as its metrics tell.
+    """Return what a killed attempt did after the checkpoint that this one starts from.
+
+    Only its metrics can tell.
     """
     reached = _newest_row(folder / METRICS)
     return {

@@ -1,5 +1,6 @@
-"""Derive a run from a config: what follows from two sections, the number of ranks or the length of
-the text.
+"""Derive a run from a config.
+
+It adds what follows from two sections, the number of ranks or the length of the text.
 
 It checks nothing: `titanlite.start.fit.load_config` does both. No torch here.
 """
@@ -312,7 +313,7 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
     # A seed checkpoint holds whole tensors, which any mesh can load.
     if d.checkpoint.create_seed_checkpoint:
         notes.append(
-            "one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends"
+            "one process for any degrees of parallelism: it makes a seed checkpoint and ends"
         )
         return MeshSizes(world_size)
     degrees = degrees_of(d)

@@ -246,7 +246,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
             continue
         beside = " together with training.compile" if field == "sublayer_names" else ""
         message = (
-            f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {field}"
+            f"is not supported by the model {run.model.name}{beside}: its ModelSpec has no {field}"
         )
         yield "model", key, message, "leave the key out, or add it to the model"
 

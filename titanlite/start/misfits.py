@@ -56,7 +56,7 @@ def _seed_misfits(ranks: int) -> Iterator[Finding]:
         return
     key = "checkpoint.create_seed_checkpoint"
     hint = (
-        "start it with `python train.py …` and the same config, whatever its degrees of parallelism"
+        "start it with `python train.py …` and the same config; its degrees of parallelism may stay"
     )
     yield "ranks", key, f"is made by one process, and there are {ranks}", hint
 
@@ -82,7 +82,7 @@ def batch_misfits(run: RunConfig) -> Iterator[Finding]:
 
 
 def _reshard_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check that groups of so many ranks can share the weights after the forward."""
+    """Check that groups of this many ranks can share the weights after the forward."""
     reshard = run.training.reshard_after_forward
     shards = run.mesh.weight_shards
     if not isinstance(reshard, int) or shards % reshard == 0:

@@ -1,4 +1,4 @@
-"""The callback that logs the start report: what runs, from where it goes on, what has changed."""
+"""The callback that logs the start report: what runs, from where it continues, what has changed."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def mask_problems(spec: ModelSpec, args: Any, data: Data) -> Iterator[Problem]:
         return
     forward = spec.build_on_meta(args).forward
     if "doc_ids" not in inspect.signature(forward).parameters:
-        message = f"is not offered by the model {spec.name}: its forward takes no doc_ids"
+        message = f"is not supported by the model {spec.name}: its forward takes no doc_ids"
         hint = "set it to false, or add doc_ids to the model"
         yield Problem("", "data.mask_documents", message, hint)
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 #: Seconds between the clocks of two hosts from which they are reported.
 CLOCK_SECONDS = 2.0
-#: A product that takes so many times the median is reported. Programs share the cores of a CPU.
+#: A product that takes this many times the median is reported. Programs share the cores of a CPU.
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
 _USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29

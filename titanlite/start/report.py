@@ -1,4 +1,4 @@
-"""The start report: what will run, from where it goes on, and what changed since the attempt
+"""The start report: what will run, from where it continues, and what changed since the attempt
 before.
 
 Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's

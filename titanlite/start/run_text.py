@@ -59,7 +59,7 @@ def _check_length(run: RunConfig, sequences: int | None) -> None:
     last = sequences // run.batch.global_batch_size
     if sequences < run.steps * run.batch.global_batch_size:
         raise DataError(
-            f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set "
+            f"training.steps: the epochs of all sources end after step {last} of {run.steps}. Set "
             f"it to {last} at most, or give one source no epochs"
         )
 
@@ -91,8 +91,9 @@ def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextRead
 
 
 def phases_of(run: RunConfig) -> Phases | None:
-    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin; None
-    for a run without phases and sources.
+    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin.
+
+    None: a run without phases and sources.
     """
     if not run.data.phase and not run.data.source:
         return None

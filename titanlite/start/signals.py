@@ -114,7 +114,7 @@ class StopSignal:
         return _ask_all(self.requested)()
 
     def interruptible(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield `items`, on all ranks alike up to one after a rank was asked to stop.
+        """Yield `items`. All ranks end at the same item, after a rank was asked to stop.
 
         Each must bring as many.
 
@@ -288,7 +288,7 @@ def line_break(number: int) -> str:
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent has ended, for whatever reason.
+    """Let the kernel send this process a signal when its parent has ended, for any reason.
 
     Linux only; elsewhere nothing happens. The parent is the thread that started this process.
     `parent`: its process id, for a process that takes long to start; its parent may have ended

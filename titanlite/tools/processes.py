@@ -111,8 +111,9 @@ def _heed_interrupts() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], ask: signal.Signals, grace: float) -> None:
-    """Ask a command to end; if that takes too long, or on a second signal, kill it and all that it
-    started.
+    """Ask a command to end.
+
+    If that takes too long, or on a second signal, kill it and all that it started.
     """
     process.send_signal(ask)
     try:

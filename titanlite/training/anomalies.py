@@ -31,8 +31,8 @@ from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.
 FILE = "guard.jsonl"
-#: A checkpoint is suspect when so many returns to it were each followed, within so many steps, by a
-#: bad step: the text differs each time, so the weights are to blame.
+#: A checkpoint is suspect when this many returns to it were each followed by a bad step, within
+#: this many steps. The text differs each time, so the weights are to blame.
 _SOON, _RETURNS = 10, 2
 
 

@@ -37,8 +37,8 @@ class DocumentLog(Callback):
         self._share = share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin a new log. Rank 0 does so
-        for all ranks.
+        """Continue after the last step of the checkpoint, or begin a new log. Rank 0 does so for
+        all ranks.
         """
         if self._log is not None:
             folder = self._log.path.parent

@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
 
     #: Logits are divided by it; 0: always the most probable token.
     temperature: float = 1.0
-    #: Draw from so many of the most probable tokens; 0: from all.
+    #: Draw from this many of the most probable tokens; 0: from all.
     top_k: int = 0
     #: Draw from the fewest tokens whose probabilities sum to this.
     top_p: float = 1.0
@@ -189,8 +189,8 @@ def generate(  # noqa: PLR0913
     linear for logits; only the last token of each row goes through it. vocab: ids to draw from,
     where the vocabulary is padded. first_row: number of the first row. multiple: tensor-parallel
     ranks, which must share a sequence evenly. together: all ranks of the default group call this
-    with the same arguments, and take rank 0's ids. cached: False computes every token anew for each
-    one; so does a model without replaceable attention.
+    with the same arguments, and take rank 0's ids. cached: False computes every token again for
+    each one; so does a model without replaceable attention.
 
     Raises ValueError for an empty prompt, or one that leaves no room within the limit.
     """

@@ -18,8 +18,9 @@ def name_ranks(ranks: list[int]) -> str:
 def find_nonfinite(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> str:
-    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one;
-    "" if there is none.
+    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one.
+
+    "": no tensor has one.
 
     All ranks of `group` call it together with their own parts, and get the same answer. Each device
     makes one pass over its tensors and is read once.

@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: at its start, and when the guard takes it back.
+"""How a run resumes from a checkpoint: at its start, and when the guard takes it back.
 
 A run that finds no checkpoint does not import this.
 """
@@ -57,7 +57,7 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
         load_text(trainer, {"next_sequence": 0})
     else:
         _restore_text(trainer, loaded)
-    # Earlier steps may have been of another size. A mixture has a length of its own.
+    # Earlier steps may have been of another size. A mixture has its own length.
     trainer.end_with_text(later=parts.datasets.train.mixture is None)
 
 
@@ -117,7 +117,7 @@ def _close_at_checkpoint(trainer: Trainer) -> None:
 
 
 def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
-    """Go on at the place in the text that a checkpoint has.
+    """Continue at the place in the text that a checkpoint has.
 
     Raises CheckpointError for a place that cannot be.
     """
@@ -128,8 +128,8 @@ def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader go on from its state in a checkpoint, and find again where phases begin from
-    there.
+    """Let the loader continue from its state in a checkpoint, and find again where phases begin
+    from there.
 
     Raises StateError for a state that cannot be.
     """
@@ -147,14 +147,14 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 
 def _check_state(loaded: LoadedState) -> None:
-    """Raise CheckpointError unless a checkpoint says, in its train state, where the run goes on."""
+    """Raise CheckpointError unless a checkpoint's train state says where the run continues."""
     needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
         is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
         if is_wrong and (name in needed or name in loaded.train):
             raise CheckpointError(
-                f"{loaded.folder} does not say where its run goes on: {name} in its train state "
+                f"{loaded.folder} does not say where its run continues: {name} in its train state "
                 f"is {value!r:.60}. {_ONLY_WEIGHTS}"
             )
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class VerifyResume(Callback):
-    """Checks that a resumed run goes on as the attempt before did: the next batch, and the next
+    """Checks that a resumed run continues as the attempt before did: the next batch, and the next
     step's figures.
 
     skip: ranges of sequences that this run skips. share: data-parallel rank and degree.

@@ -2,7 +2,7 @@
 # 8b: 2 machines with 8 ranks each. Written by `titanlite launch local`.
 # Start it on each machine, within some minutes: /shared/runs/8b/launch/run.sh NUMBER ADDRESS[:PORT]
 # NUMBER is 0 to 1; ADDRESS is that of machine 0. All machines see /shared/titanlite and the run's folder.
-# SIGTERM and SIGUSR1 stop the run with a checkpoint; the same command goes on from there.
+# SIGTERM and SIGUSR1 stop the run with a checkpoint; the same command continues from there.
 
 set -u
 cd /shared/titanlite || exit 1

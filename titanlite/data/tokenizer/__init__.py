@@ -1,7 +1,7 @@
 """Tokenizers of three kinds; the content of the file decides which.
 
-tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's tokenizer.json all
-become a `Tokenizer` with the ids of the library of that name.
+There are tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's
+tokenizer.json. Each becomes a `Tokenizer` with the ids of the library of that name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     tiktoken.
 
     In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the
-    file and the remedy if there is none, it is damaged, or its BOS and EOS are not known. A URL
-    names a file, or with a slash at its end a folder.
+    file and the remedy if it is missing, damaged, or has no known BOS and EOS. A URL names a file,
+    or with a slash at its end a folder.
     """
     if path is None:
         return load_file(bundled(family))[0]

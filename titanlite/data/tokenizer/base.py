@@ -14,8 +14,8 @@ from titanlite.data import DataError
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the
-    names of tokens that stand for no text to their ids; `fingerprint` is the hex sha256 of
+    `vocab_size` is one more than the highest id, special tokens included. `special_tokens` maps the
+    names of tokens that stand for no text to their ids. `fingerprint` is the hex sha256 of
     everything in the file that decides the ids.
     """
 
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
             if not 0 <= token_id < self.vocab_size:
                 raise DataError(
                     f"token id {token_id} at position {position} is outside the tokenizer's "
-                    f"vocabulary of {self.vocab_size}; decode with the tokenizer that made the ids"
+                    f"vocabulary of {self.vocab_size}. Decode with the tokenizer that made the ids"
                 )
             if token_id in names:
                 # Some kinds drop the first space of a text: each document is decoded by itself.

@@ -100,9 +100,7 @@ def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, byte
 
 
 def _download(url: str, copies: str) -> str:
-    """Copy the files of a tokenizer from a URL, of a file or of a folder; return the path to load
-    it by.
-    """
+    """Copy the files of a tokenizer from the URL of a file or folder; return the path to load."""
     folder, _, file = url.rpartition("/")
     for name in {*FILES, *([file] if file else FOLDER_FILES)}:
         with suppress(FileNotFoundError):

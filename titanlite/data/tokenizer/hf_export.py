@@ -94,7 +94,7 @@ def other_class(folder: Path) -> str:
     """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "":
     it takes that one.
 
-    For some kinds of models `transformers` 5 has its own class, whatever the file says.
+    For some kinds of models `transformers` 5 ignores the file and takes its own class.
     """
     from transformers import AutoTokenizer
 

@@ -84,7 +84,7 @@ class JsonTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(b"tokenizer.json " + canonical.encode()).hexdigest()
 
     def _encode(self, text: str) -> list[int]:
-        # Unlike `encode`, it releases Python's lock, and it leaves out offsets that nobody reads.
+        # Unlike `encode`, it releases Python's lock, and it skips offsets, which have no reader.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -116,7 +116,7 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
             if tokenizer.token_to_id(token) is None:
                 raise DataError(
                     f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does "
-                    "not have; each document begins with BOS and ends with EOS: take both files "
+                    "not have. Each document begins with BOS and ends with EOS: take both files "
                     "from the same place, or name a token it has"
                 )
             named[key] = token, file.name
@@ -133,8 +133,8 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
     usual = ", ".join(" ".join(dict.fromkeys(pair)) for pair in WELL_KNOWN)
     raise DataError(
         f"model.tokenizer_path: {path}: no file names its {missing}, and it has none of the usual "
-        f"ones ({usual}); "
-        f'put a {NAMING_FILES[0]} beside it, such as {{"bos_token": "<s>", "eos_token": "</s>"}}'
+        f"ones ({usual}). "
+        f'Put a {NAMING_FILES[0]} beside it, such as {{"bos_token": "<s>", "eos_token": "</s>"}}'
     )
 
 

@@ -19,8 +19,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the
     library always does: they stand for text, and are not among `special_tokens`. Decoding a
-    document returns its text, except for a first space (the dummy prefix looks the same) and for
-    changes by normalisation.
+    document returns its text with two exceptions: changes by normalisation, and a first space (the
+    dummy prefix looks the same).
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
@@ -48,7 +48,7 @@ class SentencePieceTokenizer(Tokenizer):
             if token_id < 0:
                 raise DataError(
                     f"{key} has no {name.upper()} piece, and each document begins with BOS and "
-                    f"ends with EOS; give a sentencepiece model trained with {name}_id"
+                    f"ends with EOS. Give a sentencepiece model trained with {name}_id"
                 )
         self.special_tokens = {
             self._processor.id_to_piece(i): i

@@ -1,7 +1,7 @@
 """Byte-pair tokenizers from tiktoken rank files, with Llama 3's split pattern and special tokens.
 
 A rank file holds one entry per line: the token's bytes in base64, a space, its rank. Llama 3's 256
-special tokens follow the last rank, so Meta's own file gives 128,000 + 256 ids and the bundled one
+special tokens follow the last rank. So Meta's own file gives 128,000 + 256 ids, the bundled one
 2,048 + 256 = 36 x 64.
 """
 
@@ -117,8 +117,8 @@ def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
             found = line[:60].decode(errors="replace")
             raise DataError(
                 f"{key}, line {number}: expected a base64 token, a space and its rank, found "
-                f"{found!r}; "
-                "this is not a tiktoken file, or it is damaged"
+                f"{found!r}. "
+                "This is not a tiktoken file, or it is damaged"
             ) from None
         if rank != len(ranks) or token in ranks:
             problem = (
@@ -130,6 +130,6 @@ def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
     if absent:
         raise DataError(
             f"{key}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
-            "so some texts could not be encoded; the file is damaged or cut short"
+            "so some texts could not be encoded. The file is damaged or cut short"
         )
     return ranks

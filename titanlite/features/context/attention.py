@@ -143,7 +143,7 @@ def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -
     if cp_rank.seq_len > rope.max_seq_len:
         raise ParallelismError(
             f"{cp_rank.degree} ranks with {own} tokens each share a sequence of "
-            f"{cp_rank.seq_len}, but the model's RoPE tables have {rope.max_seq_len}: does each "
+            f"{cp_rank.seq_len}, but the model's RoPE tables have {rope.max_seq_len}. Does each "
             "rank take its part only (split_batch)?"
         )
     if positions is None and doc_ids is not None:

@@ -15,7 +15,7 @@ from titanlite.features.context.ranks import CPRank
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """Return this rank's part of a batch that all ranks of its "cp" group hold alike.
+    """Return this rank's part of a batch that is the same on all ranks of its "cp" group.
 
     mesh: from `DistEnv.build_mesh`; the batch itself where no ranks share sequences. Parts do not
     overlap, so valid tokens and losses add up over ranks as those of different sequences do.

@@ -55,7 +55,7 @@ class CPRank:
         if rest or not chunk:
             raise ParallelismError(
                 f"a sequence of {x.size(dim)} tokens cannot be cut into 2 equal chunks for each "
-                f"of {self.degree} ranks: its length must be a multiple of {2 * self.degree}"
+                f"of {self.degree} ranks. Its length must be a multiple of {2 * self.degree}"
             )
         return torch.cat([x.narrow(dim, index * chunk, chunk) for index in self.chunks], dim)
 

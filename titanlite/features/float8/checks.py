@@ -80,7 +80,7 @@ EXCLUDES = [
 
 def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     """Check that float8 can take the products of the model, and that it takes some."""
-    # The head stays, whatever its size.
+    # A head of any size stays.
     known = replace(args, vocab_size=args.vocab_size or 1)
     linears = linears_of(run.spec, known, run.mesh.tensor)
     choices = choose_linears(linears, run.float8)

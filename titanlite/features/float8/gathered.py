@@ -47,8 +47,7 @@ class ScalePrecompute:
 
     Call it after each update.
 
-    Without it each weight has an all-reduce of its own, whenever it is gathered. The scales are the
-    same.
+    Without it each weight has its own all-reduce whenever it is gathered. The scales are the same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -46,14 +46,14 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     if not {"labels", "loss"} <= inspect.signature(model.forward).parameters.keys():
         raise ValueError(
             "a loss in chunks needs a model that takes labels and loss and hands them to its "
-            f"head; the forward of {type(model).__name__} does not"
+            f"head. The forward of {type(model).__name__} does not"
         )
     head: Any = dict(model.named_modules()).get(head_name)
     if head is not None:
         if type(head) is not nn.Linear or head.bias is not None:
             raise ValueError(
                 "the loss is computed in chunks by a head that is a plain linear without bias, "
-                f"and this is {head}: call chunk_head before fully_shard, and leave the head as "
+                f"and this is {head}. Call chunk_head before fully_shard, and leave the head as "
                 "it is"
             )
         head.__class__ = ChunkedHead

@@ -24,7 +24,7 @@ def cut_stages(
     None or gone.
 
     build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for
-    a parameter outside of all stages: each stage would train one of its own.
+    a parameter outside of all stages: each stage would train its own copy.
     """
     return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 

@@ -97,8 +97,9 @@ _WIDTHS = {
 
 
 def migrate_arguments(text: str) -> Migration:
-    """Return the TOML of a command line of the AWS FSDP samples: its arguments, as in a shell, on
-    one or more lines.
+    """Return the TOML of a command line of the AWS FSDP samples.
+
+    The command line is as in a shell, on one or more lines.
 
     Raises ConfigError for words that make no arguments, and for values that are wrong here.
     """
@@ -129,7 +130,7 @@ def migrate_arguments(text: str) -> Migration:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Return the arguments that are given, each of its own type."""
+    """Return the arguments that are given, each in its type."""
 
     def wrong(key: str, message: str) -> ConfigError:
         return ConfigError([Problem("--aws-fsdp", key, message, code="bad-flag")])

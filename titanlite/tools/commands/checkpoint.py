@@ -238,9 +238,9 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
 
     One that somebody pins meanwhile stays, with a warning.
 
-    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones,
-    saves that may be under way, those of a newer format, and all together when no checkpoint that
-    is good by its hashes would remain.
+    Raises CheckpointError, before anything is deleted, for what `force` overrides. These are pinned
+    ones, saves that may be under way, and those of a newer format. All together are refused when no
+    checkpoint that is good by its hashes would remain.
     """
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):

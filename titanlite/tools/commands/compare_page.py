@@ -43,8 +43,9 @@ def _finite(chart: Chart) -> list[Point]:
 
 
 def _plot(chart: Chart) -> dict[str, Any]:
-    """Return a chart with at least one finite value as the page draws it: places in pixels, and
-    data for its script.
+    """Return a chart with at least one finite value as the page draws it.
+
+    It has places in pixels, and data for the script of the page.
 
     Data: the points of each curve, with texts for values that are not finite, and their tokens and
     seconds.

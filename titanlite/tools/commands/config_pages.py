@@ -36,8 +36,9 @@ _HEAD = """\
 
 
 def template() -> str:
-    """Return a TOML file of comments under section headers: without the `#` of its keys it sets
-    each to its default.
+    """Return a TOML file of comments under section headers.
+
+    Without the `#` of its keys it sets each to its default.
     """
     parts = [_HEAD]
     for section, owner in sections().items():

@@ -51,7 +51,7 @@ def _add_fetch(actions: Commands) -> None:
 
 def _add_prepare(actions: Commands) -> None:
     help = "tokenize text once, into a folder that training maps into memory"
-    more = "After a crash the same command goes on where it was, and the result is the same."
+    more = "After a crash the same command continues where it was, and the result is the same."
     add = add_to_group(actions, _prepare, help, more).add_argument
     source = "file, folder, pattern, URL, name of text, id of the hub"
     add("source", metavar="SOURCE", help=source)
@@ -73,7 +73,7 @@ def _add_prepare(actions: Commands) -> None:
     add("--chat-template", metavar="FILE", help=template)
     workers = "cores to use (default: all)"
     add("--workers", type=int, default=_cores(), metavar="N", help=workers)
-    tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
+    tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
 
 
@@ -145,7 +145,7 @@ def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | t
             arguments.source, arguments.out, arguments.files, arguments.subset, arguments.split
         )
     except KeyboardInterrupt:
-        print("stopped: the same command goes on", file=sys.stderr)
+        print("stopped: the same command continues", file=sys.stderr)
         return "", exit_codes.INTERRUPTED
 
 
@@ -172,7 +172,7 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
             arguments.split,
         )
     except KeyboardInterrupt:
-        print("stopped: finished parts are kept; the same command goes on", file=sys.stderr)
+        print("stopped: finished parts are kept; the same command continues", file=sys.stderr)
         return "", exit_codes.INTERRUPTED
 
 

@@ -1,8 +1,8 @@
 """`titanlite doctor`: problems of this machine, with their fixes. It never fails itself.
 
 A check yields status, message and perhaps a fix. All run at once, each in its own thread. The
-command ends with the last of them, in some seconds; on a busy machine that takes longer, and it
-says what it waits for. A broken driver or network file system may never answer: after two minutes
+command ends with the last of them, in some seconds. On a busy machine that takes longer, and it
+says what it waits for. A broken driver or network file system may never answer. After two minutes
 the check's name is the finding.
 """
 

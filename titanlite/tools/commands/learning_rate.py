@@ -75,8 +75,9 @@ def draw(rates: list[float], width: int = _WIDTH, height: int = _HEIGHT) -> list
 
 
 def table(rates: list[float]) -> list[str]:
-    """Return lines with the rates of some steps: the ends, the quarters, the first and the last at
-    the highest rate.
+    """Return lines with the rates of some steps.
+
+    They are the ends, the quarters, the first and the last at the highest rate.
     """
     last = len(rates) - 1
     top = max(rates)

@@ -1,6 +1,4 @@
-"""Look at the text of a run: its rows as the model sees them, the documents of a step, and figures
-of all of it.
-"""
+"""Look at the text of a run: rows as the model sees them, documents of a step, and figures."""
 
 from __future__ import annotations
 
@@ -214,7 +212,7 @@ def sequences_of(run: Run, step: int) -> list[int]:
 
 
 def _set_rows(run: Run, before: State, after: State | None) -> None:
-    """Set the rows to a place: a stream need not begin at its start, and shares of a mixture may
+    """Set the rows to a place. A stream need not begin at its start, and shares of a mixture may
     have changed. Lanes stay those of the start.
     """
     rows = before.rows
@@ -345,8 +343,10 @@ def _found(rows: Rows, training: Training) -> str:
 def shown_row(
     row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style
 ) -> str:
-    """Return a row as text: special tokens by name, a line before each document, and marks where
-    the loss counts none.
+    """Return a row as text.
+
+    Special tokens have names, each document has a line before it, and marks show where the loss
+    counts none.
 
     A token counts if the one before it predicts it, and the first one of a row belongs to the row
     before.

@@ -2,10 +2,10 @@
 (`titanlite.data.prepared_tokens`).
 
 Processes tokenize tasks: neighbouring files, or a range of a large one. Each writes its tokens as
-parts, and a part counts once its record `part-*.json` lies beside it. So after a crash finished
-parts are kept, if their checksums and the stamps of their texts still fit, and the content is that
-of an undisturbed run. It does not depend on the number of processes either. The index comes last
-and replaces the records.
+parts, and a part counts once its record `part-*.json` lies beside it. After a crash finished parts
+are kept, if their checksums and the stamps of their texts still fit. So the content is that of an
+undisturbed run. It does not depend on the number of processes either. The index comes last and
+replaces the records.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def prepare(
     source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also
     `subset`.
 
-    Raises DataError for text that cannot be read, a folder that holds something else or is being
-    written to, and a disk that is too small.
+    Raises DataError for text that cannot be read and for a disk that is too small. A folder that
+    holds something else or is being written to raises it too.
     """
     began = time.monotonic()
     job = _job(source, folder, options, subset, split)
@@ -372,8 +372,8 @@ def _run(
             return [part for future in futures for part in future.result()]
         except BrokenProcessPool:
             raise DataError(
-                f"{folder}: a process that tokenizes has died, perhaps for lack of memory; "
-                "finished parts are kept: run the same command again, with fewer --workers"
+                f"{folder}: a process that tokenizes has died, perhaps for lack of memory. "
+                "Finished parts are kept: run the same command again, with fewer --workers"
             ) from None
         finally:
             stop.set()

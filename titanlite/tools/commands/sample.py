@@ -223,7 +223,7 @@ def sample(
     batch: int,
     show: _Printer | None,
 ) -> float:
-    """Continue the rows in place, so many at once. Return the seconds until the first token."""
+    """Continue the rows in place, `batch` at once. Return the seconds until the first token."""
     from titanlite.training.generate import generate
 
     started = time.perf_counter()

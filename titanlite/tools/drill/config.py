@@ -1,5 +1,6 @@
-"""A tiny copy of a config for the drill: the same features and kinds of parallelism, trained in
-seconds on CPUs.
+"""A tiny copy of a config for the drill.
+
+It has the same features and kinds of parallelism, and trains in seconds on CPUs.
 """
 
 from __future__ import annotations
@@ -140,8 +141,9 @@ def tiny_config(
 
 
 def _divided(wanted: Sequence[str], ranks: int) -> tuple[dict[str, int], int]:
-    """Return the degrees of parallelism by key, 2 for as many as the ranks allow, and the ranks
-    that shard the weights.
+    """Return the degrees of parallelism by key, and the ranks that shard the weights.
+
+    As many degrees as the ranks allow are 2.
     """
     degrees = dict.fromkeys(_DEGREES, 1)
     shard = ranks

@@ -82,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 @dataclass(frozen=True)
 class Scenario:
-    """One fault in a run that goes on from the first half."""
+    """One fault in a run that resumes from the first half."""
 
     name: str
     about: str
@@ -164,7 +164,7 @@ def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
     steps = [row[0] for row in records(run, "loss")]
     is_whole = steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run)
     check(is_whole, f"metrics.jsonl has the steps {steps}")
-    return f"step {step} changed no weight or moment, the run goes on to its end"
+    return f"step {step} changed no weight or moment, the run continues to its end"
 
 
 def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
@@ -194,7 +194,7 @@ def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
     check(is_expected, f"there are checkpoints of steps {steps}", text)
     work.compare(run)
     return (
-        f"async_mode = {mode!r}: reported, step {HALF} stays, training goes on, the next save "
+        f"async_mode = {mode!r}: reported, step {HALF} stays, training continues, the next save "
         "succeeds"
     )
 

@@ -1,8 +1,8 @@
 """Faults inside the process of one rank, shared by `titanlite drill` and the tests.
 
-Faults in a save are placed by calls on files, not by functions of the trainer. Python reports these
-calls as audit events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it
-is wrapped.
+A fault in a save names a call on files, not a function of the trainer. Python reports these calls
+as audit events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it is
+wrapped.
 """
 
 from __future__ import annotations

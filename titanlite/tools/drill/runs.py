@@ -19,8 +19,9 @@ from titanlite.tools.drill.ranks import check, train
 
 @dataclass
 class Workspace:
-    """The folder of a drill: a whole run without a fault, the first half of one, and a run per
-    scenario.
+    """The folder of a drill: a whole run, the first half of one, and a run per scenario.
+
+    The first two have no fault.
 
     Methods raise RanksError when a run does not end as expected.
     """
@@ -43,7 +44,7 @@ class Workspace:
     ) -> str:
         """Train once to the end and return the output. ranks: 0 for those of the drill.
 
-        The struck rank must end with exit code `code`, and the others with the same, or with
+        The struck rank must end with exit code `code`. The others end with the same, or with
         LOST_PEER after a kill.
         """
         run.mkdir(exist_ok=True)

@@ -83,7 +83,7 @@ class Source:
     is_hf: bool = False
     #: `max_position_embeddings` of a config.json that the weights come from.
     context: int | None = None
-    #: Where the files of its tokenizer are; None: nobody knows.
+    #: Where the files of its tokenizer are; None: unknown.
     tokenizer: str | None = None
 
     def converted(self, dtype: str | None, progress: Progress) -> Source:
@@ -169,7 +169,7 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) 
     record = manifest.config.get("model")
     if not isinstance(record, dict):
         raise CheckpointError(
-            f"{folder} does not say which model it is of: it was written before checkpoints did, "
+            f"{folder} does not say which model it is of. It was written before checkpoints did, "
             "or by a program that "
             'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and '
             "convert its next one"
@@ -456,7 +456,7 @@ def _manifest(
     dtype: str | None,
     config: Mapping[str, Any],
 ) -> Manifest:
-    """Return the manifest of a checkpoint of weights only; a checkpoint that they come from hands
+    """Return the manifest of a checkpoint of weights only. A checkpoint that they come from hands
     on what it knows of its run. config: of the tokenizer.
     """
     before = source.manifest

@@ -97,7 +97,7 @@ def _copy(name: str, target: Path) -> int:
                 copy.flush()
                 os.fsync(copy.fileno())
     except DataError as error:
-        raise DataError(f"{error}; the same command goes on") from error
+        raise DataError(f"{error}; the same command continues") from error
     size = partial.stat().st_size
     partial.replace(target)
     return size

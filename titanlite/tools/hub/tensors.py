@@ -1,6 +1,7 @@
-"""Tensors of checkpoints without a process group: reads them, compares two checkpoints, and logits
-before and after a conversion, those of titanlite's model and of `transformers` where it is
-installed.
+"""Tensors of checkpoints without a process group.
+
+Reads them, and compares two checkpoints. Compares logits before and after a conversion: of
+titanlite's model, and of `transformers` where it is installed.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     titanlite's; return a line.
 
     tokenizer: path or URL of the run's. Raises CheckpointError when ids differ, unless
-    `transformers` takes a class of its own for such a model: no file can change that, and the line
-    says so.
+    `transformers` takes its own class for such a model. No file can change that, and the line says
+    so.
     """
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer

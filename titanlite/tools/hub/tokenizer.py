@@ -85,8 +85,8 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
     ) as error:
         what = f"{repository}, revision {revision}," if revision else repository
         raise DataError(
-            f"{what} is not on the hub, or not visible to you: check the spelling (owner/name); "
-            "if it is private, set HF_TOKEN"
+            f"{what} is not on the hub, or not visible to you. Check the spelling (owner/name). "
+            "If it is private, set HF_TOKEN"
         ) from error
     except DataError:
         raise

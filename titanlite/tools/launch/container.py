@@ -29,9 +29,7 @@ _POLL_SECONDS = 0.2
 
 
 def run(words: list[str]) -> int:
-    """Run a command to its end; return its exit code, or 128 plus the number of the signal that
-    ended it.
-    """
+    """Run a command to its end; return its exit code, or 128 plus the number of its signal."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD)
     # A blocked signal waits for sigwait: none is lost, not even for process 1, which the kernel
     # shields from others.

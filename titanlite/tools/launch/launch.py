@@ -79,7 +79,7 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="write the job of a config for a cluster, and submit it",
-        description="Write a job for a scheduler: section [launch] says on which machines, the "
+        description="Write a job for a scheduler: section [launch] says on which machines. The "
         "rest of the config is checked for their ranks. The job and the resolved "
         "config go to launch/ in job.dump_folder, which all machines must see. "
         f"{FLAGS}",
@@ -140,7 +140,7 @@ def prepare(argv: list[str]) -> Job:
         if value == REMOVED:
             key = f"launch.environment.{name}"
             message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
-            advice = f"set it anew, or launch from the first config: --{key} VALUE"
+            advice = f"set it again, or launch from the first config: --{key} VALUE"
             problems.append(Problem(place, key, message, advice))
     if problems:
         raise ConfigError(problems)

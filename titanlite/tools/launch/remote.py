@@ -52,8 +52,9 @@ def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator
 
 
 def shown_urls(toml: str) -> list[str]:
-    """Return the keys of a config whose URLs have a login or a signature, which readers of the job
-    would see.
+    """Return the keys of a config whose URLs have a login or a signature.
+
+    Readers of the job would see them.
     """
     texts = {key: json.dumps(value, default=str) for key, value in config_values(toml).items()}
     return [key for key, text in texts.items() if public(text) != text]

@@ -49,7 +49,7 @@ METRICS = {
 }
 #: SageMaker's own default of one hour would end most runs; a longer run needs a quota.
 _FIVE_DAYS = 5 * 86400
-#: It kills a job so many seconds after SIGTERM.
+#: It kills a job this many seconds after SIGTERM.
 _SECONDS_TO_END = 120
 #: The API's limit.
 _RETRIES = 30

@@ -1,5 +1,6 @@
-"""Live tensor bytes of a step by part, watched operator by operator: of a real run on a CPU, or of
-a run without data.
+"""Live tensor bytes of a step by part, watched operator by operator.
+
+The run is a real one on a CPU, or one without data.
 
     meter = MemoryMeter(model, optimizer, blocks, head)
     step.phase = meter.phase

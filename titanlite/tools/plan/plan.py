@@ -233,9 +233,7 @@ def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
 def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
 ) -> tuple[str, int]:
-    """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it
-    fits.
-    """
+    """Plan the run on each kind of GPU, or on --gpu: on `ranks` GPUs or the fewest that fit it."""
     hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
     _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
     if not arguments.gpu:

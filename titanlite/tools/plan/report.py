@@ -1,5 +1,6 @@
-"""A plan as one HTML file: the memory over a step by part, a bar for each part at the peak; it
-fetches nothing.
+"""A plan as one HTML file: the memory over a step, and a bar for each part at the peak.
+
+Memory is shown by part. The page fetches nothing.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def _losers(
 
 
 class _Variant(LoadedConfig):
-    """A config that nobody reads as a file, which saves half the time of its check."""
+    """A config that is never a file, which saves half the time of its check."""
 
     def to_toml(self, defaults: bool = True) -> str:
         return ""

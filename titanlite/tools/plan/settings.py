@@ -12,7 +12,7 @@ from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.start.derive import RunConfig
 
-#: Models below so many parameters get no pipeline: FSDP serves them. Most ranks of one.
+#: Models below this many parameters get no pipeline: FSDP serves them. Most ranks of one.
 PIPELINE_PARAMETERS = 20e9
 MOST_STAGES = 16
 #: Most tokens of a micro-batch, and fewest of a sequence's part on a rank.

@@ -1,5 +1,6 @@
-"""Memory of one rank by a trace: the real model and step run at their real sizes, on tensors
-without data.
+"""Memory of one rank by a trace.
+
+The real model and step run at their real sizes, on tensors without data.
 
 `FakeTensorMode` gives every operator's result its shape and no memory, and a fake process group
 answers every collective at once. So a laptop runs a step of rank r of thousands.
@@ -214,8 +215,9 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
 
 
 def _rows_for_rank(run: RunConfig, args: Any) -> int:
-    """Return the rows that a layer sends to each of the ranks that share its experts, which are
-    taken as balanced.
+    """Return the rows that a layer sends to each of the ranks that share its experts.
+
+    Experts are taken as balanced.
 
     Raises ConfigError if they do not divide.
     """
@@ -249,8 +251,8 @@ def _batches(run: RunConfig, args: Any) -> list[Batch]:
 
 @contextlib.contextmanager
 def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
-    """Enter a default process group of `size` ranks, of which this process is one and the others
-    are nobody.
+    """Enter a default process group of `size` ranks. This process is one of them; the others do not
+    exist.
     """
     from torch.distributed import device_mesh
 
@@ -275,9 +277,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
-    """Let the model do inside on tensors of the CPU what it does on a GPU, where that takes other
-    memory.
-    """
+    """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
     apply_ac = parallelize.apply_ac
 
     def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
