@@ -14,7 +14,6 @@ from titanlite.config.extensions import load_function
 from titanlite.features import async_tp_of, float8_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
-from titanlite.models.llama import LlamaArgs
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
@@ -111,7 +110,8 @@ def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
 
     Raises ParallelismError.
     """
-    if not run.activation_checkpoint.by_op or isinstance(builder.args, LlamaArgs):
+    is_known = not is_dotted(run.model.name) and run.model.name != "hf"
+    if is_known or not run.activation_checkpoint.by_op:
         return
     from titanlite.parallel.policy_check import check_policy
 
