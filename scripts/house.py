@@ -68,7 +68,7 @@ PLAIN_FLAGS = [
 ]
 #: Tokens of the files that it imports, and the share of the lines of their functions that do not
 #: run, in percent: what a run does not turn on is not imported.
-PLAIN_TOKENS, PLAIN_IDLE = 135_000, 35
+PLAIN_TOKENS, PLAIN_IDLE = 133_000, 35
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -211,15 +211,15 @@ def density_figures(source: Source) -> list[Figure]:
     }
     long = sum(is_long(node) for node in nodes)
     top = len(list(source.library.glob("*.py")))
-    limits = {"comprehensions": 32.7, "ternaries": 26.1, "tuple = tuple": 13.5}
+    limits = {"comprehensions": 23.8, "ternaries": 18.1, "tuple = tuple": 2.1}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 330_000}),
-        Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.73}),
-        Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 10}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 336_000}),
+        Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.56}),
+        Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),
-        Figure("packed", in_words(packed), packed, {"nested ternaries": 21, "starred tuples": 29}),
-        Figure("functions to divide", f"{long}", {"": long}, {"": 53}),
-        Figure("files at the top", f"{top}", {"": top}, {"": 30}),
+        Figure("packed", in_words(packed), packed, {"nested ternaries": 0, "starred tuples": 0}),
+        Figure("functions to divide", f"{long}", {"": long}, {"": 3}),
+        Figure("files at the top", f"{top}", {"": top}, {"": 12}),
     ]
 
 

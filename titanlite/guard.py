@@ -42,7 +42,7 @@ class BadStepError(RuntimeError):
 
     exit_code = exit_codes.GUARD
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         step: int,
         norm: float,

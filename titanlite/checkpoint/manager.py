@@ -201,7 +201,7 @@ class Checkpointer:
         if replaced:
             quarantine(step_folder(self.root, step), reason)
 
-    def save(
+    def save(  # noqa: PLR0913
         self,
         step: int,
         model: nn.Module,

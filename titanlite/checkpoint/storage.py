@@ -57,7 +57,6 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
-from titanlite.parallel.local import pipeline_group
 from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger
 
@@ -168,7 +167,8 @@ def describe(
     together.
     """
     mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    group = pipeline_group(model)
+    # The ranks that hold the stages of a pipeline. Of another model each rank has the whole.
+    group: dist.ProcessGroup | None = getattr(model, "pipeline_group", None)
     if group is None:
         return mine
     parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(group))]

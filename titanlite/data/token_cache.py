@@ -52,7 +52,7 @@ _NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|\.checked|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
-def load_corpus(
+def load_corpus(  # noqa: PLR0913
     files: list[Path],
     tokenizer: Tokenizer,
     vocab_size: int,

@@ -64,7 +64,7 @@ class MetricsLogger(Callback):
     collection since its last call. more: figures that are sums over all ranks (`Figures`).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         metrics: Metrics,
         job: Job,

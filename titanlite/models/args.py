@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FROM_FOLDER = "from_folder"
 
 
-def resolve_args(
+def resolve_args(  # noqa: PLR0913
     family: str,
     flavor: str,
     overrides: Mapping[str, object] | None = None,

@@ -136,7 +136,7 @@ def _heads(tensor: Tensor, tokens: slice) -> Tensor:
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")
-def _forward(
+def _forward(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -159,7 +159,7 @@ def _forward(
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
-def _backward(
+def _backward(  # noqa: PLR0913
     gradient: Tensor,
     q: Tensor,
     k: Tensor,

@@ -28,7 +28,7 @@ class AnyPrecisionAdamW(GatedOptimizer):
     with `kahan`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         parameters: Any,
         lr: float = 1e-3,

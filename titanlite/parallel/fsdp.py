@@ -23,7 +23,7 @@ from titanlite.parallel.meshes import fsdp_mesh
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def apply_fsdp(
+def apply_fsdp(  # noqa: PLR0913
     model: nn.Module,
     groups: Sequence[Sequence[str]],
     mesh: DeviceMesh,
@@ -59,28 +59,17 @@ def apply_fsdp(
             "gradients of experts that ranks share are summed, and average = True asks for a mean"
         )
     dp_mesh = fsdp_mesh(mesh)
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        # The embedding's output already has the parameters' dtype; a cast of every floating-point
-        # input would round the fp32 RoPE tables that blocks receive.
-        cast_forward_inputs=False,
-    )
+    policy = _precision(param_dtype, reduce_dtype)
     offloading = offloads(cpu_offload, mesh.device_type)
     placement = _placement(dp_mesh, experts)
     modules = _modules_of(model, groups)
     for index, group in enumerate(modules):
-        reshard = reshard_after_forward
-        if reshard is None:
-            # The backward needs the last block and the head first: to free them only to gather
-            # them again at once would cost two all-gathers and save nothing at the memory peak.
-            reshard = index < len(modules) - 2
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=dp_mesh,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloading else OffloadPolicy(),
-            reshard_after_forward=reshard,
+            reshard_after_forward=_reshards(reshard_after_forward, len(modules) - index),
             shard_placement_fn=placement,
         )
     if not isinstance(model, FSDPModule):
@@ -94,6 +83,25 @@ def apply_fsdp(
         avoid_copies(model)
     elif not average:
         _sum_gradients(model)
+
+
+def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        # The embedding's output already has the parameters' dtype; a cast of every floating-point
+        # input would round the fp32 RoPE tables that blocks receive.
+        cast_forward_inputs=False,
+    )
+
+
+def _reshards(given: bool | int | None, left: int) -> bool | int:
+    """Return whether a group frees its gathered weights. left: groups from this one to the last.
+
+    The backward needs the last block and the head first: to free them only to gather them again at
+    once would cost two all-gathers and save nothing at the memory peak.
+    """
+    return left > 2 if given is None else given
 
 
 def _modules_of(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[nn.Module]]:

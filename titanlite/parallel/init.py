@@ -95,7 +95,7 @@ def _truncate(block: torch.Tensor, init: Init, generator: torch.Generator) -> to
 
 
 @torch.no_grad()
-def fill(
+def fill(  # noqa: PLR0913
     local: torch.Tensor,
     offset: tuple[int, ...],
     shape: tuple[int, ...],

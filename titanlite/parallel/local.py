@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -16,8 +15,3 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that this rank runs: its stages of a pipeline, or the model itself."""
     stages = getattr(model, "pipeline_stages", None)
     return [model] if stages is None else list(stages())
-
-
-def pipeline_group(model: nn.Module | None) -> ProcessGroup | None:
-    """Return the ranks that hold the stages of a model; None: each rank has the whole model."""
-    return getattr(model, "pipeline_group", None)

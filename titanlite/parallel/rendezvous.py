@@ -225,7 +225,7 @@ def _explain_store_errors(rank: int) -> Iterator[None]:
         ) from None
 
 
-def _wait(
+def _wait(  # noqa: PLR0913
     store: dist.Store,
     rank: int,
     size: int,

@@ -68,30 +68,44 @@ def apply_tp(
     shared = _shared_parameters(model)
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}
+    parallelize_module(model, mesh, _styles(modules, kinds, mesh, shard_logits))
+    _hook(modules, kinds, mesh)
+    for first, *others in shared:
+        for name in others:
+            _tie(model, first, name)
+    _check_all_divided(model)
+
+
+def _styles(
+    modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceMesh, shard_logits: bool
+) -> dict[str, ParallelStyle]:
+    """Return torch's style of each module that has one. kinds: of those that are there."""
     last = next(reversed(kinds), "")
     logits = Shard(-1) if shard_logits else Replicate()
     styles: dict[str, ParallelStyle] = {}
     for name, kind in kinds.items():
+        if kind == "gather":
+            continue
         module = modules[name]
         style = None
         if isinstance(module, OwnLinear):
             style = module.tensor_style(kind, logits if kind == "head" else _SEQUENCE, mesh)
-        if kind != "gather":
-            styles[name] = style or _style(kind, logits, last=name == last)
-    parallelize_module(model, mesh, styles)
+        styles[name] = style or _style(kind, logits, last=name == last)
+    return styles
+
+
+def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceMesh) -> None:
+    """Add what torch's styles do not have: inputs that several linears share, plain outputs."""
+    last = next(reversed(kinds), "")
+    colwise = [name for name, kind in kinds.items() if kind == "colwise"]
     for name, kind in kinds.items():
         if kind == "gather":
-            colwise = [other for other, way in kinds.items() if way == "colwise"]
-            takers = [other for other in colwise if other.startswith(f"{name}.")]
+            takers = [taker for taker in colwise if taker.startswith(f"{name}.")]
             _gather_input(modules, name, takers, mesh)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
             modules[name].register_forward_hook(lambda module, args, output: output.clone())
-    for first, *others in shared:
-        for name in others:
-            _tie(model, first, name)
-    _check_all_divided(model)
 
 
 def _check_all_divided(model: nn.Module) -> None:

@@ -109,7 +109,7 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def compute_rows(
+def compute_rows(  # noqa: PLR0913
     metrics: Metrics,
     is_below_bf16: bool,
     setup: Setup,

@@ -66,7 +66,7 @@ def train(command: Sequence[str], console: Path, device_type: str) -> int:
     return run(command, console, environment=variables)
 
 
-def run(
+def run(  # noqa: PLR0913
     command: Sequence[str],
     console: Path,
     *,

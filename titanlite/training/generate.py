@@ -163,7 +163,7 @@ class CachedAttention(nn.Module):
 
 
 @torch.no_grad()
-def generate(
+def generate(  # noqa: PLR0913
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     *,

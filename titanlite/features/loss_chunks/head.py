@@ -146,7 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,
         x: Tensor,
         weight: Tensor,

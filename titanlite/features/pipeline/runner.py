@@ -55,7 +55,7 @@ class Pipeline:
     All ranks of the pipeline call the same methods.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: PipelineModel,
         schedule: str,

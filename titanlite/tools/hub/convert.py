@@ -251,7 +251,7 @@ def _torch_file(path: Path, origin: Origin) -> Source:
     return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
 
 
-def convert(
+def convert(  # noqa: PLR0913
     path: AnyPath,
     target: AnyPath,
     to: Format,
