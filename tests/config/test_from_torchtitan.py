@@ -357,5 +357,16 @@ def test_a_flavor_with_other_attention_is_refused_with_the_reason(flavor: str) -
         load([f"--model.flavor={flavor}"])
 
 
+def test_the_scaling_of_0_1_0_has_the_place_of_the_flavor_that_it_follows_from() -> None:
+    text = (
+        '[model]\nflavor = "debugmodel"\nname = "llama3"\ntokenizer_path = "t"\n'
+        "[training]\nlocal_batch_size = 2\n"
+    )
+    config, problems = read_text(text, Path("old.toml"))
+    assert not problems
+    assert config.value("model.rope_scaling") == "none"
+    assert config.place("model.rope_scaling") == "old.toml:2"
+
+
 if __name__ == "__main__" and "--write" in sys.argv:
     PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))

@@ -489,9 +489,12 @@ class _Layers:
         """
         if flavor == "debugmodel":
             self._take_later_flavor(flavor, source)
+            source = self.values["model.flavor"].source
         is_scaled = flavor in ("debugmodel", "405B")
         if is_scaled and not self._gives_scaling():
-            self.values["model.rope_scaling"] = _Value("none", source)
+            # It follows from the flavor, where that is given.
+            scaling = Source("dialect", source.file, source.line)
+            self.values["model.rope_scaling"] = _Value("none", scaling)
         place = self.tokenizer_path.place if self.tokenizer_path else ""
         self.notes.append(
             f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
