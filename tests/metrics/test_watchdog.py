@@ -41,6 +41,8 @@ from titanlite.training.run_callbacks import Watchdog
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 300.0
+#: For tests in which nobody is late: a busy machine would be.
+PATIENT = Stall(deadline_seconds=LONG, heartbeat_seconds=0.3)
 
 AT_FORWARD = RankState(
     0, "node1", 11, 5, 1, "forward", 8.0, ("c10d.py:1 all_reduce", "step.py:2 train_step"), True
@@ -181,7 +183,10 @@ def _reports(said: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _watching(
-    own_reason: float = 0.5, silent_beats: float = 1000.0, **keywords: Any
+    own_reason: float = 0.5,
+    silent_beats: float = 1000.0,
+    stall: Stall = QUICK,
+    **keywords: Any,
 ) -> Iterator[tuple[HangWatchdog, list[str]]]:
     """A watchdog that looks often and ends nobody, and what is logged.
 
@@ -193,7 +198,7 @@ def _watching(
     with (
         mock.patch.multiple(watchdog, **shorter, **longer),
         listening() as said,
-        HangWatchdog(QUICK, **keywords) as dog,
+        HangWatchdog(stall, **keywords) as dog,
     ):
         yield dog, said
 
@@ -319,7 +324,7 @@ def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], s
     """Return how this rank ends, its errors and the verdict when NCCL has failed on all ranks."""
     ends: list[int] = []
     with (
-        _watching(end=ends.append) as (dog, said),
+        _watching(stall=PATIENT, end=ends.append) as (dog, said),
         mock.patch.object(watchdog, "nccl_failure", lambda: failure),
     ):
         dog.phase("data" if world.rank else "forward", 1)
@@ -347,7 +352,7 @@ def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
     began = time.monotonic()
     took = LONG
     try:
-        with _watching(logs="runs/logs") as (dog, said):
+        with _watching(stall=PATIENT, logs="runs/logs") as (dog, said):
             dog.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
             try:
                 _loop(dog, read_shard)
@@ -382,7 +387,8 @@ def _raise_together(
 ) -> list[str]:
     # An error that is published waits for that of the others; `late` is longer than that.
     own_reason = 0.5 if late else LONG
-    with pytest.raises(kind), _watching(own_reason=own_reason, end=os._exit) as (dog, said):
+    watching = _watching(own_reason=own_reason, stall=PATIENT, end=os._exit)
+    with pytest.raises(kind), watching as (dog, said):
         dog.phase("data", 1)
         dist.barrier()
         if world.rank == 0:
