@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def _is_whole(root: AnyPath, step: int) -> bool:
 def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
     """Another process touches KEEP while this one prunes, several hundred times."""
     answers = {"touched": 0, "refused": 0}
+    # Adapted to the load, so that each side wins often: a busy machine wakes a process late.
+    head_start = 0.0005
     with subprocess.Popen(
         [sys.executable, "-c", _TOUCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as toucher:
@@ -62,11 +65,13 @@ def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
             write(root, 1, 2, 3)
             toucher.stdin.write(f"{root / 'step-1' / PIN}\n")
             toucher.stdin.flush()
+            time.sleep(head_start)
             deleter = Deleter()
             deleter.delete(prune(root, 3, options(root, keep_latest_k=2)))
             assert deleter.wait(300)
             answer = toucher.stdout.readline().strip()
             answers[answer] += 1
+            head_start *= 0.8 if answer == "touched" else 1.25
             assert leftovers(root) == []
             if answer == "touched":
                 assert _is_whole(root, 1) and names(root / "step-1") == [
