@@ -10,7 +10,12 @@ from titanlite import Callback
 
 
 class SlowSteps(Callback):
-    """Waits in each step of the job's first start, but for the first ones."""
+    """Waits before the first step if the environment says so, and in each step of the job's first
+    start, but for the first ones.
+    """
+
+    def on_start(self, trainer: Any) -> None:
+        time.sleep(float(os.environ.get("START_SECONDS", "0")))  # a signal ends it
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
         if "SLURM_RESTART_COUNT" not in os.environ and trainer.step > 2:

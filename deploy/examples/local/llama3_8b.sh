@@ -36,9 +36,9 @@ while [ ! -e "$stopped" ]; do
     # 5: saved, since torchrun was killed on a machine. 7: another rank was lost. 128 and more: killed.
     if [ "$code" -ne 5 ] && [ "$code" -ne 7 ] && [ "$code" -lt 128 ]; then exit "$code"; fi
     if [ -e "$stopped" ] || [ "$restarts" -ge 50 ]; then break; fi
-    step=$(tail -q -n 1 /shared/runs/8b/metrics.jsonl 2>/dev/null | grep -o '"step": [0-9]*' | grep -o '[0-9]*$')
+    step=$(tail -q -n 1 /shared/runs/8b/metrics.jsonl 2>/dev/null | grep -o '"step": [0-9][0-9]*' | grep -o '[0-9]*$')
     # Progress is a new step in the metrics, or a newer checkpoint at the end of a start.
-    saved=$(grep -o '"saved_step": [0-9]*' /shared/runs/8b/attempts.jsonl 2>/dev/null | tail -n 1)
+    saved=$(grep -o '"saved_step": [0-9][0-9]*' /shared/runs/8b/attempts.jsonl 2>/dev/null | tail -n 1)
     reached="$step $saved"
     failures["$reached"]=$((${failures["$reached"]:-0} + 1))
     if [ "${failures["$reached"]}" -ge 3 ]; then
