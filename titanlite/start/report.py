@@ -24,7 +24,7 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import activation_offload_of, features_of
+from titanlite.features import activation_offload_of, ema_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.optimizer import state_bytes
@@ -261,8 +261,9 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
     parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
-    if optimizer.ema_decay:
-        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
+    ema = ema_of(optimizer)
+    if ema is not None:
+        parts.append(ema.report())
     if optimizer.early_step_in_backward:
         parts.append("updates in the backward, without clipping")
     rows = [("optimizer", ", ".join(parts))]
