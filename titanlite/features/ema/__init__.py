@@ -3,8 +3,9 @@
     average.py   the averages of a model, a callback of the run
     names.py     their names in a checkpoint
 
-The key is `optimizer.ema_decay`; `validation.ema` and `checkpoint.export_ema` need it. average.py
-needs torch and is imported where it is used.
+The key is `optimizer.ema_decay`. `validation.ema` and `checkpoint.export_ema` need it: those rules
+hold where it is off, so `titanlite.config.checks` has them. average.py needs torch and is imported
+where it is used.
 
 What `begin` returns is handed on: `titanlite.start.callbacks` lets it follow the weights,
 `titanlite.start.loaders` applies it while held-out texts are measured, and `titanlite.checkpoint`
@@ -27,7 +28,7 @@ class WeightAveraging(Feature):
     """The average of the weights in a run that keeps one."""
 
     key = "optimizer.ema_decay"
-    #: Of memory and of a checkpoint, for each parameter: the averages are in float32.
+    #: Of memory and of a checkpoint, for each parameter, for `titanlite.plan`. They are in float32.
     bytes_each = 4
 
     def __init__(self, decay: float) -> None:
