@@ -255,9 +255,11 @@ def _cannot(family: str, args: Any) -> str:
     # 4 bytes of float32, and a part of it once more.
     needed = 5 * get_spec(family).count_parameters(args)
     available = needed
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if "MemAvail" in line:
-            available = 1024 * int(line.split()[1])
+    # macOS has no such file: there it is tried.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if "MemAvail" in line:
+                available = 1024 * int(line.split()[1])
     if available >= needed:
         return ""
     return (
