@@ -18,8 +18,8 @@ from titanlite.utils import resolve
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: Pages that name what is not there: of earlier code, or to be added (test_add_a_feature.py).
-OWN_NAMES = {"log.md", "add-a-feature.md"}
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+OWN_NAMES = {"CHANGELOG.md", "log.md", "add-a-feature.md"}
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
 @cache

@@ -31,6 +31,7 @@ from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.run_text import Datasets
+from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -417,8 +418,13 @@ def _schedule(run: RunConfig) -> Row:
 
 
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
-    """Return the warnings of the config, and those of the texts that it does not tell already."""
+    """Return the warnings of machine and config, and those of the texts that are not told yet."""
     name = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
     doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
-    return [*run.warnings, *(one for one in doubts if not is_told(one, run.warnings))]
+    machine = accelerator_warning()
+    return [
+        *([machine] if machine else []),
+        *run.warnings,
+        *(one for one in doubts if not is_told(one, run.warnings)),
+    ]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from titanlite import exit_codes
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError, bad_flag
+from titanlite.start.supported import system_problem
 from titanlite.tools.parser import FLAGS as FLAGS
 from titanlite.tools.parser import Parser
 from titanlite.utils import (
@@ -61,6 +62,10 @@ FILES = "TOML file, or several, later ones over earlier ones; also looked up in 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
+    problem = system_problem()
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_codes.CONFIG
     # A shell asks what a word may become.
     if "_ARGCOMPLETE" in os.environ:
         from titanlite.tools.completion import complete
