@@ -24,7 +24,7 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import features_of
+from titanlite.features import activation_offload_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.optimizer import state_bytes
@@ -187,9 +187,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
         text = "all kept"
         amount = f"{human_bytes(kept.plain)} in {counted(kept.blocks, 'blocks')} per micro-batch"
     parts = [text, amount]
-    if config.offload:
-        away = f"up to {human_bytes(kept.kept)} of that wait in host memory"
-        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    offload = activation_offload_of(config)
+    if offload is not None:
+        parts.append(_NO_OFFLOAD if setup.cpu else offload.report(kept.kept))
     return "activations", "; ".join(parts)
 
 
