@@ -1,6 +1,6 @@
 """The events of a training step on a rank, at the grain of FSDP groups. No torch here.
 
-docs/plan.md derives each size.
+FORMULAS.md derives each size.
 """
 
 from __future__ import annotations
