@@ -267,7 +267,7 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
             frames,
             {"": 6, "files": 3},
         ),
-        Figure("files that a save passes", text, {"": len(saved)}, {"": 8}),
+        Figure("files that a save passes", text, {"": len(saved)}, {"": 9}),
     ]
 
 
