@@ -21,7 +21,7 @@ from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.tools import at_least
-from titanlite.tools.cli import EMA
+from titanlite.tools.parser import EMA
 from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
