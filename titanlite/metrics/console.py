@@ -1,6 +1,4 @@
-"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step
-line. No torch here.
-"""
+"""The log on standard output: rank 0 logs everything, other ranks only warnings. No torch here."""
 
 from __future__ import annotations
 
