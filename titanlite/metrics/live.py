@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,8 +21,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.metrics.console import ConsoleHandler, Figures, is_terminal, shown_memory
+from titanlite.metrics.step_line import Figures, shown_memory
+from titanlite.metrics.terminal import is_terminal
 from titanlite.utils import human_time
+
+if TYPE_CHECKING:
+    from titanlite.metrics.console import ConsoleHandler
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
