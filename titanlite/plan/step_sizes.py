@@ -52,9 +52,8 @@ class StepSizes:
         self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
         self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
-        rows = run.batch.micro_batch_size / run.pipeline.microbatches
         #: Tokens of a micro-batch on this rank.
-        self.tokens = rows * run.batch.seq_len / self.mesh.context
+        self.tokens = run.tokens_at_once
         self.blocks = len(self.spec.block_names(self.args))
         #: Model FLOPs of a token, forward and backward: without attention, and of attention.
         self.base_flops = self.spec.flops_per_token(self.args, 0)

@@ -104,6 +104,13 @@ class MeshSizes:
         """
         return self.dp_shard * self.context
 
+    @property
+    def weight_shards_in_words(self) -> str:
+        """The degrees whose product that is."""
+        if self.context == 1:
+            return "data_parallel_shard"
+        return "data_parallel_shard * context_parallel"
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -170,6 +177,23 @@ class RunConfig(Config, frozen=True, kw_only=True):
             for key in keys:
                 found[f"{name}.{key}"] = str(getattr(section, key))
         return found
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences that a rank's model takes at once: a micro-batch, or a pipeline's piece of
+        one.
+        """
+        return self.batch.micro_batch_size // self.pipeline.microbatches
+
+    @property
+    def rank_len(self) -> int:
+        """Tokens of each sequence that a rank has; ranks of context parallelism share it."""
+        return self.batch.seq_len // self.mesh.context
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that a rank's model takes at once."""
+        return self.sequences_at_once * self.rank_len
 
     @property
     def max_seq_len(self) -> int:
