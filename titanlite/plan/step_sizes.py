@@ -127,13 +127,7 @@ class StepSizes:
         pipeline = pipeline_of(self.run.experimental, self.mesh.pipeline)
         if pipeline is None or self.spec.pipeline_costs is None:
             return 1.0
-        layout = pipeline.layout(self.spec, self.args, self.run.batch.seq_len)
-        costs = dict(layout.costs)
-        stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
-        flops = []
-        for rank in range(pipeline.degree):
-            flops.append(sum(stages[stage] for stage in layout.on(rank)))
-        return max(flops) / sum(flops)
+        return pipeline.slowest_share(self)
 
     @cached_property
     def sharded(self) -> list[Sharded]:

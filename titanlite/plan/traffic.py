@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.features import pipeline_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -126,12 +125,3 @@ def kept_bytes(step: StepSizes) -> float:
     inputs = step.itemsize * step.tokens * step.width * step.blocks / step.mesh.tensor
     whole = step.itemsize * step.tokens * step.outputs * 1.5
     return inputs + whole * (0.5 if step.by_op else 1 - step.recomputed)
-
-
-# Waiting
-
-
-def bubble(step: StepSizes) -> float:
-    """Return the idle time of a pipeline's rank, in micro-batches."""
-    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
-    return 0.0 if pipeline is None else pipeline.bubble(step)
