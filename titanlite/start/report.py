@@ -341,25 +341,17 @@ def _versions() -> str:
 
 def _setup(built: Built, run: RunConfig) -> Setup:
     builder = built.model.builder
-    mesh, batch = run.mesh, run.batch
-    degrees = {
-        "pp": mesh.pipeline,
-        "dp_replicate": mesh.dp_replicate,
-        "dp_shard": mesh.dp_shard,
-        "cp": mesh.context,
-        "tp": mesh.tensor,
-    }
-    rows = batch.micro_batch_size // run.pipeline.microbatches
+    batch = run.batch
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
-        degrees=degrees,
+        degrees=run.mesh.dimensions,
         parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
         # Tensor-parallel ranks gather the sequence before a product.
-        tokens=rows * (batch.seq_len // mesh.context),
+        tokens=run.tokens_at_once,
         text=built.datasets.train.describe(),
         tokens_per_epoch=built.datasets.train.tokens_per_epoch,
     )
