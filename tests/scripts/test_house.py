@@ -51,6 +51,7 @@ OFF = [
     "config/signatures",
     "start/folder_shape",
     "checkpoint/async_save",
+    "checkpoint/dcp_index",
     "checkpoint/hf",
     "checkpoint/load",
     "checkpoint/manager",

@@ -27,7 +27,7 @@ from titanlite.config.sections import Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, url_problem
-from titanlite.utils import is_dotted, is_hidden
+from titanlite.utils import is_dotted, is_hidden, pip_install
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
@@ -464,7 +464,7 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
     """
     found: list[Finding] = []
     if config.sections.metrics.enable_wandb and not _is_installed("wandb"):
-        hint = "pip install 'titanlite[wandb]', or leave the key out"
+        hint = f"{pip_install('wandb')}, or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
     if config.sections.checkpoint.enable_checkpoint:

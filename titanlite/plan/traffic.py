@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.features import activation_offload_of, pipeline_of
+from titanlite.features import activation_offload_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -121,12 +121,3 @@ def host_transfers(step: StepSizes, computing: Directions) -> float:
         one_way = offload.transfers(step)
         seconds += Directions(one_way, one_way).beyond(computing)
     return seconds
-
-
-# Waiting
-
-
-def bubble(step: StepSizes) -> float:
-    """Return the idle time of a pipeline's rank, in micro-batches."""
-    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
-    return 0.0 if pipeline is None else pipeline.bubble(step)

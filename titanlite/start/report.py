@@ -31,6 +31,7 @@ from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.run_text import Datasets
+from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -341,25 +342,17 @@ def _versions() -> str:
 
 def _setup(built: Built, run: RunConfig) -> Setup:
     builder = built.model.builder
-    mesh, batch = run.mesh, run.batch
-    degrees = {
-        "pp": mesh.pipeline,
-        "dp_replicate": mesh.dp_replicate,
-        "dp_shard": mesh.dp_shard,
-        "cp": mesh.context,
-        "tp": mesh.tensor,
-    }
-    rows = batch.micro_batch_size // run.pipeline.microbatches
+    batch = run.batch
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
-        degrees=degrees,
+        degrees=run.mesh.dimensions,
         parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
         # Tensor-parallel ranks gather the sequence before a product.
-        tokens=rows * (batch.seq_len // mesh.context),
+        tokens=run.tokens_at_once,
         text=built.datasets.train.describe(),
         tokens_per_epoch=built.datasets.train.tokens_per_epoch,
     )
@@ -418,8 +411,13 @@ def _schedule(run: RunConfig) -> Row:
 
 
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
-    """Return the warnings of the config, and those of the texts that it does not tell already."""
+    """Return the warnings of machine and config, and those of the texts that are not told yet."""
     name = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
     doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
-    return [*run.warnings, *(one for one in doubts if not is_told(one, run.warnings))]
+    machine = accelerator_warning()
+    return [
+        *([machine] if machine else []),
+        *run.warnings,
+        *(one for one in doubts if not is_told(one, run.warnings)),
+    ]

@@ -223,12 +223,7 @@ def _rows_for_rank(run: RunConfig, args: Any) -> int:
 
     Raises ConfigError if they do not divide.
     """
-    tokens = (
-        run.batch.micro_batch_size
-        * run.batch.seq_len
-        // run.mesh.context
-        // run.pipeline.microbatches
-    )
+    tokens = run.tokens_at_once
     rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
     if rest:
         message = (
@@ -241,10 +236,9 @@ def _rows_for_rank(run: RunConfig, args: Any) -> int:
 
 def _batches(run: RunConfig, args: Any) -> list[Batch]:
     rows, whole = run.batch.micro_batch_size, run.batch.seq_len
-    length = whole // run.mesh.context
 
     def batch() -> Batch:
-        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
         documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
         return Batch(tokens, torch.zeros_like(tokens), documents)
 
