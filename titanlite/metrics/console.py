@@ -273,4 +273,5 @@ def start_view(done: int, steps: int) -> LiveView | None:
 
 
 def is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that still takes text."""
     return isinstance(stream, io.TextIOWrapper) and not stream.closed and stream.isatty()
