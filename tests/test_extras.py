@@ -41,7 +41,7 @@ OPTIONAL = PROJECT["optional-dependencies"]
 #: Extras for work on titanlite itself, which none of its commands asks for.
 FOR_DEVELOPERS = {"dev", "docs"}
 #: Packages that others bring: torch, datasets, tensorboard.
-BROUGHT = {"fsspec", "aiohttp", "pyarrow", "google"}
+BROUGHT = {"fsspec", "pyarrow", "google"}
 #: Of lm-evaluation-harness, which `titanlite eval` asks for by its own name.
 HARNESS = {"lm_eval", "tqdm"}
 
