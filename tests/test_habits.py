@@ -88,7 +88,7 @@ def test_commands_of_a_workflow_are_there(path: Path) -> None:
     files = [word for word in scripts if re.search(r"\w\.(py|txt|toml)$", word)]
     assert [word for word in files if not (ROOT / word).is_file()] == []
     extras = {extra for command in commands for extra in re.findall(r"\.\[(\w+)\]", command)}
-    assert extras - {"docs"} <= set(PROJECT["optional-dependencies"])
+    assert extras <= set(PROJECT["optional-dependencies"])
 
 
 def test_tested_pythons_are_those_that_the_package_promises() -> None:

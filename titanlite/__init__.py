@@ -3,7 +3,7 @@
     with DistEnv.open() as world:
         Trainer(build(load_config("debug_model.toml", world.size), world)).train()
 
-The names below are public; docs/library.md explains them. `import titanlite` is quick: it loads
+The names below are public; docs/api.md explains them. `import titanlite` is quick: it loads
 neither torch nor any room. A name is imported when it is first used.
 """
 

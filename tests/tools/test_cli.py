@@ -16,7 +16,8 @@ import pytest
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.entries import value_words
-from titanlite.tools.cli import COMMANDS, main, split_flags
+from titanlite.tools.cli import main, split_flags
+from titanlite.tools.command_table import COMMANDS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:

@@ -213,7 +213,6 @@ def _of_features(config: LoadedConfig) -> Iterator[Finding]:
 
 def _numbers(d: Config) -> Iterator[Finding]:
     yield from _learning_rates(d)
-    yield from _offload(d)
     yield from _skips(d)
     yield from _stalls(d)
     yield from _profiles(d)
@@ -228,17 +227,6 @@ def _learning_rates(d: Config) -> Iterator[Finding]:
     if least is not None and least > d.optimizer.peak_lr:
         message = f"is {quote(least)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", f"{_RATE}min_lr", message, ""
-
-
-def _offload(d: Config) -> Iterator[Finding]:
-    section = d.activation_checkpoint
-    if section.offload and section.by_op:
-        message = (
-            'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
-            "the device"
-        )
-        hint = 'take mode = "full", or selective_ac_option = "N"'
-        yield "conflict", "activation_checkpoint.offload", message, hint
 
 
 def _skips(d: Config) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ from titanlite.plan.plan import checkpoint_disk
 from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
 from titanlite.start.supported import accelerator_warning
-from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style, counted, human_bytes
 
 if TYPE_CHECKING:

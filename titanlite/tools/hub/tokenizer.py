@@ -11,7 +11,7 @@ from titanlite.data.chat import TEMPLATE
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.tools.parser import add_group
+from titanlite.tools.parser import add_group, no_flags
 from titanlite.utils import Style, pip_install
 
 
@@ -40,7 +40,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str:
-    from titanlite.tools.cli import no_flags
 
     no_flags(flags)
     repository = arguments.repository
