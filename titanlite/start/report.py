@@ -102,6 +102,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def model_rows(model: Model, setup: Setup) -> list[Row]:
+    """Return the rows of the model and its parameters by module."""
     total = sum(setup.parameters.values())
     parts = ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())
     return [
@@ -218,6 +219,7 @@ def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) ->
 
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
+    """Return the row of the text and its order."""
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
     name = (
         f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset

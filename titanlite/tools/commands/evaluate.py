@@ -277,6 +277,7 @@ def _figures(one: HeldOutLoss) -> dict[str, float]:
 
 
 def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
+    """Return losses on held-out texts as a table."""
     cells = [
         (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
         for name, one in losses.items()
