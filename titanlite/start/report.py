@@ -27,7 +27,7 @@ from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.features import features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
-from titanlite.optim.optimizer import state_bytes
+from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.run_text import Datasets
