@@ -69,7 +69,7 @@ class StartReport(Callback):
         if loaded is not None:
             yield from loaded.notices
             if "dataloader" not in loaded.left_out and "data" in loaded.train:
-                from titanlite.data.loader import served_already
+                from titanlite.data.skip_ranges import served_already
                 from titanlite.training.anomalies import steps_text
 
                 for first, end in served_already(self._skip, loaded.train["data"]):
