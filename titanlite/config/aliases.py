@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from titanlite.config.keys import keys
-from titanlite.config.run_sections import Count
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import NAMES
+from titanlite.config.value_types import Count
 
 
 class Refused(ValueError):

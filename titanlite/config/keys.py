@@ -17,9 +17,9 @@ from msgspec.structs import FieldInfo, fields
 
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.extensions import ANCHORED
-from titanlite.config.run_sections import Section, paths
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
+from titanlite.config.value_types import Section, paths
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,17 @@ class Key:
         """Return the keys of a section; a required one has the default None."""
 
         def default(info: FieldInfo) -> Any:
-            return info.default_factory() if callable(info.default_factory) else info.default
+            if info.required:
+                return None
+            if callable(info.default_factory):
+                return info.default_factory()
+            return info.default
 
-        rows = [
-            (i.name, i.type, None if i.required else default(i), i.required) for i in fields(owner)
-        ]
-        return [cls(section, *row, owner) for row in rows]
+        found = []
+        for info in fields(owner):
+            key = cls(section, info.name, info.type, default(info), info.required, owner)
+            found.append(key)
+        return found
 
     @property
     def name(self) -> str:
@@ -83,13 +88,17 @@ def table_of(name: str) -> str | None:
     `model.overrides.n_layers`.
     """
     table = ".".join(name.split(".", 2)[:2])
-    return table if table != name and table in keys() and keys()[table].is_table else None
+    if table != name and table in keys() and keys()[table].is_table:
+        return table
+    return None
 
 
 def type_of(name: str) -> Any:
     """Return the type of a key or of a free table's entry."""
     table = table_of(name)
-    return get_args(keys()[table].type)[1] if table else keys()[name].type
+    if table is None:
+        return keys()[name].type
+    return get_args(keys()[table].type)[1]
 
 
 @cache
@@ -125,7 +134,9 @@ def may_differ(name: str, old: Any, new: Any) -> bool:
                 for field, item in value.items()
                 if not (inner and field in paths(inner))
             }
-        return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
+        if name in ANCHORED and isinstance(value, str):
+            return os.path.basename(value)
+        return value
 
     section, _, field = name.partition(".")
     inner = inner_section(keys()[name].type) if name in keys() else None
@@ -187,24 +198,30 @@ def _describe(part: Any) -> str:
         return str(words[0])
     if get_origin(kind) is Literal:
         values = [quote(value) for value in get_args(kind)]
-        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+        if len(values) == 1:
+            return values[0]
+        return f"one of {', '.join(values)}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
         if section := inner_section(item):
             return f"an array of tables with {', '.join(section.__struct_fields__)}"
         if get_origin(item) is Literal:
             return f"a list of {', '.join(map(quote, get_args(item)))}"
-        return (
-            f"a list of {_MANY[item]}"
-            if item in _MANY
-            else f"a list whose items are each {describe(item)}"
-        )
+        if item in _MANY:
+            return f"a list of {_MANY[item]}"
+        return f"a list whose items are each {describe(item)}"
     if get_origin(kind) is dict:
         return "a table"
-    found = ((sign, getattr(meta, limit)) for meta in metas for limit, sign in _LIMITS.items())
-    limits = [f"{sign} {number}" for sign, number in found if number is not None]
-    empty = ["that is not empty"] if any(meta.min_length for meta in metas) else []
-    return f"{_PLAIN.get(kind, 'a value')} {' and '.join([*limits, *empty])}".rstrip()
+    limits = []
+    for meta in metas:
+        for limit, sign in _LIMITS.items():
+            number = getattr(meta, limit)
+            if number is not None:
+                limits.append(f"{sign} {number}")
+    if any(meta.min_length for meta in metas):
+        limits.append("that is not empty")
+    plain = _PLAIN.get(kind, "a value")
+    return f"{plain} {' and '.join(limits)}".rstrip()
 
 
 def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
@@ -213,15 +230,19 @@ def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
     """
     section = inner_section(type_)
     if section is not None and isinstance(value, list):
-        tables = ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, dict))
-        if found := [
-            problem for inner, table in tables for problem in _check_table(section, table, inner)
-        ]:
+        found = []
+        for i, item in enumerate(value):
+            if isinstance(item, dict):
+                found += _check_table(section, item, f"{path}[{i}]")
+        if found:
             return found
-    if (code := _misfit(type_, value)) is None:
+    code = _misfit(type_, value)
+    if code is None:
         return []
     text = quote(value)
-    message = f"expected {describe(type_)}, got {text if len(text) <= 80 else f'{text[:77]}…'}"
+    if len(text) > 80:
+        text = f"{text[:77]}…"
+    message = f"expected {describe(type_)}, got {text}"
     return [Problem("", path, message, _hint(type_, value), code=code)]
 
 
@@ -232,15 +253,14 @@ def _misfit(type_: Any, value: Any) -> str | None:
     except msgspec.ValidationError as error:
         if ", got `" in str(error):
             return "wrong-type"
-        return (
-            "unknown-value" if "enum" in str(error) or names_beside_paths(type_) else "out-of-range"
-        )
-    refused = [
-        m.extra["refused"]
-        for m in getattr(type_, "__metadata__", ())
-        if "refused" in (m.extra or {})
-    ]
-    return "out-of-range" if value in refused or not _finite(value) else None
+        if "enum" in str(error) or names_beside_paths(type_):
+            return "unknown-value"
+        return "out-of-range"
+    metas = getattr(type_, "__metadata__", ())
+    refused = [meta.extra["refused"] for meta in metas if "refused" in (meta.extra or {})]
+    if value in refused or not _finite(value):
+        return "out-of-range"
+    return None
 
 
 def fits(type_: Any, value: Any) -> bool:
@@ -249,8 +269,10 @@ def fits(type_: Any, value: Any) -> bool:
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, (list, dict)):
-        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
 
 

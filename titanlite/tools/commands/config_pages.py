@@ -21,9 +21,9 @@ from titanlite.config.aliases import (
 )
 from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
-from titanlite.config.run_sections import Section
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.config.value_types import Section
 from titanlite.tools import render_page
 
 #: Keys of the command line alone: a file cannot name itself.
