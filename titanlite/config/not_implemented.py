@@ -168,6 +168,39 @@ def without_effect(config: LoadedConfig) -> list[str]:
     ]
 
 
+def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
+    """Return notes and warnings that name the keys of `without_effect`.
+
+    Keys of a section whose switch is written as off are not named.
+    """
+    turned_off = set()
+    for section, switch in (
+        ("checkpoint", "checkpoint.enable_checkpoint"),
+        ("validation", "validation.enable"),
+    ):
+        if config.is_given(switch) and not config.value(switch):
+            turned_off.add(section)
+    float8 = []
+    others = []
+    for key in without_effect(config):
+        section = key.partition(".")[0]
+        if section == "float8":
+            float8.append(key)
+        elif section not in turned_off:
+            others.append(key)
+    notes = []
+    warnings = []
+    # A run in bf16 looks like one in float8: so this is a warning.
+    if float8:
+        warnings.append(
+            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
+            f"{', '.join(float8)}"
+        )
+    if others:
+        notes.append(f"no effect, as their features are off: {', '.join(others)}")
+    return notes, warnings
+
+
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
     found = {key: NOT_IMPLEMENTED[key] for key in not_implemented(config)}

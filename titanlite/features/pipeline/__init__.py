@@ -4,8 +4,9 @@ moment by moment.
     split.py    where a model is cut                    checks.py   other keys, ranks, model
     stages.py   the stages of one rank as one model     runner.py   … run by a schedule
     order.py    the order of a rank's work, for the plan of memory
+    defaults.py values of keys that a config leaves out
 
-The keys are `experimental.pipeline_parallel_*`. `titanlite.start.derive` fills in the defaults.
+The keys are `experimental.pipeline_parallel_*`.
 Files that need torch are imported where they are used.
 """
 
