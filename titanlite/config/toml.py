@@ -50,7 +50,12 @@ def quote(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
             escaped = escaped.replace(raw, code)
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+        characters = []
+        for one in escaped:
+            if not one.isprintable():
+                one = f"\\U{ord(one):08x}"
+            characters.append(one)
+        return f'"{"".join(characters)}"'
     if isinstance(value, Struct):
         value = {name: item for name, item in asdict(value).items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -116,8 +121,10 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
             numbers.setdefault(last, start + 1)
             if is_header and isinstance(value, list):
                 elements[last] = elements.get(last, -1) + 1
-            last += f"[{elements[last]}]" if last in elements else ""
-            last = enter(last, value, is_header) if isinstance(value, dict) else last
+            if last in elements:
+                last += f"[{elements[last]}]"
+            if isinstance(value, dict):
+                last = enter(last, value, is_header)
         return last
 
     for end in range(1, len(lines) + 1):

@@ -60,11 +60,9 @@ def chain_problem(url: str) -> str:
 def package_of(scheme: str) -> str:
     """How to install what a store needs."""
     package = _PACKAGES.get(scheme)
-    return (
-        f"pip install {_EXTRA.get(package, package)}"
-        if package
-        else "the one that fsspec names for it"
-    )
+    if not package:
+        return "the one that fsspec names for it"
+    return f"pip install {_EXTRA.get(package, package)}"
 
 
 def login_problem(url: str) -> tuple[str, str] | None:

@@ -200,13 +200,14 @@ class _Recorder:
 
     def first_events(self) -> dict[Stage, _Event]:
         """Return this rank's first value that was not finite, by stage."""
-        finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
-        bad = [
-            (stage, event)
-            for (stage, event, _), fine in zip(self._checks, finite, strict=True)
-            if not fine
-        ]
-        return dict(reversed(bad))
+        if not self._checks:
+            return {}
+        finite = torch.stack([flag for *_, flag in self._checks]).tolist()
+        first: dict[Stage, _Event] = {}
+        for (stage, event, _), fine in zip(self._checks, finite, strict=True):
+            if not fine:
+                first.setdefault(stage, event)
+        return first
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self._model:
@@ -239,9 +240,13 @@ class _Recorder:
     def _check(
         self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor
     ) -> None:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+        local = local.detach()
         # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
-        local = local._data.float() if hasattr(local, "_data") else local
+        if hasattr(local, "_data"):
+            local = local._data.float()
         event = _Event((micro_batch, self._numbers[stage]), name, kind)
         self._checks.append((stage, event, local.isfinite().all()))
         self._numbers[stage] += 1

@@ -125,7 +125,10 @@ def kept_bytes(step: StepSizes) -> float:
     """Return the bytes that all blocks keep for the backward of one micro-batch, roughly."""
     inputs = step.itemsize * step.tokens * step.width * step.blocks / step.mesh.tensor
     whole = step.itemsize * step.tokens * step.outputs * 1.5
-    return inputs + whole * (0.5 if step.by_op else 1 - step.recomputed)
+    share = 1 - step.recomputed
+    if step.by_op:
+        share = 0.5
+    return inputs + whole * share
 
 
 # Waiting

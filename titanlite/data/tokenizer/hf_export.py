@@ -198,7 +198,9 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
         for part in _processors(parsed.get("post_processor"))
         if part.get("type") == "ByteLevel"
     ]
-    parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]} if others else bos
+    parsed["post_processor"] = bos
+    if others:
+        parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]}
     parsed["truncation"] = parsed["padding"] = None
     return json.dumps(parsed, ensure_ascii=False).encode()
 
