@@ -318,11 +318,9 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
             "trains without"
         )
     if isinstance(error, BadStepError):
-        kept = (
-            f"checkpoints are in {section.folder}"
-            if section.enable_checkpoint
-            else "checkpoints are off"
-        )
+        kept = "checkpoints are off"
+        if section.enable_checkpoint:
+            kept = f"checkpoints are in {section.folder}"
         return f"stopped: {error}; {kept}"
     if exit_codes.is_of_collectives(error):
         unknown = (

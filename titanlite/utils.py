@@ -105,8 +105,9 @@ def _without_query(match: re.Match[str]) -> str:
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
     kept = [part for part in parts if _is_harmless(part)]
-    hidden = [REMOVED] if len(kept) < len(parts) else []
-    return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+    if len(kept) < len(parts):
+        kept.append(REMOVED)
+    return f"{scheme}{rest}{mark}{'&'.join(kept)}{written[len(query) :]}"
 
 
 def _is_harmless(part: str) -> bool:

@@ -415,7 +415,9 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
             if 2 * votes > len(group):
                 odd = [rank for rank in group if found[rank.number].digests != common]
         if odd:
-            names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
+            names = _named(odd)
+            if len(odd) <= _MOST_NAMED:
+                names = ", ".join(map(str, odd))
             which = "wrong numbers are computed"
             if len(odd) == len(group):
                 which = "one of these computes wrong numbers"

@@ -122,9 +122,13 @@ def compute_rows(  # noqa: PLR0913
     mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if is_below_bf16:
-            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
-    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+        if is_below_bf16 and metrics.peak_tflops is None:
+            mfu += ", its peak in bf16"
+        elif is_below_bf16:
+            mfu += " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} each"
+    if setup.cpu:
+        each = f"{human_bytes(memory)} of memory, shared"
     rows = [
         ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
         ("devices", f"{ranks} x {setup.device}, {each}"),
@@ -163,10 +167,11 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
             f"parameters = {human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        parts.append(
-            _NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory"
-        )
-    return [("sharding", "; ".join(parts))] if parts else []
+        away = "parameters, gradients and optimizer state in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    if not parts:
+        return []
+    return [("sharding", "; ".join(parts))]
 
 
 def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: Setup) -> Row:
@@ -194,7 +199,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
 
 def _operators(products: int, of: int, attention: bool) -> str:
     """Return `4 of 7 matmuls and attention`."""
-    words = [f"{products} of {of} matmuls"] if products else []
+    words = []
+    if products:
+        words.append(f"{products} of {of} matmuls")
     if attention:
         words.append("attention")
     return " and ".join(words) or "no product"
@@ -260,7 +267,8 @@ def is_told(warning: str, warnings: Sequence[str]) -> bool:
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
-    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if state is not None:
+        parts.append(f"{state:.3g} bytes of state per parameter")
     if optimizer.ema_decay:
         parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
     if optimizer.early_step_in_backward:
@@ -282,7 +290,8 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
         length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
         if epoch:
             passes = f"{steps * per_step / epoch:.3g}"
-            length += f" = {passes} {'epoch' if passes == '1' else 'epochs'}"
+            epochs_in_words = "1 epoch" if passes == "1" else f"{passes} epochs"
+            length += f" = {epochs_in_words}"
     return [
         (
             "global batch",
@@ -305,13 +314,16 @@ def schedule_row(
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts = [
-        f"warm-up {counted(warmup, 'steps')}",
-        f"plateau {counted(plateau, 'steps')}" if plateau else "",
-        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
-        "" if total is None else f"{counted(total, 'steps')} in all",
-    ]
-    return "schedule", ", ".join(filter(None, parts))
+    parts = [f"warm-up {counted(warmup, 'steps')}"]
+    if plateau:
+        parts.append(f"plateau {counted(plateau, 'steps')}")
+    if decay_type == "constant":
+        parts.append("then constant")
+    else:
+        parts.append(f"{decay_type} decay{over} to {floor:g}")
+    if total is not None:
+        parts.append(f"{counted(total, 'steps')} in all")
+    return "schedule", ", ".join(parts)
 
 
 def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
@@ -319,7 +331,9 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     run = with_steps(built.run, steps)
     datasets = built.datasets
     setup = _setup(built, run)
-    rows = [("run", run.job.description)] if run.job.description else []
+    rows = []
+    if run.job.description:
+        rows.append(("run", run.job.description))
     rows += [("versions", _versions()), *model_rows(run.model, setup)]
     rows += _machine_rows(built, run, setup, peak)
     rows += sharding_rows(run.training, setup)

@@ -148,7 +148,9 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 def _check_state(loaded: LoadedState) -> None:
     """Raise CheckpointError unless a checkpoint's train state says where the run continues."""
-    needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
+    needed = {"tokens_seen", "data"}
+    if "dataloader" in loaded.left_out:
+        needed.remove("data")
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
         is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)

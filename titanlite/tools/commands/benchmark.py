@@ -122,7 +122,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     width = max(len(level.name) for level in LEVELS)
     levels = []
     for level in LEVELS:
-        levels.append(f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}")
+        about = f"+ {level.about}" if level.adds else level.about
+        levels.append(f"  {level.name:<{width}}  {about}")
     parser = commands.add_parser(
         "benchmark",
         aliases=["ladder"],
@@ -460,11 +461,9 @@ class Benchmark:
         code = train(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
-            why = (
-                f"failed with exit code {code}"
-                if code
-                else f"left no metrics of {self.steps} steps in {folder}"
-            )
+            why = f"left no metrics of {self.steps} steps in {folder}"
+            if code:
+                why = f"failed with exit code {code}"
             _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
             _log(
                 f"the whole output: {console}; the same command tries again, --skip {level.name} "
@@ -619,7 +618,9 @@ def _finished_run(folder: Path) -> Run | None:
         found = read_run(folder)
     except (RunError, OSError):
         return None
-    return found if found.state == "done" and found.step == found.steps and found.training else None
+    if found.state == "done" and found.step == found.steps and found.training:
+        return found
+    return None
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:

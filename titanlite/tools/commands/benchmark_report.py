@@ -118,7 +118,9 @@ def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float
         for a, b in pairs
         for step in a.losses.keys() & b.losses.keys()
     ]
-    return math.nan if any(map(math.isnan, known)) else max(known, default=None)
+    if any(map(math.isnan, known)):
+        return math.nan
+    return max(known, default=None)
 
 
 def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:

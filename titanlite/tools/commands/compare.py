@@ -86,11 +86,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
     parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
-    parts += (
-        ["\n".join(f"note: {escape_name(note)}" for note in comparison.notes)]
-        if comparison.notes
-        else []
-    )
+    if comparison.notes:
+        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
 
 
@@ -105,9 +102,8 @@ class Figure:
 
     def cells(self) -> list[str]:
         """Return the values as text, e.g. `1,234 (1.05×)` or `4.5621 (+0.0012)`."""
-        return [
-            self._cell(value, self.values[0] if i else None) for i, value in enumerate(self.values)
-        ]
+        first, *others = self.values
+        return [self._cell(first, None), *(self._cell(value, first) for value in others)]
 
     def _cell(self, value: float | None, first: float | None) -> str:
         text = number(value, self.form)
@@ -115,7 +111,9 @@ class Figure:
             return text
         if self.relation == "difference":
             return f"{text} ({format(value - first, '+' + self.form)})"
-        return f"{text} ({value / first:.2f}×)" if first and self.relation == "ratio" else text
+        if self.relation == "ratio" and first:
+            return f"{text} ({value / first:.2f}×)"
+        return text
 
 
 @dataclass(frozen=True)
@@ -166,10 +164,11 @@ def compare(runs: Sequence[Run]) -> Comparison:
         name: str,
         source: list[list[Row]],
     ) -> Figure:
-        values = (finite(part, name) for part in source)
-        return Figure(
-            title, tuple(pick(found) if found else None for found in values), form, "ratio"
-        )
+        picked: list[float | None] = []
+        for part in source:
+            values = finite(part, name)
+            picked.append(pick(values) if values else None)
+        return Figure(title, tuple(picked), form, "ratio")
 
     figures = [
         ratio("tokens/s", ",.0f", median, "total_tps", rows),
@@ -201,7 +200,10 @@ def steady(run: Run) -> list[Row]:
 
     Of an attempt with two rows, the second is kept.
     """
-    return [row for part in run.segments() for row in (part[2:] if len(part) > 2 else part[1:])]
+    found = []
+    for part in run.segments():
+        found += part[2:] if len(part) > 2 else part[1:]
+    return found
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -222,11 +224,9 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps at equal distances, including the last."""
-    return (
-        sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)})
-        if steps
-        else []
-    )
+    if not steps:
+        return []
+    return sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)})
 
 
 def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -244,9 +244,9 @@ def tables(comparison: Comparison) -> list[Table]:
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
     found = [Table(("", *runs.columns), named, (0, 1, 2)), Table(("", *labels), figures)]
     rows = [(name, *map(_plain, values)) for name, values in comparison.differences.items()]
-    return found + (
-        [Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else []
-    )
+    if rows:
+        found.append(Table(("what differs", *labels), rows, range(len(labels) + 1)))
+    return found
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:

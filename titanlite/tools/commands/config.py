@@ -350,7 +350,9 @@ def _shown_value(config: LoadedConfig, key: Key) -> str:
 
     value = config.value(key.name)
     if key.name == "launch.environment":
-        value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
+        value = dict(value)
+        for name in filter(is_secret, value):
+            value[name] = REMOVED
     return quote(value)
 
 
@@ -367,7 +369,9 @@ def _source(config: LoadedConfig, key: Key) -> str:
 
 def _shown_source(config: LoadedConfig, key: str) -> str:
     source = config.source(key)
-    return str(source) if source.written in ("", key) else f"{source}, as {source.written}"
+    if source.written in ("", key):
+        return str(source)
+    return f"{source}, as {source.written}"
 
 
 # Diff
@@ -394,7 +398,10 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     for key, *sides in found:
         lines.append(style.bold(key))
         for mark, (value, source) in zip("-+", sides, strict=True):
-            lines.append(f"  {mark} {value}" + (style.dim(f"  {source}") if source else ""))
+            line = f"  {mark} {value}"
+            if source:
+                line += style.dim(f"  {source}")
+            lines.append(line)
     return "\n".join(lines), DIFFERENT
 
 
@@ -468,9 +475,8 @@ def differences(left: Side, right: Side) -> list[Difference]:
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
         if key not in values:
             return "(not set)", ""
-        return REMOVED if _is_secret_variable(key) else quote(values[key]), _shown_source(
-            one.config, key
-        )
+        value = REMOVED if _is_secret_variable(key) else quote(values[key])
+        return value, _shown_source(one.config, key)
 
     differ = [
         key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]

@@ -247,7 +247,8 @@ def _torch() -> _Found:
         yield ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch"
         return
     cuda = torch.version.cuda
-    yield OK, f"torch {torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
+    target = f"CUDA {cuda}" if cuda else "the CPU"
+    yield OK, f"torch {torch.__version__}, built for {target}"
     smi = _command("nvidia-smi")
     if not smi:
         return
@@ -465,7 +466,9 @@ def _folder(name: str) -> _Found:
     place = "seen by this machine alone, unless it is a shared disk"
     if kind.startswith(_NETWORK_TYPES):
         place = "a network file system"
-    shown = str(folder) if os.path.isdir(name) else f"{folder} (for {name}, which is not there yet)"
+    shown = str(folder)
+    if not os.path.isdir(name):
+        shown += f" (for {name}, which is not there yet)"
     yield OK, f"{shown}: {kind} ({place}), {human_bytes(free)} free, {speed}"
     if free < 10 * _GB:
         message = f"{folder} has only {human_bytes(free)} free"

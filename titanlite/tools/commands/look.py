@@ -278,7 +278,9 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     for source, rows in zip(
         data.source or [single], sources_of(run.rows, "").values(), strict=True
     ):
-        name = source.name or source.path if data.source else source.path or source.name
+        name = source.path or source.name
+        if data.source:
+            name = source.name or source.path
         if rows.corpus is None or not rows.corpus.files:
             continue
         wanted = {document.name for document in documents if document.source == name}
@@ -378,10 +380,13 @@ def _marked(
     text = ""
     for (is_masked, is_special), group in groupby(range(len(tokens)), kinds.__getitem__):
         part = tokenizer.decode(tokens[number] for number in group)
-        if is_masked:
-            text += style.dim(part) if style.color else f"[[{part}]]"
-        else:
-            text += style.warn(part) if is_special else part
+        if is_masked and style.color:
+            part = style.dim(part)
+        elif is_masked:
+            part = f"[[{part}]]"
+        elif is_special:
+            part = style.warn(part)
+        text += part
     return text
 
 

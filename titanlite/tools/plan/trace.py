@@ -196,9 +196,9 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
     """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
     nothing).
     """
-    accumulation = (
-        run.batch.accumulation if run.mesh.pipeline > 1 else min(run.batch.accumulation, 2)
-    )
+    accumulation = run.batch.accumulation
+    if run.mesh.pipeline == 1:
+        accumulation = min(accumulation, 2)
     optimizer, activations = run.optimizer, run.activation_checkpoint
     if device == "cuda" and optimizer.implementation is None:
         optimizer = replace_fields(optimizer, implementation="fused")
