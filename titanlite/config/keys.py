@@ -112,12 +112,13 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 def descriptions(section: type[Section]) -> dict[str, str]:
     """Return field → the text under it in the class's source, on one line."""
     body = _classes(section.__module__)[section.__name__]
-    return {
-        node.target.id: " ".join(str(below.value.value).split())
-        for node, below in zip(body, body[1:], strict=False)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+    found = {}
+    for node, below in zip(body, body[1:], strict=False):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[node.target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 def may_differ(name: str, old: Any, new: Any) -> bool:
@@ -129,11 +130,8 @@ def may_differ(name: str, old: Any, new: Any) -> bool:
         if isinstance(value, list):
             return [*map(without_paths, value)]
         if isinstance(value, dict):
-            return {
-                field: item
-                for field, item in value.items()
-                if not (inner and field in paths(inner))
-            }
+            hidden = paths(inner) if inner else []
+            return {field: item for field, item in value.items() if field not in hidden}
         if name in ANCHORED and isinstance(value, str):
             return os.path.basename(value)
         return value

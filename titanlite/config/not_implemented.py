@@ -159,13 +159,12 @@ def not_implemented(config: LoadedConfig) -> list[str]:
 
 def without_effect(config: LoadedConfig) -> list[str]:
     """Return the keys that were written and belong to something that is off, in order."""
-    return [
-        key.name
-        for key in keys().values()
-        if config.is_given(key.name)
-        and config.value(key.name) != key.default
-        and not _is_on(config, key.name)
-    ]
+    found = []
+    for name, key in keys().items():
+        changes = config.is_given(name) and config.value(name) != key.default
+        if changes and not _is_on(config, name):
+            found.append(name)
+    return found
 
 
 def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
@@ -203,14 +202,10 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
 
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
-    found = {key: NOT_IMPLEMENTED[key] for key in not_implemented(config)}
-    return [
-        Problem(
-            config.place(key),
-            key,
-            f"{quote(config.value(key))} is not built yet: {missing.feature}",
-            missing.advice or "remove it until then",
-            code="not-implemented",
-        )
-        for key, missing in found.items()
-    ]
+    found = []
+    for key in not_implemented(config):
+        missing = NOT_IMPLEMENTED[key]
+        message = f"{quote(config.value(key))} is not built yet: {missing.feature}"
+        remedy = missing.advice or "remove it until then"
+        found.append(Problem(config.place(key), key, message, remedy, code="not-implemented"))
+    return found

@@ -120,16 +120,16 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
     shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
     stages: tuple[Stage, ...] = ("forward", "backward")
     for stage in stages:
-        if events := {rank: found[stage] for rank, found in enumerate(shared) if stage in found}:
+        events = {rank: found[stage] for rank, found in enumerate(shared) if stage in found}
+        if events:
             first = min(events.values(), key=lambda event: event.order)
             ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
             return Finding(stage, first.module, ranks, first.order[0], first.kind)
         if stage == "forward":
             losses: list[bool] = _gather(loss_is_finite)
-            if not all(losses):
-                return Finding(
-                    "loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite)
-                )
+            bad_ranks = tuple(rank for rank, finite in enumerate(losses) if not finite)
+            if bad_ranks:
+                return Finding("loss", None, bad_ranks)
     gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
     bad = [name for name, parts in gradients.items() if not all(map(_finite, parts))]
     return _parameter_finding("reduction", bad) or Finding("nowhere")
@@ -139,8 +139,10 @@ def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
     """Return a finding about parameters, if any rank names some."""
     names: list[Sequence[str]] = _gather(mine)
     ranks = tuple(rank for rank, found in enumerate(names) if found)
+    if not ranks:
+        return None
     order = dict.fromkeys(name for found in names for name in found)
-    return Finding(stage, None, ranks, parameters=tuple(order)) if ranks else None
+    return Finding(stage, None, ranks, parameters=tuple(order))
 
 
 def _gather(value: Any) -> list[Any]:

@@ -212,7 +212,10 @@ def _proc_field(path: str, name: str) -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(path).read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    for line in lines:
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 #: A rank so far behind the median, in percent, in this many logs in a row is reported in a warning.

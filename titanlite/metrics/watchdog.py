@@ -427,7 +427,9 @@ class HangWatchdog:
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
         beat = self._beat(rank)
-        state = RankState.load(beat.partition(" ")[2]) if beat else RankState(rank)
+        state = RankState(rank)
+        if beat:
+            state = RankState.load(beat.partition(" ")[2])
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:

@@ -281,9 +281,15 @@ class _Replay:
 
     def pending(self) -> int:
         """Return the bytes that the first half of a backward leaves more than the forward."""
-        last_product = max((index for index, op in enumerate(self.ops) if op.weight), default=0)
-        needed = {name for op in self.ops[: last_product + 1] for name in op.saved}
-        gradients = sum(op.size for op in self.ops if op.weight)
+        last_product = 0
+        gradients = 0
+        for index, op in enumerate(self.ops):
+            if op.weight:
+                last_product = index
+                gradients += op.size
+        needed: set[str] = set()
+        for op in self.ops[: last_product + 1]:
+            needed.update(op.saved)
         return gradients - self.bytes_of(self.saved - needed)
 
 

@@ -211,9 +211,12 @@ def _reserved(plan: Plan) -> str:
 
 def _largest(plan: Plan) -> str:
     """Return the parts of a step that take a hundredth of it, the longest first."""
-    parts = sorted(plan.speed.parts.items(), key=lambda part: -part[1])
-    large = [part for part in parts if part[1] >= plan.speed.step_seconds / 100]
-    return ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in large)
+    speed = plan.speed
+    found = []
+    for name, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]):
+        if seconds >= speed.step_seconds / 100:
+            found.append(f"{name} {_seconds(seconds)}")
+    return ", ".join(found)
 
 
 def _digits(number: float) -> str:

@@ -138,11 +138,10 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
     ):
         return None
     before = {"phases": [], **before}
-    changed = {
-        name: before[name]
-        for name, value in now.items()
-        if name in before and before[name] != value
-    }
+    changed = {}
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            changed[name] = before[name]
     first = loaded.step + 1
     coming = range(first, steps + 1)
     try:

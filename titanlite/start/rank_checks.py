@@ -449,10 +449,11 @@ def _speed_warnings(
 
 def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     notes = dict.fromkeys(note for result in found for note in result.notes)
-    return [
-        f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}"
-        for note in notes
-    ]
+    lines = []
+    for note in notes:
+        told = [rank for rank in ranks if note in found[rank.number].notes]
+        lines.append(f"{_named(told)}: {note}")
+    return lines
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:

@@ -433,6 +433,11 @@ def _schedule(run: RunConfig) -> Row:
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
     """Return the warnings of the config, and those of the texts that it does not tell already."""
     name = public_name(run.training.dataset_path or run.training.dataset)
-    sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
-    doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
-    return [*run.warnings, *(one for one in doubts if not is_told(one, run.warnings))]
+    sequences = None
+    if run.steps is not None:
+        sequences = run.steps * run.batch.global_batch_size
+    found = list(run.warnings)
+    for doubt in text_warnings(datasets.train, datasets.validation, name, sequences):
+        if not is_told(doubt, run.warnings):
+            found.append(doubt)
+    return found

@@ -403,11 +403,11 @@ class Benchmark:
     def in_turn(self) -> list[tuple[Level, int]]:
         """Return level and number of all runs, in order. Each repeat starts with another level."""
         count = len(self.levels)
-        return [
-            (self.levels[(repeat + i) % count], repeat + 1)
-            for repeat in range(self.repeats)
-            for i in range(count)
-        ]
+        runs = []
+        for repeat in range(self.repeats):
+            for i in range(count):
+                runs.append((self.levels[(repeat + i) % count], repeat + 1))
+        return runs
 
     def folder(self, level: Level, repeat: int) -> Path:
         return self.out / "runs" / f"{level.name}-{repeat}"

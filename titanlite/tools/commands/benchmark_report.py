@@ -113,11 +113,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
     """Over equal steps of each pair. NaN if one is NaN: `max` alone would hide it."""
-    known = [
-        abs(a.losses[step] - b.losses[step])
-        for a, b in pairs
-        for step in a.losses.keys() & b.losses.keys()
-    ]
+    known = []
+    for a, b in pairs:
+        for step in a.losses.keys() & b.losses.keys():
+            known.append(abs(a.losses[step] - b.losses[step]))
     if any(map(math.isnan, known)):
         return math.nan
     return max(known, default=None)

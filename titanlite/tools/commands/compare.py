@@ -214,9 +214,11 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
     finals = tuple(float(max(steps)) if steps else None for steps in losses)
     same = len(set(finals)) == 1
     if not same:
-        if shared := set.intersection(*map(set, losses)):
-            values = tuple(found[max(shared)] for found in losses)
-            yield Figure(f"validation loss at step {max(shared):,}", values, ".4f", "difference")
+        shared = set.intersection(*map(set, losses))
+        if shared:
+            step = max(shared)
+            values = tuple(found[step] for found in losses)
+            yield Figure(f"validation loss at step {step:,}", values, ".4f", "difference")
         yield Figure("final validation, step", finals, ",.0f", None)
     final = tuple(last(run, "validation_loss") for run in runs)
     yield Figure("final validation loss", final, ".4f", "difference" if same else None)

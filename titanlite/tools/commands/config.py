@@ -277,8 +277,13 @@ def _saves(run: RunConfig) -> str:
 
 
 def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    files = [w for w in arguments.words if w.endswith(".toml") or os.sep in w or os.path.isfile(w)]
-    names = [word.strip("[]") for word in arguments.words if word not in files]
+    files = []
+    names = []
+    for word in arguments.words:
+        if word.endswith(".toml") or os.sep in word or os.path.isfile(word):
+            files.append(word)
+        else:
+            names.append(word.strip("[]"))
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *flags])

@@ -407,11 +407,12 @@ def _own_interface(found: dict[str, str]) -> _Found:
 
 
 def _efa_devices() -> list[str]:
-    return sorted(
-        path.name
-        for path in Path("/sys/class/infiniband").glob("*")
-        if (path / "device" / "driver").resolve().name == "efa"
-    )
+    names = []
+    for path in Path("/sys/class/infiniband").glob("*"):
+        driver = (path / "device" / "driver").resolve()
+        if driver.name == "efa":
+            names.append(path.name)
+    return sorted(names)
 
 
 def _efa() -> _Found:

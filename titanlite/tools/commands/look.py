@@ -339,7 +339,9 @@ def _found(rows: Rows, training: Training) -> str:
     label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
     lines = list(file_lines(rows))
     lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
-    return "\n".join([*lines, rows.describe()]) if lines else ""
+    if not lines:
+        return ""
+    return "\n".join([*lines, rows.describe()])
 
 
 def shown_row(

@@ -220,7 +220,8 @@ def _reopen(folder: Path, index: dict[str, Any]) -> None:
     """Turn a finished folder, of which a part is damaged, into an unfinished one."""
     for part in index["parts"]:
         sources = [[index["files"][file], *rest] for file, *rest in part["sources"]]
-        atomic_write(folder / f"{part['name']}.json", json.dumps({**part, "sources": sources}))
+        content = json.dumps({**part, "sources": sources})
+        atomic_write(folder / f"{part['name']}.json", content)
     (folder / INDEX).unlink()
 
 

@@ -243,7 +243,9 @@ def _batches(run: RunConfig, args: Any) -> list[Batch]:
 
     def batch() -> Batch:
         tokens = torch.zeros(rows, length, dtype=torch.int64)
-        documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
+        documents = None
+        if run.data.mask_documents:
+            documents = torch.zeros(rows, whole, dtype=torch.int32)
         return Batch(tokens, torch.zeros_like(tokens), documents)
 
     return [batch() for _ in range(run.batch.accumulation)]
