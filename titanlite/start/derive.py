@@ -20,7 +20,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import idle_keys
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
-from titanlite.features import features_of
+from titanlite.features import features_of, pipeline_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
@@ -68,6 +68,13 @@ class MeshSizes:
         same weights.
         """
         return self.dp_shard * self.context
+
+    @property
+    def weight_shards_in_words(self) -> str:
+        """The degrees whose product that is."""
+        if self.context == 1:
+            return "data_parallel_shard"
+        return "data_parallel_shard * context_parallel"
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,23 @@ class RunConfig(Config, frozen=True, kw_only=True):
     toml: str
 
     @property
+    def sequences_at_once(self) -> int:
+        """Sequences that a rank's model takes at once: a micro-batch, or a pipeline's piece of
+        one.
+        """
+        return self.batch.micro_batch_size // self.pipeline.microbatches
+
+    @property
+    def rank_len(self) -> int:
+        """Tokens of each sequence that a rank has; ranks of context parallelism share it."""
+        return self.batch.seq_len // self.mesh.context
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that a rank's model takes at once."""
+        return self.sequences_at_once * self.rank_len
+
+    @property
     def max_seq_len(self) -> int:
         """The longest sequence of training and validation, in tokens."""
         return max(self.sequence_lengths.values())
@@ -145,23 +169,6 @@ class RunConfig(Config, frozen=True, kw_only=True):
         Raises ShapeError when the tokenizer has more entries than the model.
         """
         return model_args(self.model, self.max_seq_len, tokenizer_size)
-
-
-def smallest_world(config: LoadedConfig) -> int:
-    """Return the fewest ranks on which the degrees of parallelism fit."""
-    d = config.sections
-    if d.checkpoint.create_seed_checkpoint:
-        return 1
-    degrees = degrees_of(d)
-    shard = "training.data_parallel_shard_degree"
-    if degrees[shard] == -1:
-        reshard = d.training.reshard_after_forward
-        expert = d.parallelism.expert_parallel_degree
-        context = degrees["experimental.context_parallel_degree"]
-        # Experts are divided over the ranks of both, so context holds a part of their degree.
-        degrees[shard] = reshard if isinstance(reshard, int) else 1
-        degrees[shard] *= expert // math.gcd(expert, context)
-    return math.prod(max(degree, 1) for degree in degrees.values())
 
 
 @dataclass
@@ -190,12 +197,14 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
             "weights"
         )
     filled = _filled(d)
-    pipeline = PipelineSizes()
-    if mesh.pipeline > 1:
-        from titanlite.features.pipeline.defaults import fill_in
-
-        filled, stages, pieces = fill_in(filled, mesh, batch, told)
-        pipeline = PipelineSizes(stages, pieces)
+    sizes = PipelineSizes()
+    pipeline = pipeline_of(d.experimental, mesh.pipeline)
+    if pipeline is not None:
+        cut = pipeline.cut(filled, mesh, batch)
+        filled = cut.sections
+        sizes = PipelineSizes(cut.stages, cut.microbatches)
+        told.notes += cut.notes
+        told.warnings += cut.warnings
     steps = _steps(filled, batch, total_sequences, told.notes)
     schedule = schedule_of(filled, steps, told)
     notes, warnings = idle_keys(config)
@@ -206,7 +215,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         **{name: getattr(filled, name) for name in sections()},
         mesh=mesh,
         batch=batch,
-        pipeline=pipeline,
+        pipeline=sizes,
         steps=steps,
         schedule=schedule,
         notes=tuple(told.notes),
