@@ -1,6 +1,6 @@
 """How long a step takes: a roofline over products, memory and links. No torch here.
 
-`docs/plan.md` derives each formula. Times are seconds on the rank that the others wait for.
+FORMULAS.md derives each formula. Times are seconds on the rank that the others wait for.
 `StepSizes` has the sizes that all terms read; each term is a function of `computing` or `traffic`.
 """
 
@@ -60,7 +60,7 @@ class Speed:
     assumptions: tuple[str, ...]
 
 
-#: Largest relative error on the runs of the fit, each left out once, see docs/plan.md.
+#: Largest relative error on the runs of the fit, each left out once, see FORMULAS.md.
 ERROR = 0.15
 #: Published rates over predicted ones, least and most, of runs that the fit has not seen: `low` and
 #: `high`.

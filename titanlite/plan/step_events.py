@@ -1,6 +1,6 @@
 """The events of a training step on a rank, at the grain of FSDP groups. No torch here.
 
-docs/plan.md derives each size.
+FORMULAS.md derives each size.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from titanlite.features import pipeline_of
+from titanlite.features import activation_offload_of, pipeline_of
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.group_events import GroupEvents
 from titanlite.plan.kept_events import KeptEvents
@@ -25,7 +25,11 @@ class StepEvents:
         self.sizes = sizes
         self.run = sizes.run
         self.groups = GroupEvents(sizes)
-        self.activations = KeptEvents(sizes)
+        self.activations = self._kept_events()
+
+    def _kept_events(self) -> KeptEvents:
+        offload = activation_offload_of(self.run.activation_checkpoint)
+        return KeptEvents(self.sizes) if offload is None else offload.kept_events(self.sizes)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the step."""

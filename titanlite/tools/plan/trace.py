@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
+from titanlite.features.activation_offload import host_memory
+from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_offload, parallelize, tensor
-from titanlite.parallel.activation_offload import HostMemory
+from titanlite.parallel import parallelize, tensor
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
@@ -287,9 +288,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(parallelize, "apply_ac", offloading),
-        mock.patch.object(
-            activation_offload, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
-        ),
+        mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
         yield
