@@ -1,6 +1,6 @@
 """Attention over keys and values of all ranks, for `titanlite.plan.memory`. No torch here.
 
-docs/plan.md derives the numbers.
+titanlite/plan/FORMULAS.md derives the numbers.
 """
 
 from __future__ import annotations

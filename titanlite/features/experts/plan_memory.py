@@ -1,6 +1,6 @@
 """Mixtures of experts in the place of the blocks' feed-forwards, for `titanlite.plan.memory`.
 
-docs/plan.md derives the numbers. No torch here.
+titanlite/plan/FORMULAS.md derives the numbers. No torch here.
 """
 
 from __future__ import annotations
