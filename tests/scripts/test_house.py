@@ -85,6 +85,7 @@ OFF = [
     "metrics/samples",
     "models/hf",
     "models/mistral",
+    "models/mixtral",
     "models/moe",
     "models/qwen3",
     "optim/adamw",
