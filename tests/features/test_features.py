@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.processes import python
 from titanlite.config.sections import Config, Experimental, Float8, Parallelism, Training
 from titanlite.features import features_of
 from titanlite.features.feature import Feature
@@ -41,9 +40,9 @@ MOMENTS = [
 
 @pytest.mark.parametrize("name", ["", *ON])
 def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
-    command = [sys.executable, "-c", LOADED, *ON.get(name, [])]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert found == [*filter(None, [name]), "False"]
+    done = python("-c", LOADED, *ON.get(name, []))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*filter(None, [name]), "False"]
 
 
 def test_features_are_on_as_their_keys_say() -> None:
