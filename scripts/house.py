@@ -138,7 +138,7 @@ def static_figures(source: Source) -> list[Figure]:
     """Return the figures that need no run."""
     library, trees = source.library, source.trees
     large = sorted(
-        f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 700
+        f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 600
     )
     path = sum(tokens_of(source.texts[library / name]) for name in reading_path(library))
     step = function(trees, "TrainStep", "__call__")
@@ -151,7 +151,7 @@ def static_figures(source: Source) -> list[Figure]:
     of_trainer = {"methods": methods, "attributes": attributes}
     return [
         Figure("library", in_words(size), size, {}),
-        names_figure("files over 700 lines", large),
+        names_figure("files over 600 lines", large),
         Figure("reading path", f"{path:,} tokens", {"tokens": path}, {"tokens": READING_TOKENS}),
         Figure("training step", in_words(of_step), of_step, {"parameters": 7, "lines": 25}),
         Figure("Trainer", in_words(of_trainer), of_trainer, {"methods": 15, "attributes": 14}),

@@ -55,8 +55,8 @@ def regularized(z_loss: float, label_smoothing: float) -> LossFunction:
     pure cross-entropy.
 
     The objective of a token is (1 - s) * -log p(label) + s * (mean over the vocabulary of -log p) +
-    z * log(Z)^2, with Z the sum of the exponentials of its logits (arXiv:1512.00567, section 7;
-    arXiv:2204.02311, section 5).
+    z * log(Z)^2, with Z the sum of the exponentials of its logits. (Source: arXiv:1512.00567,
+    section 7; arXiv:2204.02311, section 5.)
     """
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class ValidationLoader:
     """The same held-out batches in every pass, the same number on every rank.
 
     Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 …
-    batch_size - 1; sequences beyond the end of the data have labels -100. With `steps=-1` that is
+    batch_size - 1. Sequences beyond the end of the data have labels -100. With `steps=-1` that is
     one full pass on any number of ranks. With `steps > 0` it is the first steps * batch_size *
     dp_degree sequences. So results of different rank counts compare only if that product is equal.
     `steps` beyond a full pass end with it. Text without an end (`total_sequences` is None) needs

@@ -39,7 +39,7 @@ class SdpaAttention(nn.Module):
     window: tokens that a token attends to, itself and those before it; None: all.
 
     A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window; `prepare` is called once per forward pass, on the first block's, and what it returns is
+    window. `prepare` is called once per forward pass, on the first block's, and what it returns is
     handed to every block.
     """
 
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of
-        # q, and in this one wo reads it without a copy.
+        # q. In this layout wo reads it without a copy.
         q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
         y = self.inner_attention(q, k, v, mask)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -172,7 +172,7 @@ class Llama(nn.Module):
         (`titanlite.features.loss_chunks`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
-        A pipeline stage is a model whose other modules are None or gone: without an embedding it
+        A pipeline stage is a model whose other modules are None or gone. Without an embedding it
         takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
         own.
         """

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Smaller tensors stay: a copy of any size costs some microseconds.
 LEAST_BYTES = 1 << 16
-#: Copies to the host under way at once: their sources stay on the device, and the computation waits
+#: Copies to the host under way at once. Their sources stay on the device, and the computation waits
 #: for the oldest.
 MOST_LEAVING = 2
 
@@ -119,8 +119,8 @@ def offload(
     stay as they are.
 
     Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share)
-    stay on the device. The hooks surround the block's call, so they also work on a block that is
-    compiled or checkpointed, whose saved tensors are then its inputs.
+    stay on the device. The hooks surround the block's call. So they also work on a compiled or
+    checkpointed block, whose saved tensors are its inputs.
     """
     object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
     cls: Any = type(block)

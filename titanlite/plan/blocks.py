@@ -235,7 +235,7 @@ def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
         y = "returned"
         ops.append(Op("back", outer, ("e",), backward=outer))
         ops.append(Op("returned", outer, ("back",), kind="other"))
-    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the
+    # Weighted sums in float32, one of the experts at a time. The backward takes a copy of the
     # gradient in float32.
     work = 8 * numbers + numbers * s.size
     ops.append(
