@@ -308,4 +308,7 @@ def test_the_picture_is_asked_for_or_silent(
     assert err == ""
     assert out.endswith(f"written: {tmp_path}/out/comparison.html\n")
     assert main([*words, "--png"]) == 2
-    assert "comparison.png is not drawn: matplotlib is needed" in capsys.readouterr().err
+    assert (
+        "comparison.png is not drawn: drawing needs the package matplotlib: pip install "
+        in capsys.readouterr().err
+    )

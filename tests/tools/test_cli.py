@@ -202,7 +202,9 @@ def test_completion_names_the_package_that_it_lacks(
 ) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
     text = printed(capsys, "completion", "bash", code=exit_codes.CONFIG)
-    assert "tab completion needs argcomplete: pip install 'titanlite[completion]'" in text
+    assert (
+        "tab completion needs the package argcomplete: pip install 'titanlite[completion]'" in text
+    )
 
 
 def test_a_normal_start_imports_no_completion() -> None:

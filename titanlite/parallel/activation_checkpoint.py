@@ -26,6 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from titanlite.features import activation_offload_of
+
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
 
@@ -116,8 +118,8 @@ def apply_ac(
     Return the names of those that recompute.
 
     names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is
-    skipped but counts. So the choice does not depend on how blocks are divided. device: where the
-    model will run. Offload is for accelerators: a CPU's activations are in host memory already.
+    skipped but counts. So the choice does not depend on how blocks are divided.
+    device: where the model will run, for offload.
     """
     modules = dict(model.named_modules())
     chosen = {name for name in recomputed_blocks(names, settings) if name in modules}
@@ -128,12 +130,9 @@ def apply_ac(
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
-    if settings.offload and device.type == "cuda":
-        from titanlite.parallel.activation_offload import HostMemory, offload
-
-        host = HostMemory(device)
-        for block in blocks.values():
-            offload(block, host, model)
+    offload = activation_offload_of(settings)
+    if offload is not None:
+        offload.apply(blocks.values(), model, device)
     return [name for name in names if name in chosen]
 
 

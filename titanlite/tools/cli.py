@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from titanlite import exit_codes
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
+from titanlite.start.supported import system_problem
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
 from titanlite.tools.parser import Commands, no_flags
 from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public
@@ -18,6 +19,10 @@ from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_p
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
+    problem = system_problem()
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_codes.CONFIG
     # A shell asks what a word may become.
     if "_ARGCOMPLETE" in os.environ:
         from titanlite.tools.completion import complete

@@ -12,7 +12,7 @@ from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
 from titanlite.tools.parser import add_group, no_flags
-from titanlite.utils import Style
+from titanlite.utils import Style, pip_install
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +63,7 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
         from huggingface_hub import HfApi, errors, hf_hub_download
     except ImportError:
         raise DataError(
-            "fetching needs the package huggingface_hub: pip install 'titanlite[hf]'"
+            f"fetching needs the package huggingface_hub: {pip_install('huggingface_hub')}"
         ) from None
     page = f"https://huggingface.co/{repository}"
     try:
