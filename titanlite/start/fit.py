@@ -283,8 +283,8 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
 def _model_names(config: LoadedConfig) -> list[Problem]:
     """Check the names of family, flavor and overrides alone, of a family of titanlite's.
 
-    The third stage finds them too. They are told with the problems of the first two, so that a user
-    need not start once more to see them.
+    The third stage finds them too. They are told with the problems of the first two, so a user sees
+    them without another start.
     """
     model = config.sections.model
     if is_dotted(model.name) or model.name == "hf":

@@ -1,7 +1,7 @@
 """The start report: what will run, from where it continues, and what changed since the attempt
 before.
 
-Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's
+Rows are what follows from several keys, from the model or from the text. `config.toml` in the run's
 folder has the keys themselves. Each `*_row` function returns (name, text) of one subject, `*_rows`
 a list of them.
 """
