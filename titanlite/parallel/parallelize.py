@@ -98,11 +98,12 @@ class ModelBuilder:
             return self.spec.build_on_meta(self.args)
 
         # Groups of the whole model, so that they do not depend on where it is cut.
+        model = whole()
         policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
-        groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
+        groups = choose_groups(model, policy, min_params, self.spec.fsdp_groups(self.args))
         pipeline = self.pipelined
         if pipeline is None:
-            return self.parallelize(whole(), groups)
+            return self.parallelize(model, groups)
 
         def divide(stage: nn.Module) -> nn.Module:
             return self.parallelize(stage, groups)
