@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.keys import Key, choices, keys, members, sections
+from titanlite.config.key_types import choices, members
+from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import config_folders
 from titanlite.tools.cli import COMMANDS, Commands, _top_parser, make_parser, no_flags
 from titanlite.tools.parser import Parser

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from titanlite.config.entries import known_names
+from titanlite.config.aliases import known_names
 from titanlite.config.errors import nearest
 
 #: What the help of a command says that takes keys of the config.
