@@ -19,7 +19,7 @@ from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.step import PlainRunner
 
 TOKENS, LABELS = batches(2, 8, 16, 192)

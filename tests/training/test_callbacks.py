@@ -24,7 +24,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
 from titanlite.utils import resolve

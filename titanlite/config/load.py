@@ -35,10 +35,7 @@ from titanlite.config.toml import loads, quote
 from titanlite.config.trust import (
     Claim,
     Origin,
-    config_claims,
-    file_claim,
     refusals,
-    variable_claim,
 )
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.config.variables import is_deferred, names_in, resolved
@@ -243,6 +240,8 @@ class Layers:
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
         """Add a file that the file `path` extends. place: of its name."""
         file = path.parent / os.path.expanduser(name)
+        from titanlite.config.claims import file_claim
+
         claim = file_claim(place, "job.extends", name, file)
         if refused := refusals([claim], self.origin):
             self.problems += refused
@@ -254,9 +253,8 @@ class Layers:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
-            names = names_in(entry.value)
-            claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
-            if refused := refusals(claims, origin):
+            refused = _refused_variables(entry, origin)
+            if refused:
                 self.problems += refused
                 found.append(entry)
                 continue
@@ -344,6 +342,8 @@ class Layers:
         renamed = _renamed(name, normal)
         value = _Value(_anchored(key, renamed, folder), entry.source, entry.value)
         if file and self.origin is not Origin.OWN:
+            from titanlite.config.claims import config_claims
+
             claims = config_claims(entry.source.place, key, renamed, value.value)
             value.claims = tuple(claims)
         if entry.raw is not None:
@@ -466,6 +466,17 @@ class Layers:
             name = f"{source.written} ({_MICROBATCHES})"
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
             self.problems.append(Problem(source.place, name, message))
+
+
+def _refused_variables(entry: Entry, origin: Origin) -> list[Problem]:
+    """Return the problems of environment variables in a value. origin: who wrote it."""
+    names = names_in(entry.value)
+    if not names:
+        return []
+    from titanlite.config.claims import variable_claim
+
+    claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
+    return refusals(claims, origin)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -32,7 +32,6 @@ from titanlite.features import (
 )
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
-from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import offered
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
+    from titanlite.models.linears import Linears
     from titanlite.parallel.compile import CompileWatch
     from titanlite.parallel.wrapping import FSDPGroup
 
@@ -255,6 +255,8 @@ class ModelBuilder:
     @property
     def linears(self) -> Linears:
         """Those of the whole model. Raises ParallelismError for a model that names none."""
+        from titanlite.models.linears import linears_of
+
         offered(self.spec, "linears")
         return linears_of(self.spec, self.args, self.tp)
 

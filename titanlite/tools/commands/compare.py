@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.runs.attempts import Attempt
 from titanlite.runs.read import Row, Run, RunError, read_run
-from titanlite.runs.record import Attempt
 from titanlite.tools.cli import no_flags
 from titanlite.tools.commands.runs import finite, last, number, state_words, table, to_json
 from titanlite.utils import Table, atomic_write, escape_name, render
