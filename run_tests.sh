@@ -12,7 +12,7 @@ an active environment that has titanlite and the test tools is used instead.
   (nothing)   the quick tier: every test that is not marked slow
   --full      every test that is not marked soak
   --soak      every test, but those of the null GPU
-  --nullgpu   the tests on the null GPU alone (docs/null-gpu.md): CUDA calls, counted without a GPU
+  --nullgpu   the tests on the null GPU alone (tests/nullgpu/README.md): CUDA calls, counted without a GPU
   others      go to pytest: ./run_tests.sh tests/config -k unknown
 
 PYTHON=/path/to/python3.12 names the interpreter that .venv is made with.

@@ -67,7 +67,7 @@ _WORDS = {
 }
 HEAD = """# Counted on the null GPU
 
-Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) describes it and its
+Made by `python benchmarks/nullgpu.py`; [tests/nullgpu](../../tests/nullgpu/README.md) describes it and its
 limits. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Each row is one step that is not logged.
 Settings are below the table.
 

@@ -1,5 +1,5 @@
-"""The table of docs/plan.md: peak memory of a step that was measured, traced, and computed by
-formulas.
+"""The table of titanlite/plan/FORMULAS.md: peak memory of a step that was measured, traced, and
+computed by formulas.
 
     python benchmarks/plan_memory.py [WORDS] [--parts]      # the rows whose name has these words
 

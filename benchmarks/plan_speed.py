@@ -1,5 +1,5 @@
 """Fit the constants of `titanlite.plan.rates` on published runs, and print the errors as a table of
-docs/plan.md.
+titanlite/plan/FORMULAS.md.
 
     # with the library's constants, and with one step of a fit without the run
     python benchmarks/plan_speed.py

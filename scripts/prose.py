@@ -21,8 +21,8 @@ from pathlib import Path
 MOST_WORDS = 20
 #: Largest share of sentences with more words, in percent, by kind of text.
 LIMITS = {"docs": 5.0, "docstrings": 5.0, "comments": 5.0, "messages": 5.0}
-#: Pages whose text is kept as it was written.
-LEFT_OUT = {"log.md", "CHANGELOG.md"}
+#: Pages whose text is kept as it was written, or generated from docstrings, which count as such.
+LEFT_OUT = {"log.md", "CHANGELOG.md", "api.md"}
 #: Calls whose texts a user reads, by the last part of their name.
 SPEAKERS = re.compile(r"Error$|^(Problem|warning|info|error|print|add_argument|add_parser)$")
 
@@ -68,10 +68,7 @@ def share_of_long(sentences: list[Sentence], kind: str) -> float:
 def sentences_of(repository: Path) -> list[Sentence]:
     """Return every sentence of the pages and of the library."""
     found: list[Sentence] = []
-    pages = [*sorted(repository.glob("*.md")), *sorted((repository / "docs").rglob("*.md"))]
-    for page in pages:
-        if page.name in LEFT_OUT:
-            continue
+    for page in pages_of(repository):
         place = str(page.relative_to(repository))
         for text in prose_of_page(page.read_text(encoding="utf-8")):
             found += (Sentence("docs", place, sentence) for sentence in split(text))
@@ -81,6 +78,14 @@ def sentences_of(repository: Path) -> list[Sentence]:
         for kind, text in [*texts_of_code(source), *comments_of(source)]:
             found += (Sentence(kind, place, sentence) for sentence in split(text))
     return found
+
+
+def pages_of(repository: Path) -> list[Path]:
+    """Return the Markdown pages: at the top, in docs/, and beside the code that they explain."""
+    pages = sorted(repository.glob("*.md"))
+    for folder in ("docs", "titanlite/plan", "tests/nullgpu"):
+        pages += sorted((repository / folder).rglob("*.md"))
+    return [page for page in pages if page.name not in LEFT_OUT]
 
 
 def prose_of_page(text: str) -> Iterator[str]:

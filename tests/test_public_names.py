@@ -7,7 +7,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +126,18 @@ TYPES = "| type | module |"
 
 
 def public_page() -> str:
-    return (
-        (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Public names")[2]
+    return (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_public_names_is_what_the_script_writes() -> None:
+    written = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "api_page.py"],
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )
+    assert written.stdout == public_page(), "python scripts/api_page.py > docs/api.md"
 
 
 def words_of(found: Any) -> set[str]:

@@ -3,7 +3,7 @@
     with DistEnv.open() as world:
         Trainer(build(load_config("debug_model.toml", world.size), world)).train()
 
-The names below are public; docs/library.md explains them. `import titanlite` is quick: it loads
+The names below are public; docs/api.md explains them. `import titanlite` is quick: it loads
 neither torch nor any room. A name is imported when it is first used.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.assembly import TrainingComponents as TrainingComponents

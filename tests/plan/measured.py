@@ -1,4 +1,4 @@
-"""Bytes of a real step on the CPU, by part, and the runs of the table of docs/plan.md."""
+"""Bytes of a real step on the CPU, by part, and the runs of the table of plan/FORMULAS.md."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_runs_that_the_fit_has_not_seen_lie_in_the_range(
     assert found.low <= published <= found.high
     assert found.tokens_per_second / published - 1 == pytest.approx(
         error, abs=0.01
-    )  # as docs/plan.md has it
+    )  # as titanlite/plan/FORMULAS.md has it
 
 
 def test_an_h200_in_bf16_has_the_wider_range() -> None:

@@ -3,7 +3,7 @@
 No torch here. `StepEvents` lists when tensors begin and end, `replay` adds them up, and
 `lifetimes.measure` does the same inside of a module.
 
-docs/plan.md derives each formula. `titanlite.tools.plan.trace` runs the real code instead.
+FORMULAS.md derives each formula. `titanlite.tools.plan.trace` runs the real code instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory of products in float8, for `titanlite.plan.memory`.
 
-docs/plan.md derives the numbers.
+titanlite/plan/FORMULAS.md derives the numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The time of products in float8, for `titanlite.plan.speed`; docs/plan.md derives the numbers."""
+"""The time of products in float8, for `titanlite.plan.speed`.
+
+titanlite/plan/FORMULAS.md derives the numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,117 @@
+"""The documentation site: its navigation has every page, it shows what the pages have, and no link
+in it is broken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.processes import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: Pages for maintainers, or of another address, which the navigation leaves out.
+NOT_LISTED = {"docs/log.md"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["docs_site"] = module  # a dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def listed(entries: list) -> Iterator[str]:
+    """Yield the pages of a navigation, at every depth."""
+    for entry in entries:
+        for value in entry.values():
+            if isinstance(value, str):
+                yield value
+            else:
+                yield from listed(value)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    settings = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    found = list(listed(settings["nav"]))
+    assert len(found) == len(set(found))
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in found if page.startswith("docs/")} == pages - NOT_LISTED
+    assert all((ROOT / page).is_file() for page in found)
+
+
+def test_links_to_files_and_folders_lead_to_pages(script: ModuleType) -> None:
+    text = "[a](../examples/z_loss.py) [b](data.md#order) [c](../deploy/examples) `[d](no.py)`"
+    page, targets = script.with_site_links(text, ROOT / "docs" / "library.md")
+    assert page == (
+        "[a](../examples/z_loss.py.md) [b](data.md#order) [c](../deploy/examples.md) `[d](no.py)`"
+    )
+    names = [target.relative_to(ROOT).as_posix() for target in targets]
+    assert names == ["examples/z_loss.py", "docs/data.md", "deploy/examples"]
+    with pytest.raises(FileNotFoundError, match=r"docs/library.md links to no.md"):
+        script.with_site_links("[a](no.md)", ROOT / "docs" / "library.md")
+
+
+def test_a_list_or_table_below_text_gets_an_empty_line(script: ModuleType) -> None:
+    text = "Text:\n- one\n- two\n\n```\nText\n- code\n```\nRow\n| a |\n"
+    assert script.with_blank_lines(text) == (
+        "Text:\n\n- one\n- two\n\n```\nText\n- code\n```\nRow\n\n| a |\n"
+    )
+
+
+def test_a_broken_link_and_a_file_of_another_server_are_found(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"></h1><a href="b.html#here"></a><a href="#top"></a><a href="no.html"></a>'
+        '<a href="b.html#gone"></a><script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<p id="here"></p><link rel="stylesheet" href="//font/x.css">')
+    assert script.check(tmp_path) == [
+        "a.html loads https://example.org/x.js",
+        "a.html: no.html leads nowhere",
+        "a.html: b.html#gone leads nowhere",
+        "b.html loads //font/x.css",
+    ]
+
+
+def blocks(html: str) -> dict[str, int]:
+    """Count list items, rows of tables, code blocks and headings."""
+    return {tag: len(re.findall(rf"<{tag}[ >]", html)) for tag in ("li", "tr", "pre", "h2", "h3")}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly_and_shows_what_the_pages_have(tmp_path: Path) -> None:
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("zensical is not installed (pip install 'titanlite[docs]', Python 3.11)")
+    command = [sys.executable, ROOT / "scripts" / "docs_site.py", "--out", tmp_path / "out"]
+    built = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "no broken link" in built.stdout
+    # markdown-it reads Markdown as file browsers do.
+    markdown_it = pytest.importorskip("markdown_it")
+    reader = markdown_it.MarkdownIt("commonmark").enable("table")
+    pages = sorted((tmp_path / "out" / "pages").rglob("*.md"))
+    assert len(pages) > 50
+    for page in pages:
+        place = tmp_path / "out" / "site" / page.relative_to(tmp_path / "out" / "pages")
+        name = "index.html" if page.name == "README.md" else f"{page.stem}.html"
+        html = place.with_name(name).read_text(encoding="utf-8")
+        shown = html.partition("<article")[2].partition("</article>")[0]
+        text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert blocks(shown) == blocks(reader.render(text)), page.name
