@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import Misfit, ShapeError, Size, shown
+
+if TYPE_CHECKING:
+    from titanlite.models.mixtral import MixtralArgs
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
@@ -204,6 +207,10 @@ class LlamaArgs:
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
 
+    @property
+    def has_experts(self) -> bool:
+        return False
+
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return name in a block → size of the feed-forward's linears, in the model's order."""
         return {
@@ -224,3 +231,8 @@ class LlamaArgs:
 def block_names(args: LlamaArgs) -> list[str]:
     """Return the decoder blocks in the order they run."""
     return [f"layers.{i}" for i in range(args.n_layers)]
+
+
+def is_mixture(args: LlamaArgs) -> TypeGuard[MixtralArgs]:
+    """Return whether experts take the place of feed-forwards, without an import of their family."""
+    return args.has_experts

@@ -65,6 +65,10 @@ class MixtralArgs(LlamaArgs):
         """Tokens of context of the published models, or `max_seq_len` where that is more."""
         return max(self.max_seq_len, {4096: 32768, 6144: 65536}.get(self.dim, 0))
 
+    @property
+    def has_experts(self) -> bool:
+        return True
+
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return none: router and experts stay in high precision.
 

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Sequence
 
 from titanlite.features import float8_of, pipeline_of
-from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.lifetimes import ModuleMemory, measure
@@ -71,6 +70,8 @@ class RankSizes:
         float8 = float8_of(self.run.float8)
         if float8 is None:
             return ProductMemory()
+        from titanlite.models.linears import linears_of
+
         return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
 
     def _stages(self) -> list[list[str]]:

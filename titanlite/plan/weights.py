@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.mixtral import MixtralArgs
+from titanlite.models.llama_args import is_mixture
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.start.derive import MeshSizes, RunConfig
+
+if TYPE_CHECKING:
+    from titanlite.models.mixtral import MixtralArgs
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def _block_weights(a: LlamaArgs, mesh: MeshSizes, products: ProductMemory) -> It
         "attention.wv": (groups, a.dim),
         "attention.wo": (a.dim, heads),
     }
-    if isinstance(a, MixtralArgs):
+    if is_mixture(a):
         yield from _expert_weights(a, mesh)
         matrices["feed_forward.gate"] = (a.n_experts, a.dim)
     else:
