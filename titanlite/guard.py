@@ -49,7 +49,7 @@ class FiniteGuard:
         spike_sigmas: float = 0.0,
         window: int = 100,
     ) -> None:
-        #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
+        #: Updates are in the weights before the guard decides (`titanlite.optim.in_backward`).
         self.applied = False
         self.policy = policy
         self.max_skips = max_skips

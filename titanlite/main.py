@@ -107,8 +107,9 @@ def run(argv: Sequence[str]) -> int:
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
-    _import_training()
-    from titanlite.trainer import Trainer
+    with _without_collector():
+        import titanlite.assembly  # noqa: F401
+        from titanlite.trainer import Trainer
 
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
     # must not die of it.
@@ -140,18 +141,30 @@ def _print_plan(config: RunConfig, environment: LaunchEnv) -> None:
     print_plan(config, environment.local_world_size)
 
 
-def _import_training() -> None:
-    """Import torch and what trains, without the garbage collector.
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector away from imports inside.
 
     Imports make half a million objects and no garbage: to look through them takes a sixth of their
     time.
     """
     gc.disable()
-    import titanlite.assembly
-    import titanlite.trainer  # noqa: F401
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
-    gc.freeze()
-    gc.enable()
+
+def _import_compiler() -> None:
+    """Import torch's compiler.
+
+    FSDP and the optimizers of torch import it at their first call, also in a run that compiles
+    nothing.
+    """
+    # A torch without it has nothing to import.
+    with _without_collector(), contextlib.suppress(ImportError):
+        import torch._dynamo  # noqa: F401
 
 
 def _stopped(error: BaseException) -> int:
@@ -191,6 +204,8 @@ class _Rank:
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
+        # After the code of the user, which may set variables for it.
+        _import_compiler()
         with self.failure_reported(), contextlib.ExitStack() as held:
             datasets = self.prepare(held)
             with self.opened() as world:

@@ -18,7 +18,7 @@ from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.step import PlainRunner
 from titanlite.training.bad_steps import BadStepError
 

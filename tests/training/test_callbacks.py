@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.start.own_callbacks import load_callbacks
 from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer

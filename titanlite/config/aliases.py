@@ -8,13 +8,14 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from titanlite.config.keys import keys
 from titanlite.config.toml import quote
-from titanlite.config.unsupported_keys import NAMES
+from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 from titanlite.config.value_types import Count
 
 
@@ -129,6 +130,30 @@ between its words.
 """
 
 
+@cache
+def known_names() -> frozenset[str]:
+    """Return every name that can be written: keys, other names, unsupported keys."""
+    return frozenset([*keys(), *ALIASES, *UNSUPPORTED])
+
+
+@cache
+def known_sections() -> frozenset[str]:
+    """Return every section and subsection that holds a known name."""
+    found = set()
+    for name in known_names():
+        while "." in name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return frozenset(found)
+
+
+def is_subsection(name: str) -> bool:
+    """Return whether the entries of a table under this name have names themselves."""
+    if name in keys():
+        return keys()[name].is_table
+    return name in known_sections() and name not in known_names()
+
+
 def key_of(name: str) -> str:
     """Return the key behind a name."""
     return ALIASES[name].key if name in ALIASES else name
@@ -196,23 +221,3 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
     },
 }
 """(key, value) → why a value that other trainers know is not taken."""
-
-LATER_DEFAULTS: dict[str, Any] = {
-    "checkpoint.keep_latest_k": 10,
-    "optimizer.implementation": "fused",
-    "metrics.enable_color_printing": True,
-    _MICROBATCHES: MicrobatchSize(1),
-    "lr_scheduler.style": "titan-0.2",
-}
-"""Defaults of torchtitan 0.2.x where they differ."""
-
-LATER_FLAVORS: dict[str, tuple[str, str]] = {
-    "debugmodel": (
-        "3.1-debugmodel",
-        "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048",
-    ),
-    "8B": ("3.1-8B", "RoPE scaled by 8"),
-    "70B": ("3.1-70B", "RoPE scaled by 8"),
-    "405B": ("3.1-405B", "RoPE scaled by 8"),
-}
-"""Flavor of llama3 in torchtitan 0.2.x → the flavor here, and what it is."""

@@ -44,15 +44,15 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
 
     Call it as soon as the process is up, so that the others know that this rank is coming. Raises
     ParallelismError when the environment is wrong or the process may open too few files, else as
-    `rendezvous.register`.
+    `run_store.register`.
     """
     import torch.distributed as dist
-
-    from titanlite.parallel.rendezvous import register
 
     env = this_rank()
     if env.address is None or dist.is_initialized():
         return None
+    from titanlite.parallel.run_store import register
+
     allow_files(env.world_size)
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return register(env.rank, env.world_size, env.address, is_master, limit)

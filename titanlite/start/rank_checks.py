@@ -32,10 +32,13 @@ import torch.distributed as dist
 import titanlite
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import StorePath, to_path
-from titanlite.config.keys import may_differ
+from titanlite.config.extensions import ANCHORED
+from titanlite.config.key_types import inner_section
+from titanlite.config.keys import keys, sections
+from titanlite.config.value_types import paths
 from titanlite.metrics.throughput import device_name
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.rendezvous import INTERFACES, interface_problem
+from titanlite.parallel.interfaces import INTERFACES, interface_problem
 from titanlite.runs import provenance
 from titanlite.utils import counted, human_bytes, human_time, logger
 
@@ -317,7 +320,7 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
             continue
         old = provenance.config_values(sides[0])
         new = provenance.config_values(sides[1])
-        wrong = [key for key in changes if not may_differ(key, old.get(key), new.get(key))]
+        wrong = [key for key in changes if not _may_differ(key, old.get(key), new.get(key))]
         shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
         text = f"rank 0 has another config than {_named(group)}: {shown}"
         if wrong:
@@ -325,6 +328,28 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
         else:
             warnings.append(f"{text}. These may differ if all hosts find the same there")
     return problems, warnings
+
+
+def _may_differ(name: str, old: Any, new: Any) -> bool:
+    """Return whether hosts of one run may have these two values of a key: other paths, or another
+    [launch].
+    """
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(without_paths, value)]
+        if isinstance(value, dict):
+            return {
+                field: item
+                for field, item in value.items()
+                if not (inner and field in paths(inner))
+            }
+        return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
+
+    section, _, field = name.partition(".")
+    inner = inner_section(keys()[name].type) if name in keys() else None
+    is_path = section in sections() and field in paths(sections()[section])
+    return section == "launch" or is_path or without_paths(old) == without_paths(new)
 
 
 def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:

@@ -327,7 +327,9 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     """Return the lines of the start report. peak: FLOPS of one device; None: not known."""
     run = with_steps(built.run, steps)
     datasets = built.datasets
-    setup = _setup(built, run)
+    builder = built.model.builder
+    whole = builder.spec.build_on_meta(builder.args)
+    setup = _setup(built, run, whole)
     rows = []
     if run.job.description:
         rows.append(("run", run.job.description))
@@ -338,7 +340,7 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     rows.append(data_row(run.training, run.data, setup))
     rows += file_rows(datasets.train, datasets.validation)
     rows += batch_rows(setup, run.steps, run.training.epochs)
-    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run))
+    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run, whole))
     rows.append(_schedule(run))
     rows += [("note", note) for note in run.notes]
     rows += [("warning", warning) for warning in _warnings(run, datasets)]
@@ -349,14 +351,15 @@ def _versions() -> str:
     return f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
 
 
-def _setup(built: Built, run: RunConfig) -> Setup:
+def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
+    """whole: the model of all ranks, on the meta device."""
     builder = built.model.builder
     batch = run.batch
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
         mesh=run.mesh,
-        parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
+        parameters=parameter_counts(whole),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
@@ -399,11 +402,10 @@ def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
     ]
 
 
-def _state_bytes(built: Built, run: RunConfig) -> float | None:
-    builder = built.model.builder
-    whole = dict(builder.spec.build_on_meta(builder.args).named_parameters())
-    blocks = builder.spec.block_names(builder.args)
-    return state_bytes(whole, run.optimizer, DTYPES[run.training.dtype], blocks)
+def _state_bytes(built: Built, run: RunConfig, whole: nn.Module) -> float | None:
+    parameters = dict(whole.named_parameters())
+    blocks = run.spec.block_names(built.model.args)
+    return state_bytes(parameters, run.optimizer, DTYPES[run.training.dtype], blocks)
 
 
 def _schedule(run: RunConfig) -> Row:

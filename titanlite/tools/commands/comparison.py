@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.runs.attempts import Attempt
 from titanlite.runs.read import Row, Run, RunError, read_run
-from titanlite.runs.record import Attempt
 from titanlite.tools.commands.runs import finite, last, number, state_words, table
 from titanlite.utils import Table
 

@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config import trust
-from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
+from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
-from titanlite.config.entries import unknown
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote
+from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted, smallest_world

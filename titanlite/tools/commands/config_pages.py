@@ -13,13 +13,13 @@ import msgspec
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
-    LATER_DEFAULTS,
-    LATER_FLAVORS,
     VALUE_NAMES,
     Alias,
     names_of,
 )
-from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
+from titanlite.config.key_types import inner_section, members, names_beside_paths
+from titanlite.config.keys import Key, keys, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED

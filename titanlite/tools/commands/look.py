@@ -37,7 +37,7 @@ from titanlite.data.sources import columns_of, iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures, sources_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.runs.record import read_attempts
+from titanlite.runs.attempts import read_attempts
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted
 from titanlite.start.run_text import phases_of, read_held_out, read_training_text

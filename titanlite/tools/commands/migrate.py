@@ -16,12 +16,12 @@ from typing import Any, Literal
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
-    LATER_DEFAULTS,
     VALUE_NAMES,
+    is_subsection,
     key_of,
     normalized,
 )
-from titanlite.config.entries import is_subsection
+from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, read_text

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.read import Row, Run, find_runs, read_run
-from titanlite.runs.record import read_attempts, read_entries
 from titanlite.tools.parser import no_flags
 from titanlite.utils import Table, escape_name, human_time, render
 
