@@ -135,6 +135,7 @@ def compute_rows(
 
 
 def mesh_row(mesh: MeshSizes) -> Row:
+    """Return the degrees of parallelism, and the ranks that they make."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = []
     for name, degree in mesh.dimensions.items():
