@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.aliases import LATER_FLAVORS
+from titanlite.config.dialect import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
 from titanlite.models import LlamaArgs
