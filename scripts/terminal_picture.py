@@ -26,7 +26,7 @@ from pathlib import Path
 import pyte
 from PIL import Image
 
-_COLORS = {
+COLORS = {
     "default": "#d4d7dd",
     "red": "#e06c75",
     "green": "#98c379",
@@ -39,7 +39,7 @@ _LINE_HEIGHT, _CHARACTER_WIDTH, _BORDER = 18, 7.8242, 14
 _STYLE = f"""
 body {{ margin: 0; background: #1b1f27; }}
 pre {{ margin: {_BORDER}px; font: 13px/{_LINE_HEIGHT}px "DejaVu Sans Mono", monospace;
-  color: {_COLORS["default"]}; }}
+  color: {COLORS["default"]}; }}
 """
 
 
@@ -79,7 +79,7 @@ def page(screen: pyte.Screen) -> str:
     for y in range(screen.lines):
         cells = [screen.buffer[y][x] for x in range(screen.columns)]
         spans = [
-            f'<span style="color:{_COLORS[cell.fg]}">{html.escape(cell.data)}</span>'
+            f'<span style="color:{COLORS[cell.fg]}">{html.escape(cell.data)}</span>'
             for cell in cells
         ]
         rows.append("".join(spans))

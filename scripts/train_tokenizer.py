@@ -1,7 +1,7 @@
 """Train the bundled tokenizers on the bundled training shards: tokenizer.tiktoken and
 tokenizer.model.
 
-    pip install 'titanlite[hf]' && python scripts/train_tokenizer.py
+    python scripts/train_tokenizer.py
 
 `tokenizers` finds the merges of the first; the file is kept only if tiktoken then encodes every
 training document exactly as `tokenizers` does. sentencepiece trains the second with the settings of

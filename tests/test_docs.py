@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import python
 from titanlite.utils import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: Pages that name what is not there: of earlier code, or to be added (test_add_a_feature.py).
-OWN_NAMES = {"log.md", "add-a-feature.md"}
+OWN_NAMES = {"CHANGELOG.md", "log.md", "add-a-feature.md"}
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "SECURITY.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
     ROOT / "titanlite" / "plan" / "FORMULAS.md",
     ROOT / "tests" / "config" / "TORCHTITAN.md",
@@ -166,3 +166,19 @@ def test_every_failure_that_is_survived_has_a_test_as_its_proof() -> None:
     assert rows == [str(n) for n in range(1, 19)]
     for file, name in proofs:
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"
+
+
+def test_the_readme_is_short_and_its_numbers_are_true() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 130
+    words = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ").split()
+    assert len(words) <= 1000
+    stated = re.search(r"`trainer.py` and `step.py`, (\d+) lines in all", text)
+    assert stated
+    files = [ROOT / "titanlite" / name for name in ("trainer.py", "step.py")]
+    assert int(stated[1]) == sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_the_badges_are_up_to_date() -> None:
+    done = python("scripts/badges.py", "--check", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

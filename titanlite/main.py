@@ -34,6 +34,7 @@ from titanlite.start.signals import (
     end_with_parent,
     exit_on_signals,
 )
+from titanlite.start.supported import system_problem
 from titanlite.utils import MissingPackageError, escape, logger, require
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ PRINT_SECONDS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
+    problem = system_problem()
+    if problem:
+        sys.exit(print_error(problem, exit_codes.CONFIG))
     run_rank(run, sys.argv[1:] if argv is None else argv)
 
 

@@ -404,6 +404,22 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
         logger.warning(escape_name(text))
 
 
+#: The extra of titanlite that brings a package. All other packages come with titanlite itself.
+EXTRAS = {
+    "argcomplete": "completion",
+    "matplotlib": "plots",
+    "s3fs": "s3",
+    "transformers": "hf",
+    "wandb": "wandb",
+}
+
+
+def pip_install(package: str) -> str:
+    """Return the command that installs a package, by its extra where it has one."""
+    extra = EXTRAS.get(package)
+    return f"pip install 'titanlite[{extra}]'" if extra else f"pip install {package}"
+
+
 class MissingPackageError(Exception):
     """A package that titanlite needs is not installed."""
 

@@ -284,7 +284,7 @@ def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     code = (
         "import resource, sys\nfrom pathlib import Path\n"
-        "from titanlite.tools.commands.checkpoint import remove\n"
+        "from titanlite.tools.commands.checkpoint_folders import remove\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can "
         "hold a byte\n"
         "remove([Path(sys.argv[1])])\n"

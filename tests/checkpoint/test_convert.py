@@ -28,7 +28,7 @@ from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
-from titanlite.tools.commands.checkpoint import verify
+from titanlite.tools.commands.checkpoint_folders import verify
 from titanlite.tools.hub.convert import convert
 from titanlite.tools.hub.tensors import Contents
 

@@ -25,7 +25,7 @@ from titanlite.checkpoint.retention import (
     put_back_pinned,
     unpublish,
 )
-from titanlite.tools.commands.checkpoint import list_checkpoints, remove
+from titanlite.tools.commands.checkpoint_folders import list_checkpoints, remove
 
 #: Touches KEEP in checkpoint after checkpoint, a moment after each was named, and tells which
 #: touches succeeded.
@@ -156,16 +156,16 @@ def test_rm_leaves_what_is_pinned_meanwhile(
 ) -> None:
     """It reads another checkpoint in full before it deletes, which may take minutes."""
     write(tmp_path, 1, 2, 3)
-    from titanlite.tools.commands import checkpoint
+    from titanlite.tools.commands import checkpoint_folders
 
-    real = checkpoint._must_leave_one
+    real = checkpoint_folders._must_leave_one
 
     def reading(root: AnyPath, going: Any) -> None:
         real(root, going)
         (root / "step-1" / PIN).write_bytes(b"")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_must_leave_one", reading)
+        patch.setattr(checkpoint_folders, "_must_leave_one", reading)
         gone = remove([tmp_path / "step-1", tmp_path / "step-2"])
     assert [entry.folder.name for entry in gone] == ["step-2"]
     assert _is_whole(tmp_path, 1)

@@ -27,7 +27,7 @@ from titanlite.checkpoint.retention import (
     unpublish,
 )
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.tools.commands.checkpoint import list_checkpoints, remove
+from titanlite.tools.commands.checkpoint_folders import list_checkpoints, remove
 
 
 def _pruned(

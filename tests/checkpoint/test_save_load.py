@@ -49,7 +49,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.commands.checkpoint import verify
+from titanlite.tools.commands.checkpoint_folders import verify
 from titanlite.tools.hub.tensors import Contents
 
 PINNED = "async_with_pinned_mem"

@@ -22,7 +22,8 @@ import pytest
 import titanlite
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
-from titanlite.tools.cli import COMMANDS, main
+from titanlite.tools.cli import main
+from titanlite.tools.command_table import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"

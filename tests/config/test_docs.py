@@ -58,10 +58,10 @@ def test_every_code_of_a_problem_is_listed():
     )
 
 
-def test_the_readmes_examples_are_what_is_printed(capsys):
+def test_the_examples_of_errors_and_of_explain_are_what_is_printed(capsys):
     readme = (PAGE_PATH.parents[1] / "README.md").read_text(encoding="utf-8")
     explained = re.search(
-        r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", readme, re.DOTALL
+        r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", PAGE, re.DOTALL
     )
     refused = re.search(
         r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```",

@@ -122,7 +122,7 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
         if importlib.util.find_spec(store[1]) is None:
             with pytest.raises(
                 DataError,
-                match=rf"key: {store[0]}://b/x cannot be listed: ImportError: .*{store[1]}",
+                match=rf"key: {store[0]}://b/x cannot be listed: .*: pip install {store[1]}",
             ):
                 url_files(f"{store[0]}://b/x", "key")
     with pytest.raises(

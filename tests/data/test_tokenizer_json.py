@@ -235,4 +235,4 @@ def test_damaged_and_other_files_and_a_missing_library(
     (llama3.parent / "special_tokens_map.json").write_text("{cut")
     refused(llama3, "special_tokens_map.json cannot be read")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(llama3, "pip install 'titanlite[hf]'")
+    refused(llama3, "needs the package tokenizers: pip install tokenizers")

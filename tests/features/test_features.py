@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlite.config.sections import Config, Experimental, Float8, Parallelism, Training
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Config,
+    Experimental,
+    Float8,
+    Parallelism,
+    Training,
+)
 from titanlite.features import features_of
 from titanlite.features.feature import Feature
 from titanlite.start.fit import load_config
@@ -26,6 +33,7 @@ ON = {
     "async_tp": ["--experimental.enable_async_tensor_parallel", "--training.compile"],
     "float8": ["--float8.enable_float8_linear"],
     "loss_chunks": ["--training.loss_chunks=2"],
+    "activation_offload": ["--activation_checkpoint.offload"],
 }
 LOADED = """
 import sys
@@ -57,6 +65,7 @@ def test_features_are_on_as_their_keys_say() -> None:
         ),
         parallelism=Parallelism(expert_parallel_degree=2),
         float8=Float8(enable_float8_linear=True),
+        activation_checkpoint=ActivationCheckpoint(offload=True),
     )
     features = features_of(config)
     assert [feature.key for feature in features.on] == [
@@ -66,6 +75,7 @@ def test_features_are_on_as_their_keys_say() -> None:
         "experimental.enable_async_tensor_parallel",
         "float8.enable_float8_linear",
         "training.loss_chunks",
+        "activation_checkpoint.offload",
     ]
 
 

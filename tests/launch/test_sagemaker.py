@@ -15,7 +15,7 @@ import pytest
 from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT
 from titanlite.config.errors import ConfigError
-from titanlite.metrics.console import aws_fsdp_line
+from titanlite.metrics.step_line import aws_fsdp_line
 from titanlite.tools.cli import main
 from titanlite.tools.launch import sagemaker as launch_sagemaker
 from titanlite.tools.launch.launch import prepare

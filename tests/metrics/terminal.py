@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pyte
 
-from titanlite.metrics.console import titan_line
+from titanlite.metrics.step_line import titan_line
 from titanlite.utils import logger
 
 #: No program writes it, and a terminal passes it on unchanged.

@@ -16,8 +16,9 @@ import pytest
 from tests.metrics import terminal as pseudo
 from tests.support.processes import python
 from tests.support.whole_runs import make_trainer
-from titanlite.metrics.console import FIELD_COLORS, aws_fsdp_line, folded, setup_console, titan_line
+from titanlite.metrics.console import FIELD_COLORS, folded, setup_console
 from titanlite.metrics.live import _COLUMNS
+from titanlite.metrics.step_line import aws_fsdp_line, titan_line
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.logs import rank_log
 from titanlite.tools import cli

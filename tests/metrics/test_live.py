@@ -67,15 +67,14 @@ def test_lines_scroll_above_a_table_and_a_progress_line(
     view = _show(terminal, monkeypatch, steps=15)
     for step in range(1, 13):
         log_step(step)
-    logger.warning("careful")
     print("a library's line")
     view.tick(14)
     rows = texts(terminal.rows())
-    assert rows[:6] == [*step_lines(1, 2, 3, 4), "WARNING: careful", "a library's line"]
-    assert re.split(r"\s{2,}", rows[6].strip()) == TITLES
-    assert [row.split()[0] for row in rows[7:15]] == [str(step) for step in range(5, 13)]
+    assert rows[:5] == [*step_lines(1, 2, 3, 4), "a library's line"]
+    assert re.split(r"\s{2,}", rows[5].strip()) == TITLES
+    assert [row.split()[0] for row in rows[6:14]] == [str(step) for step in range(5, 13)]
     assert ROWS == 8
-    assert rows[14].split() == [
+    assert rows[13].split() == [
         "12",
         "6.8800",
         "1.5000",
@@ -85,21 +84,49 @@ def test_lines_scroll_above_a_table_and_a_progress_line(
         "GiB",
         "(12%)",
     ]
-    assert rows[15].startswith("14/15")
-    assert "93%" in rows[15]
-    assert rows[15].endswith("left 32.0s")
-    assert len(rows) == 16
+    assert rows[14].startswith("14/15")
+    assert "93%" in rows[14]
+    assert rows[14].endswith("left 32.0s")
+    assert len(rows) == 15
     view.tick(15)
     view.close()
     logger.info("training done")
     log_step(15)
     rows = texts(terminal.rows())
-    assert rows[15].startswith("15/15 ")
-    assert " took " in rows[15]
-    assert rows[16:] == ["training done", *step_lines(15)], (
+    assert rows[14].startswith("15/15 ")
+    assert " took " in rows[14]
+    assert rows[15:] == ["training done", *step_lines(15)], (
         "after the view, step lines are lines again"
     )
     assert sys.stdout is terminal.stream
+
+
+def test_lines_of_the_log_stand_in_the_order_of_their_times(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line comes below the steps before it, which leave the table, and above the later ones."""
+    view = _show(terminal, monkeypatch, steps=15)
+    for step in (1, 2, 3):
+        log_step(step)
+    logger.warning("careful")
+    view.tick(4)
+    rows = texts(terminal.rows())
+    assert rows[:4] == [*step_lines(1, 2, 3), "WARNING: careful"]
+    assert rows[4].startswith("4/15 ")
+    assert " left " in rows[4], "the last step tells it, though it left the table"
+    assert len(rows) == 5
+    for step in range(4, 14):
+        log_step(step)
+    logger.info("validation")
+    view.close()
+    rows = texts(terminal.rows())
+    assert rows[:-1] == [
+        *step_lines(1, 2, 3),
+        "WARNING: careful",
+        *step_lines(*range(4, 14)),
+        "validation",
+    ]
+    assert rows[-1].startswith("13/15 ")
 
 
 def test_it_is_drawn_only_when_a_drawing_is_due(
@@ -194,8 +221,15 @@ def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -
     assert rows[-1] == "training done at step 12"
     assert rows[-2].startswith("12/12 ")
     assert " took " in rows[-2]
-    assert [int(row.split()[0]) for row in rows[-9:-2]] == [1, 2, 4, 6, 8, 10, 12]
+    order = [re.sub(r"[:, ]+", " ", row) for row in rows if row.startswith(("step:", "validation"))]
+    assert [" ".join(row.split()[:3]) for row in order] == [
+        *(f"step {step} loss" for step in (1, 2, 4, 6)),
+        "validation at 6",
+        *(f"step {step} loss" for step in (8, 10, 12)),
+        "validation at 12",
+    ]
     for kept in ("a fresh run", "validation at 6: loss", "validation at 12: loss", "model "):
         assert sum(row.startswith(kept) for row in rows) == 1, kept
     losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
-    assert [row.split()[1] for row in rows[-9:-2]] == [f"{loss:.4f}" for loss in losses]
+    shown = [row.split()[3] for row in order if row.startswith("step")]
+    assert shown == [f"{loss:.4f}" for loss in losses]

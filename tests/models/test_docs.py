@@ -1,4 +1,5 @@
-"""docs/models.md, model-shapes.md and add-a-model.md: examples run; tables equal the code.
+"""docs/models.md, model-shapes.md, add-a-model.md and the README's table of features: examples run;
+tables equal the code.
 
 `python tests/models/test_docs.py --write` renews them.
 """
@@ -10,11 +11,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from titanlite.config.errors import ConfigError
 from titanlite.models import SPECS, LlamaArgs, get_spec
 from titanlite.models.counts import count_active_parameters
+from titanlite.models.spec import ModelSpec
+from titanlite.start.fit import check_config
 from titanlite.utils import human_count
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 MODELS = ROOT / "docs" / "models.md"
 TABLES = ROOT / "docs" / "model-shapes.md"
 WALK = ROOT / "docs" / "add-a-model.md"
@@ -114,8 +119,47 @@ def size_table() -> str:
     return table([*heads, "FLOPs per token at 8192", "published weights"], lines)
 
 
+#: Feature → flags that switch it on, on two ranks.
+FEATURES = {
+    "FSDP": ["--training.data_parallel_shard_degree=2"],
+    "TP": ["--training.tensor_parallel_degree=2"],
+    "CP": ["--experimental.context_parallel_degree=2"],
+    "PP": ["--experimental.pipeline_parallel_degree=2"],
+    "EP": ["--parallelism.expert_parallel_degree=2"],
+    "float8": ["--float8.enable_float8_linear", "--float8.emulate"],
+    "compile": ["--training.compile"],
+    "masks": ["--data.mask_documents=true"],
+}
+
+
+def takes(family: str, flags: list[str]) -> bool:
+    """Whether a run of the family's smallest model on two ranks takes these flags."""
+    model = ["--job.config_file=debug_model.toml", f"--model.name={family}"]
+    model.append("--model.flavor=debugmodel")
+    if family == "hf":
+        model = ["--job.config_file=hf_debug.toml"]
+    try:
+        check_config([*model, *flags], 2)
+    except ConfigError:
+        return False
+    return True
+
+
+def feature_table() -> str:
+    """Family × feature, as the checks of a config decide it, and as the spec converts weights."""
+    lines = []
+    for family, spec in SPECS.items():
+        assert takes(family, []), family
+        answers = [takes(family, flags) for flags in FEATURES.values()]
+        converts = spec.hf_names is not ModelSpec.hf_names
+        answers += [converts, converts]
+        lines.append([f"`{family}`", *("yes" if answer else "–" for answer in answers)])
+    return table(["", *FEATURES, "HF in", "HF out"], lines)
+
+
 #: Page and mark → the text between the marks.
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {
+    (README, "features"): feature_table,
     (TABLES, "shapes"): shape_table,
     (TABLES, "sizes"): size_table,
 }

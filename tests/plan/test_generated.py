@@ -81,16 +81,20 @@ def test_every_file_says_it() -> None:
 
 def examples(page: str) -> str:
     """Return the page with the output of each command in a block that begins with "$ titanlite
-    plan".
+    plan", or with the first lines of it where the command says so.
     """
 
     def printed(block: re.Match[str]) -> str:
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            cli.main(shlex.split(block[1]))
-        return f"```\n$ titanlite {block[1]}\n{text.getvalue()}```"
+            cli.main(shlex.split(block["command"]))
+        lines = text.getvalue().splitlines(keepends=True)
+        if block["head"]:
+            lines = lines[: int(block["head"])]
+        return f"{block['shown']}{''.join(lines)}```"
 
-    return re.sub(r"```\n\$ titanlite (plan .*)\n(?:(?!```).*\n)*```", printed, page)
+    command = r"(?P<command>plan [^|\n]*)(?: \| head -(?P<head>\d+))?"
+    return re.sub(rf"(?P<shown>```\n\$ titanlite {command}\n)(?:(?!```).*\n)*```", printed, page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.run_folders import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
-from titanlite.tools.commands.compare import compare, compare_json, read_runs, steady
+from titanlite.tools.commands.comparison import compare, compare_json, read_runs, steady
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.pictures import COLORS, DARK_COLORS
 
@@ -308,4 +308,7 @@ def test_the_picture_is_asked_for_or_silent(
     assert err == ""
     assert out.endswith(f"written: {tmp_path}/out/comparison.html\n")
     assert main([*words, "--png"]) == 2
-    assert "comparison.png is not drawn: matplotlib is needed" in capsys.readouterr().err
+    assert (
+        "comparison.png is not drawn: drawing needs the package matplotlib: pip install "
+        in capsys.readouterr().err
+    )

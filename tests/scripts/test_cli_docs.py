@@ -18,7 +18,8 @@ if __name__ == "__main__":  # the folder of a script is the first to look in, no
 from tests.support.commands import commands
 from tests.support.processes import ROOT
 from titanlite import exit_codes
-from titanlite.tools.cli import main, make_parser
+from titanlite.tools.cli import main
+from titanlite.tools.command_table import make_parser
 
 DOCS = ROOT / "docs"
 ROWS = {

@@ -22,7 +22,7 @@ else:
     import tomli as tomllib
 
 #: Pages for maintainers, or of another address, which the navigation leaves out.
-NOT_LISTED = {"docs/log.md", "docs/live-view.md"}
+NOT_LISTED = {"docs/log.md"}
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.tools.commands.benchmark import LEVELS
+    from titanlite.tools.commands.benchmark_levels import LEVELS
 
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 

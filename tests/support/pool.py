@@ -5,7 +5,8 @@ milliseconds.
 
 `function` is a top-level function of a test module. A job that fails on any rank raises here with
 every rank's traceback and ends that pool's processes, since a rank left inside a collective is of
-no further use.
+no further use. When a process dies, its signal, its threads' Python stacks and the jobs that it has
+done are told: memory may have been corrupted by any of them.
 
 Between two jobs the processes are stopped: each process group has threads of gloo's that wake a
 hundred times a second, and the pools together would keep half a core busy doing nothing.
@@ -14,16 +15,20 @@ hundred times a second, and the pools together would keep half a core busy doing
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from itertools import groupby
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from titanlite.start.signals import end_with_parent
@@ -44,7 +49,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    pipe: Connection,
+    environment: dict[str, str],
+    stacks: Path,
+) -> None:
+    faulthandler.enable(stacks.open("w"))
     gc.freeze()  # imports of the fork server
     end_with_parent(signal.SIGKILL)  # a stopped process does not notice that its parent is gone
     os.environ.clear()  # of the process that this one is a copy of
@@ -89,14 +102,20 @@ class RankPool:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        #: The jobs of these processes, each with its test.
+        self._jobs: list[str] = []
+        #: Each process writes its stacks there when it dies.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> None:
         start_fork_server()  # the ranks are copies of a process that has imported torch
         context = multiprocessing.get_context("forkserver")
         port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, port, theirs, dict(os.environ))
+            environment = dict(os.environ)
+            arguments = (rank, self.size, port, theirs, environment, self._stacks(rank))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -110,6 +129,8 @@ class RankPool:
         if not self._processes:
             self._start()
         self._signal(signal.SIGCONT)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+        self._jobs.append(f"{function.__name__} in {test}")
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -121,7 +142,7 @@ class RankPool:
                 try:
                     answers[ranks[pipe]] = pipe.recv()
                 except EOFError:
-                    answers[ranks[pipe]] = (False, "the process died")
+                    answers[ranks[pipe]] = (False, self._death(ranks[pipe]))
             failed = [rank for rank, (fine, _) in answers.items() if not fine]
             if failed and time.monotonic() < deadline - _AFTER_A_FAILURE:
                 # The others may be stuck waiting for the one that failed.
@@ -139,6 +160,25 @@ class RankPool:
         self._signal(signal.SIGSTOP)
         return [answers[rank][1] for rank in range(self.size)]
 
+    def _stacks(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"rank-{rank}")
+
+    def _death(self, rank: int) -> str:
+        """Return all that is known of a process that has ended."""
+        process = self._processes[rank]
+        process.join(_AFTER_A_FAILURE)
+        code = process.exitcode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = signal.Signals(-code).name
+        jobs = []
+        for job, repeated in groupby(self._jobs):
+            times = len(list(repeated))
+            jobs.append(f"  {job}" if times == 1 else f"  {job}, {times} times")
+        before = ["its jobs, the last one unfinished:", *jobs]
+        return "\n".join([f"the process died: {how}", self._stacks(rank).read_text(), *before])
+
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -151,6 +191,10 @@ class RankPool:
             process.join()
         self._processes = []
         self._pipes = []
+        self._jobs = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 class Pools:

@@ -30,7 +30,7 @@ from titanlite.runs.read import read_run
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
 from titanlite.tools.commands import benchmark as room
-from titanlite.tools.commands.benchmark import (
+from titanlite.tools.commands.benchmark_levels import (
     LEVELS,
     SWITCHES,
     BenchmarkError,
@@ -68,7 +68,7 @@ def benchmark(
     errors.
     """
     monkeypatch.setattr(room.torchrun, "command", lambda ranks, arguments: [*STAND_IN, *arguments])
-    monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
+    monkeypatch.setattr(room, "probe", lambda: Machine("CPU (made up)"))
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
     (tmp_path / "base.toml").write_text(
@@ -207,7 +207,7 @@ def test_all_four_levels_train_in_the_pool(
         return 0
 
     monkeypatch.setattr(room, "train", run)
-    monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
+    monkeypatch.setattr(room, "probe", lambda: Machine("CPU (made up)"))
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0
     found = json.loads((tmp_path / "benchmark.json").read_text())

@@ -16,7 +16,8 @@ import pytest
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.entries import value_words
-from titanlite.tools.cli import COMMANDS, main, split_flags
+from titanlite.tools.cli import main, split_flags
+from titanlite.tools.command_table import COMMANDS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
@@ -201,7 +202,9 @@ def test_completion_names_the_package_that_it_lacks(
 ) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
     text = printed(capsys, "completion", "bash", code=exit_codes.CONFIG)
-    assert "tab completion needs argcomplete: pip install 'titanlite[completion]'" in text
+    assert (
+        "tab completion needs the package argcomplete: pip install 'titanlite[completion]'" in text
+    )
 
 
 def test_a_normal_start_imports_no_completion() -> None:

@@ -20,7 +20,7 @@ from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
-from titanlite.tools.commands.checkpoint import checkpoint_of
+from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.commands.evaluate import config_of, read_texts
 from titanlite.training.validation import ValidationResult
 

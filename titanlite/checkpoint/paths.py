@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from titanlite import exit_codes
-from titanlite.config.urls import is_url, package_of
+from titanlite.config.urls import is_url, store_needs
 
 #: Bytes of one part of a large upload.
 _PART = 32 << 20
@@ -321,8 +321,8 @@ def _filesystem(protocol: str, process: int) -> Any:
         kind = fsspec.get_filesystem_class(protocol)
     except ValueError:
         raise StoreError(f"{protocol}:// is no kind of store that fsspec knows") from None
-    except ImportError:
-        raise StoreError(f"{protocol}:// needs a package: {package_of(protocol)}") from None
+    except ImportError as error:
+        raise StoreError(store_needs(protocol, error)) from None
     return kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(protocol, {}))
 
 

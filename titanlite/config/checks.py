@@ -27,7 +27,7 @@ from titanlite.config.sections import Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, url_problem
-from titanlite.utils import is_dotted, is_hidden
+from titanlite.utils import is_dotted, is_hidden, pip_install
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
@@ -213,7 +213,6 @@ def _of_features(config: LoadedConfig) -> Iterator[Finding]:
 
 def _numbers(d: Config) -> Iterator[Finding]:
     yield from _learning_rates(d)
-    yield from _offload(d)
     yield from _skips(d)
     yield from _stalls(d)
     yield from _profiles(d)
@@ -228,17 +227,6 @@ def _learning_rates(d: Config) -> Iterator[Finding]:
     if least is not None and least > d.optimizer.peak_lr:
         message = f"is {quote(least)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", f"{_RATE}min_lr", message, ""
-
-
-def _offload(d: Config) -> Iterator[Finding]:
-    section = d.activation_checkpoint
-    if section.offload and section.by_op:
-        message = (
-            'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
-            "the device"
-        )
-        hint = 'take mode = "full", or selective_ac_option = "N"'
-        yield "conflict", "activation_checkpoint.offload", message, hint
 
 
 def _skips(d: Config) -> Iterator[Finding]:
@@ -476,7 +464,7 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
     """
     found: list[Finding] = []
     if config.sections.metrics.enable_wandb and not _is_installed("wandb"):
-        hint = "pip install 'titanlite[wandb]', or leave the key out"
+        hint = f"{pip_install('wandb')}, or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
     if config.sections.checkpoint.enable_checkpoint:

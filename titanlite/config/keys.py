@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -190,21 +191,34 @@ def _describe(part: Any) -> str:
         return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
-        if section := inner_section(item):
-            return f"an array of tables with {', '.join(section.__struct_fields__)}"
-        if get_origin(item) is Literal:
-            return f"a list of {', '.join(map(quote, get_args(item)))}"
-        return (
-            f"a list of {_MANY[item]}"
-            if item in _MANY
-            else f"a list whose items are each {describe(item)}"
-        )
+        return _describe_list(item)
     if get_origin(kind) is dict:
         return "a table"
-    found = ((sign, getattr(meta, limit)) for meta in metas for limit, sign in _LIMITS.items())
-    limits = [f"{sign} {number}" for sign, number in found if number is not None]
-    empty = ["that is not empty"] if any(meta.min_length for meta in metas) else []
-    return f"{_PLAIN.get(kind, 'a value')} {' and '.join([*limits, *empty])}".rstrip()
+    return f"{_PLAIN.get(kind, 'a value')} {' and '.join(_bounds(metas))}".rstrip()
+
+
+def _describe_list(item: Any) -> str:
+    """Return the type of a list in words. item: the type of its items."""
+    if section := inner_section(item):
+        return f"an array of tables with {', '.join(section.__struct_fields__)}"
+    if get_origin(item) is Literal:
+        return f"a list of {', '.join(map(quote, get_args(item)))}"
+    if item in _MANY:
+        return f"a list of {_MANY[item]}"
+    return f"a list whose items are each {describe(item)}"
+
+
+def _bounds(metas: Sequence[Any]) -> list[str]:
+    """Return the bounds of a number, text or list in words: `>= 1`, `that is not empty`."""
+    found = []
+    for meta in metas:
+        for limit, sign in _LIMITS.items():
+            number = getattr(meta, limit)
+            if number is not None:
+                found.append(f"{sign} {number}")
+    if any(meta.min_length for meta in metas):
+        found.append("that is not empty")
+    return found
 
 
 def check(type_: Any, value: Any, path: str = "") -> list[Problem]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -99,56 +98,80 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
     tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
     header, or of the first key that names it. An item of an array is on the line where it ends.
     """
-    found: list[Statement] = []
-    numbers: dict[str, int] = {}
-    elements: dict[str, int] = {}
-    table = ""
-    start = 0
-    lines = text.replace("\r\n", "\n").split("\n")
+    scanner = _Scanner(text)
+    for end in range(1, len(scanner.lines) + 1):
+        scanner.end_at(end)
+    return scanner.found, scanner.numbers
 
-    def enter(path: str, tree: dict[str, Any], is_header: bool) -> str:
-        """Note the line of all names in a tree below a path; return the full name of the
-        last one.
+
+class _Scanner:
+    """Reads a text line by line, and keeps what `scan` returns of it."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.replace("\r\n", "\n").split("\n")
+        self.found: list[Statement] = []
+        #: Full name → line, from 1.
+        self.numbers: dict[str, int] = {}
+        #: Full name of an array of tables → index of its last table so far.
+        self._indices: dict[str, int] = {}
+        self._table = ""
+        #: Index of the first line that belongs to no statement yet.
+        self._start = 0
+
+    def end_at(self, end: int) -> None:
+        """Take the lines up to `end` (exclusive) as a statement, if the parser accepts them."""
+        if end - self._start > 1 and not _LAST.search(self.lines[end - 1]):
+            return  # else the time grows with the square of a list's length
+        chunk = "\n".join(self.lines[self._start : end])
+        try:
+            tree = loads(chunk)
+        except TOMLDecodeError:
+            return
+        is_header = bool(tree) and chunk.lstrip().startswith("[")
+        if is_header:
+            self._table = self._enter("", tree, is_header)
+            self.numbers[self._table] = self._start + 1
+        else:
+            last = self._enter(self._table, tree, is_header)
+            self._enter_items(last, end)
+        self.found.append(Statement(chunk, self._start + 1, tree, self._table, is_header))
+        self._start = end
+
+    def _enter(self, path: str, tree: dict[str, Any], is_header: bool) -> str:
+        """Note the line of all names in a tree below a path; return the full name of the last
+        one.
         """
         last = path
         for name, value in tree.items():
             last = join(path, name)
-            numbers.setdefault(last, start + 1)
+            self.numbers.setdefault(last, self._start + 1)
             if is_header and isinstance(value, list):
-                elements[last] = elements.get(last, -1) + 1
-            last += f"[{elements[last]}]" if last in elements else ""
-            last = enter(last, value, is_header) if isinstance(value, dict) else last
+                self._indices[last] = self._indices.get(last, -1) + 1
+            if last in self._indices:
+                last += f"[{self._indices[last]}]"
+            if isinstance(value, dict):
+                last = self._enter(last, value, is_header)
         return last
 
-    for end in range(1, len(lines) + 1):
-        if end - start > 1 and not _LAST.search(lines[end - 1]):
-            continue  # else the time grows with the square of a list's length
-        chunk = "\n".join(lines[start:end])
-        try:
-            tree = loads(chunk)
-        except TOMLDecodeError:
-            continue
-        is_header = bool(tree) and chunk.lstrip().startswith("[")
-        if is_header:
-            table = enter("", tree, is_header)
-            numbers[table] = start + 1
-        else:
-            last = enter(table, tree, is_header)
-            opening = ""
-            since = start
-            count = 0
-            for line in range(start + 1, end):  # the items of an array that ends on a later line
-                with suppress(TOMLDecodeError):
-                    value: Any = loads(
-                        "\n".join([opening + lines[since], *lines[since + 1 : line], "]"])
-                    )
-                    while isinstance(value, dict):
-                        value = next(iter(value.values()))
-                    for _ in value:
-                        numbers.setdefault(f"{last}[{count}]", line)
-                        count += 1
-                    opening = "items = ["
-                    since = line
-        found.append(Statement(chunk, start + 1, tree, table, is_header))
-        start = end
-    return found, numbers
+    def _enter_items(self, name: str, end: int) -> None:
+        """Note the lines of the items of an array that starts here and ends on a later line.
+
+        An array is parsed piece by piece: each piece reaches from the last item that ended to a
+        line after which a closing bracket makes it valid.
+        """
+        opening = ""
+        since = self._start
+        count = 0
+        for line in range(self._start + 1, end):
+            rows = [opening + self.lines[since], *self.lines[since + 1 : line], "]"]
+            try:
+                value: Any = loads("\n".join(rows))
+            except TOMLDecodeError:
+                continue
+            while isinstance(value, dict):
+                value = next(iter(value.values()))
+            for _ in value:
+                self.numbers.setdefault(f"{name}[{count}]", line)
+                count += 1
+            opening = "items = ["
+            since = line

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from titanlite.utils import has_login
+from titanlite.utils import has_login, pip_install
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
@@ -21,6 +21,9 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
     "az": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
 }
 #: How stores get a login: never in a URL.
 _LOGINS = {
@@ -29,7 +32,6 @@ _LOGINS = {
     **dict.fromkeys(("az", "abfs", "abfss"), "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"),
     "hf": "HF_TOKEN",
 }
-_EXTRA = {"s3fs": "'titanlite[s3]'"}
 
 
 def is_url(text: str) -> bool:
@@ -57,14 +59,12 @@ def chain_problem(url: str) -> str:
     return "is a chain of URLs (::), which is refused: it can run code; copy the file and name it"
 
 
-def package_of(scheme: str) -> str:
-    """How to install what a store needs."""
+def store_needs(scheme: str, error: ImportError) -> str:
+    """Return what to install for a store that fsspec cannot open. error: fsspec's own words."""
     package = _PACKAGES.get(scheme)
-    return (
-        f"pip install {_EXTRA.get(package, package)}"
-        if package
-        else "the one that fsspec names for it"
-    )
+    if package is None:
+        return f"{scheme}:// needs a package that is not installed: {error}"
+    return f"{scheme}:// needs the package {package}: {pip_install(package)}"
 
 
 def login_problem(url: str) -> tuple[str, str] | None:
@@ -98,7 +98,7 @@ def url_problem(url: str) -> tuple[str, str] | None:
     package = _PACKAGES.get(scheme)
     if package is not None:
         if importlib.util.find_spec(package) is None:
-            return f"needs the package {package}, which is not installed", package_of(scheme)
+            return f"needs the package {package}, which is not installed", pip_install(package)
         return None
     from fsspec.registry import known_implementations  # torch brings it along
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titanlite.data import DataError
+from titanlite.utils import pip_install
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -50,7 +51,7 @@ class _Zstd(io.RawIOBase):
             import zstandard
         except ImportError:
             raise DataError(
-                f"{name}: reading zstd needs the package zstandard: pip install 'titanlite[data]'"
+                f"{name}: reading zstd needs the package zstandard: {pip_install('zstandard')}"
             ) from None
         self._file = file
         self._error = zstandard.ZstdError

@@ -10,10 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from titanlite.config.urls import chain_problem, login_problem, public_name
+from titanlite.config.urls import chain_problem, login_problem, public_name, store_needs
 from titanlite.data import DataError
 from titanlite.data.threads import ending
-from titanlite.utils import counted, human_time, is_hidden, logger, public
+from titanlite.utils import (
+    MissingPackageError,
+    counted,
+    human_time,
+    is_hidden,
+    logger,
+    public,
+)
 
 #: Seconds of the first and the longest wait for a source to come back.
 _FIRST_WAIT = 1.0
@@ -57,7 +64,23 @@ def check_url(key: str, url: str) -> None:
 
 def words(error: BaseException) -> str:
     """Return an error on one line, without users and queries of URLs."""
-    return public(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+    # Our own error is a whole sentence.
+    kind = "" if isinstance(error, MissingPackageError) else f"{type(error).__name__}: "
+    return public(" ".join(f"{kind}{error}".split()))[:300]
+
+
+def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    Raises MissingPackageError where the store needs a package that is not installed.
+    """
+    from fsspec import core
+
+    try:
+        found: tuple[Any, str] = core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise MissingPackageError(store_needs(url.partition("://")[0].lower(), error)) from error
+    return found
 
 
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:
@@ -92,7 +115,7 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
 
 def _is_final(reason: BaseException) -> bool:
     """Whether another try cannot help."""
-    if isinstance(reason, FileNotFoundError | PermissionError | ImportError):
+    if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
     # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the
     # next time.
@@ -171,13 +194,11 @@ class _RemoteFile(io.RawIOBase):
         return retried(call, f"{self._name} cannot be read at byte {self._at:,}", self._patience)
 
     def _open(self, ranges: bool = True) -> None:
-        import fsspec
-
         reason = chain_problem(self._url)
         if reason:
             raise DataError(f"{self._name} {reason}")
         is_http = self._url.startswith(("http://", "https://"))
-        system, path = fsspec.core.url_to_fs(self._url, **(self._timeouts() if is_http else {}))
+        system, path = url_to_fs(self._url, **(self._timeouts() if is_http else {}))
         if self.identity is not None:
             # Its listing may be old.
             system.invalidate_cache(path)
@@ -197,8 +218,10 @@ class _RemoteFile(io.RawIOBase):
         """Return options of fsspec's HTTP: a large file may take long, and a server that says
         nothing may not.
         """
-        import aiohttp
-
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise MissingPackageError(store_needs("https", error)) from error
         silence = max(min(_SILENCE, self._patience), 1.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
         return {"client_kwargs": {"timeout": timeout}}

@@ -24,10 +24,10 @@ from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns, Record
-from titanlite.data.remote import FileChangedError, check_url, retried
+from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs
 from titanlite.data.sources import TextFiles, key_of
 from titanlite.data.splits import ALL_SPLITS
-from titanlite.utils import counted, logger
+from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
@@ -164,10 +164,9 @@ def _base(url: str) -> str:
 
 def _listed(url: str, key: str) -> list[FoundFile]:
     """Ask a store for all files of a folder or a glob."""
-    import fsspec
 
     def find() -> list[FoundFile]:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = url_to_fs(url)
         if any(sign in path for sign in "*?["):
             found = system.glob(path, detail=True)
             path = _fixed_part(path)
@@ -210,7 +209,7 @@ def hub_files(
         import datasets
     except ImportError:
         raise DataError(
-            f"{key}: the hub needs the package datasets: pip install 'titanlite[data]'"
+            f"{key}: the hub needs the package datasets: {pip_install('datasets')}"
         ) from None
     subset = subset or text.subset
     split = split or text.split

@@ -11,6 +11,7 @@ from titanlite.data import DataError
 from titanlite.data.compression import DamagedError
 from titanlite.data.kinds import Format
 from titanlite.data.records import Columns, strings_of
+from titanlite.utils import pip_install
 
 _BUFFER = 1 << 18
 #: Rows of a table that become Python objects at once.
@@ -25,7 +26,7 @@ def table_rows(
         import pyarrow
     except ImportError:
         raise DataError(
-            f"{name}: reading {kind} needs the package pyarrow: pip install 'titanlite[data]'"
+            f"{name}: reading {kind} needs the package pyarrow: {pip_install('pyarrow')}"
         ) from None
     try:
         for before, batch in _batches(content, kind, columns.wanted, start):

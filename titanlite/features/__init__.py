@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanlite.config.sections import Config, Experimental, Float8, Training
+    from titanlite.config.sections import (
+        ActivationCheckpoint,
+        Config,
+        Experimental,
+        Float8,
+        Training,
+    )
+    from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.experts import ExpertParallel
@@ -37,6 +44,7 @@ class Features:
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
+    activation_offload: ActivationOffload | None
 
     @property
     def on(self) -> list[Feature]:
@@ -48,6 +56,7 @@ class Features:
             self.async_tp,
             self.float8,
             self.loss_chunks,
+            self.activation_offload,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -67,6 +76,7 @@ def features_of(config: Config) -> Features:
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
+        activation_offload=activation_offload_of(config.activation_checkpoint),
     )
 
 
@@ -122,3 +132,12 @@ def loss_chunks_of(section: Training) -> LossChunks | None:
     from titanlite.features.loss_chunks import LossChunks
 
     return LossChunks(section.loss_chunks)
+
+
+def activation_offload_of(section: ActivationCheckpoint) -> ActivationOffload | None:
+    """Return the offload of activations if it is on."""
+    if not section.offload:
+        return None
+    from titanlite.features.activation_offload import ActivationOffload
+
+    return ActivationOffload()

@@ -1,21 +1,17 @@
-"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step
-line. No torch here.
-"""
+"""The log on standard output: rank 0 logs everything, other ranks only warnings. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
-from titanlite.utils import escape, human_count, human_time, logger
+from titanlite.metrics.terminal import is_dumb, is_terminal, terminal_width, wants_color
+from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
     from titanlite.metrics.live import LiveView
@@ -39,60 +35,6 @@ FIELD_COLORS = {
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
-
-
-#: Percent of waiting for data above which the step line shows it.
-SLOW_DATA = 5.0
-#: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all
-#: devices), `seconds_left` (if known), and `waits_percent`: share of the time that the rank which
-#: waited longest has waited for data.
-Figures = Mapping[str, float]
-
-
-def shown_memory(f: Figures) -> tuple[float, float]:
-    """Return GiB and percent: with an allocator of what it has reserved, which the device has no
-    longer free.
-    """
-    kind = "reserved" if "reserved_gib" in f else "memory"
-    return f[f"{kind}_gib"], f[f"{kind}_percent"]
-
-
-def titan_line(f: Figures) -> str:
-    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then
-    our own fields.
-
-    Other tools read this line: fields keep their order and form, new ones go to the end.
-    """
-    fields = [
-        f"step: {f['step']:2}",
-        f"loss: {f['loss']:7.4f}",
-        "memory: {:5.2f}GiB({:.2f}%)".format(*shown_memory(f)),
-        f"tps: {round(f['tps']):,}",
-    ]
-    if "mfu" in f:
-        fields.append(f"mfu: {f['mfu']:.2f}%")
-    fields += [
-        f"grad_norm: {f['grad_norm']:.4f}",
-        f"lr: {f['lr']:.2e}",
-        f"tokens: {human_count(f['tokens_seen'])}",
-    ]
-    if "seconds_left" in f:
-        fields.append(f"left: {human_time(f['seconds_left'])}")
-    if f["waits_percent"] > SLOW_DATA:
-        fields.append(f"data: {f['waits_percent']:.0f}%")
-    return "  ".join(fields)
-
-
-def aws_fsdp_line(f: Figures, now: datetime) -> str:
-    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its
-    own time stamp.
-
-    `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
-    """
-    return (
-        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f['step']} Loss: {f['loss']:.5f}, "
-        f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"
-    )
 
 
 class ConsoleHandler(_StreamHandler):
@@ -184,31 +126,6 @@ def folded(text: str, begin: int, width: int) -> str:
     return "\n".join(lines)
 
 
-def terminal_width(stream: TextIO) -> int:
-    """Return the columns of a person's terminal; 0 for other streams."""
-    if not is_terminal(stream):
-        return 0
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
-        return 0
-
-
-def is_dumb() -> bool:
-    """Return whether the terminal takes no escape codes."""
-    return os.environ.get("TERM") == "dumb"
-
-
-def wants_color(stream: TextIO) -> bool:
-    """Return True for a terminal, unless NO_COLOR is set or it is dumb; also with FORCE_COLOR.
-
-    FORCE_COLOR is for launchers that pass our pipe on to a terminal.
-    """
-    if os.environ.get("NO_COLOR") or is_dumb():
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
-
-
 def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
     """Send the `titanlite` logger to `stream` (None: standard output).
 
@@ -270,7 +187,3 @@ def start_view(done: int, steps: int) -> LiveView | None:
 
             handler.view = LiveView(handler, done, steps)
     return handler.view
-
-
-def is_terminal(stream: TextIO) -> bool:
-    return isinstance(stream, io.TextIOWrapper) and not stream.closed and stream.isatty()

@@ -2,8 +2,9 @@
 
 It is a table of the last logged steps and a progress line.
 
-A step that leaves the table becomes a line of the log, so you can scroll back to it. At the end the
-table stays.
+A step that leaves the table becomes a line of the log, so you can scroll back to it. Another line
+of the log takes all steps out of the table, so lines stand in the order of their times. At the end
+the table stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,8 +21,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.metrics.console import ConsoleHandler, Figures, is_terminal, shown_memory
+from titanlite.metrics.step_line import Figures, shown_memory
+from titanlite.metrics.terminal import is_terminal
 from titanlite.utils import human_time
+
+if TYPE_CHECKING:
+    from titanlite.metrics.console import ConsoleHandler
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
@@ -54,6 +60,8 @@ class LiveView:
         self._began = self._drawn = time.monotonic()
         #: Figures of a step, and the line that the step becomes when it leaves the table.
         self._shown: list[tuple[Figures, str]] = []
+        #: Figures of the last logged step.
+        self._last: Figures | None = None
         self._console = Console(
             file=handler.target(),
             force_terminal=True,
@@ -83,13 +91,21 @@ class LiveView:
 
     def add(self, figures: Figures, line: str) -> None:
         """Show a logged step. Its line is written when the step leaves the table."""
+        self._last = figures
         self._shown.append((figures, line))
         if len(self._shown) > ROWS:
-            self.print(self._shown.pop(0)[1])
+            self._write(self._shown.pop(0)[1])
         self.tick(int(figures["step"]))
 
     def print(self, line: str) -> None:
-        """Write a line above the view."""
+        """Write a line above the view, below the lines of all steps before it."""
+        earlier = self._shown
+        self._shown = []
+        for _, step_line in earlier:
+            self._write(step_line)
+        self._write(line)
+
+    def _write(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
@@ -97,7 +113,7 @@ class LiveView:
         """Leave the last state on the screen, the cursor below it."""
         if self._handler.view is self:
             self._handler.view = None
-            self._live.transient = not self._shown
+            self._live.transient = self._last is None
             with contextlib.suppress(OSError):
                 self._live.stop()
 
@@ -113,14 +129,6 @@ class LiveView:
             table.add_column(title, justify="right", style=_COLUMNS[title][0], no_wrap=True)
         for cells in zip(*(columns[title] for title in shown), strict=True):
             table.add_row(*cells)
-        left = ""
-        if self._step >= self._steps:
-            left = f"took {human_time(time.monotonic() - self._began)}"
-        elif (
-            rows and "seconds_left" in (last := rows[-1]) and last["step"] < self._steps
-        ):  # a rollback may come after it
-            share = (self._steps - self._step) / (self._steps - last["step"])
-            left = f"left {human_time(last['seconds_left'] * share)}"
         bar = ProgressBar(
             self._steps,
             self._step,
@@ -130,5 +138,18 @@ class LiveView:
         )
         progress = Table.grid(padding=(0, 2))
         count = Text(f"{self._step:,}/{self._steps:,}", "bold")
-        progress.add_row(count, bar, f"{int(100 * self._step / self._steps)}%", left)
+        percent = f"{int(100 * self._step / self._steps)}%"
+        progress.add_row(count, bar, percent, self._time_left())
         return Group(table, progress) if rows else Group(progress)
+
+    def _time_left(self) -> str:
+        """Return the words on the time left, or on the time taken; empty where it is not known."""
+        if self._step >= self._steps:
+            return f"took {human_time(time.monotonic() - self._began)}"
+        last = self._last
+        if last is None or "seconds_left" not in last:
+            return ""
+        if last["step"] >= self._steps:  # a rollback came after it
+            return ""
+        share = (self._steps - self._step) / (self._steps - last["step"])
+        return f"left {human_time(last['seconds_left'] * share)}"

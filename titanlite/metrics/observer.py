@@ -18,8 +18,9 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, start_view, titan_line
+from titanlite.metrics.console import start_view
 from titanlite.metrics.jsonl import FILE, MetricsLog
+from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import (
     Reading,
     StragglerDetector,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size, names_like, shown
-from titanlite.utils import parse_json
+from titanlite.utils import parse_json, pip_install
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,9 +208,12 @@ def read_config(content: Mapping[str, Any]) -> Any:
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
         )
+    except ModuleNotFoundError as error:
+        message = '"hf" needs the package transformers, which is not installed'
+        raise _refused(message, pip_install("transformers"), "name") from error
     except ImportError as error:
         message = f'"hf" needs the package transformers: {error}'
-        raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
+        raise _refused(message, pip_install("transformers"), "name") from error
     kind: Any = content.get("model_type")
     if not isinstance(kind, str) or kind not in CAUSAL:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from titanlite.features import activation_offload_of
+
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
 
@@ -117,8 +119,7 @@ def apply_ac(
 
     names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is
     skipped but counts: the choice does not depend on how blocks are divided.
-    device: where the model will run. Offload is for accelerators: a CPU's activations are in host
-    memory already.
+    device: where the model will run, for offload.
     """
     modules = dict(model.named_modules())
     chosen = {name for name in recomputed_blocks(names, settings) if name in modules}
@@ -129,12 +130,9 @@ def apply_ac(
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
-    if settings.offload and device.type == "cuda":
-        from titanlite.parallel.activation_offload import HostMemory, offload
-
-        host = HostMemory(device)
-        for block in blocks.values():
-            offload(block, host, model)
+    offload = activation_offload_of(settings)
+    if offload is not None:
+        offload.apply(blocks.values(), model, device)
     return [name for name in names if name in chosen]
 
 

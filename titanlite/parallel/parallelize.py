@@ -327,26 +327,15 @@ class ModelBuilder:
         return DTYPES[self.training.mixed_precision_param]
 
     @property
-    def microbatches(self) -> int:
-        """Pieces of each micro-batch that go through the pipeline one by one."""
-        return 1 if self.pipelined is None else self.pipelined.microbatches
-
-    @property
     def reshard_after_forward(self) -> bool | int | None:
         """The argument of `apply_fsdp`.
 
-        Pipeline stages keep weights gathered between micro-batches by default.
-
-        Raises ParallelismError where a schedule does not allow it.
+        Raises ParallelismError where the schedule of a pipeline does not allow it.
         """
         named: dict[Any, bool | None] = {"default": None, "always": True, "never": False}
-        if self.pp > 1:
-            named["default"] = False
         given = self.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
-        if self.pipelined is not None:
-            self.pipelined.check_resharding(reshard)
-        return reshard
+        return reshard if self.pipelined is None else self.pipelined.resharding(reshard)
 
 
 def select(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

@@ -57,9 +57,8 @@ class RankSizes:
     def _shape(self) -> Shape:
         run = self.run
         mesh = run.mesh
-        sequences = run.batch.micro_batch_size // run.pipeline.microbatches
         return Shape(
-            sequences * run.batch.seq_len // mesh.context,
+            run.tokens_at_once,
             self.args,
             self.low,
             tp=mesh.tensor,

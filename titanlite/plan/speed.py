@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlite.features import features_of
+from titanlite.features import features_of, pipeline_of
 from titanlite.plan.computing import computing, launches, update
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.rates import CONSTANTS, Constants
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
     Directions,
-    bubble,
     host_transfers,
     sharding_traffic,
     tensor_traffic,
@@ -104,7 +103,10 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["host transfers"] = host_transfers(step, beside)
     busy = sum(parts.values())
     parts["launches"] = max(0.0, launches(step) - busy)
-    parts["pipeline bubble"] = bubble(step) * (busy + parts["launches"]) / step.micro_batches
+    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
+    if pipeline is not None:
+        idle = pipeline.bubble(step) * (busy + parts["launches"])
+        parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
     return parts
 

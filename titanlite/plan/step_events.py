@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from titanlite.features import activation_offload_of, pipeline_of
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.group_events import GroupEvents
 from titanlite.plan.kept_events import KeptEvents
@@ -24,13 +25,18 @@ class StepEvents:
         self.sizes = sizes
         self.run = sizes.run
         self.groups = GroupEvents(sizes)
-        self.activations = KeptEvents(sizes)
+        self.activations = self._kept_events()
+
+    def _kept_events(self) -> KeptEvents:
+        offload = activation_offload_of(self.run.activation_checkpoint)
+        return KeptEvents(self.sizes) if offload is None else offload.kept_events(self.sizes)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the step."""
         yield from self._state()
-        if self.run.mesh.pipeline > 1:
-            yield from self._pipeline()
+        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        if pipeline is not None:
+            yield from pipeline.events(self)
         else:
             yield from self._micro_batches()
         yield Run("optimizer", "", {"working memory": self._optimizer_work()})
@@ -67,41 +73,11 @@ class StepEvents:
         for index in range(count):
             is_last = index == count - 1
             reduces = is_last or self.run.training.gradient_sync == "every"
-            yield from self._forward(modules)
-            yield from self._backward(modules, reduces)
+            yield from self.forward(modules)
+            yield from self.backward(modules, reduces=reduces)
 
-    def _pipeline(self) -> Iterator[Event]:
-        from titanlite.features.pipeline.order import actions
-
-        run = self.run
-        ranks = run.mesh.pipeline
-        schedule = run.experimental.pipeline_parallel_schedule
-        pieces = run.pipeline.microbatches * run.batch.accumulation
-        # A rank has receive buffers for each piece: inputs, and gradients of outputs.
-        received = 0
-        for stage in self.sizes.stages:
-            received += ("tok_embeddings" not in stage) + ("output" not in stage)
-        yield Alloc("communication", "received", pieces * received * self.sizes.shape.hidden)
-        replayed = pieces
-        if schedule not in ("GPipe", "LoopedBFS"):
-            replayed = min(pieces, 4 * ranks)
-        order = actions(schedule, ranks, self.sizes.pipeline_rank, len(self.sizes.stages), replayed)
-        for kind, index in order:
-            stage = self.sizes.stages[index]
-            # The first stage has no first half of a backward, and all in the second.
-            is_first = "tok_embeddings" in stage
-            if kind == "F":
-                yield from self._forward(stage)
-            elif kind == "I":
-                if not is_first:
-                    yield from self._first_half(stage)
-            else:
-                yield from self._backward(stage, second_half=kind == "W" and not is_first)
-        for group in self.sizes.groups:
-            yield from self.groups.free(group)
-            yield from self.groups.reduce(group, made=0, ahead=0)
-
-    def _forward(self, modules: list[str]) -> Iterator[Event]:
+    def forward(self, modules: list[str]) -> Iterator[Event]:
+        """Run modules, and keep what their backward needs."""
         # Of the latest gather.
         buffer = 0
         for module in modules:
@@ -127,16 +103,26 @@ class StepEvents:
         shape = self.sizes.shape
         return shape.tokens * (shape.vocabulary + shape.args.dim) * self.sizes.low
 
-    def _first_half(self, modules: Sequence[str]) -> Iterator[Event]:
+    def first_half(self, modules: Sequence[str]) -> Iterator[Event]:
         """Make gradients of inputs alone; all that those of weights need lives on."""
         for module in reversed(modules):
             cost = self.sizes.costs[module]
             yield Run("backward", module, {_part_of(module): cost.split.working})
             yield Alloc("activations", ("pending", module), cost.pending)
 
-    def _backward(
-        self, modules: list[str], reduces: bool = False, second_half: bool = False
+    def backward(
+        self,
+        modules: list[str],
+        *,
+        frees: bool = True,
+        reduces: bool = False,
+        second_half: bool = False,
     ) -> Iterator[Event]:
+        """Make gradients.
+
+        frees: weights when they were used. reduces: gradients when they are made. second_half: of
+        weights alone, after `first_half`.
+        """
         # Buffers of a gather that runs ahead, and of the latest reduction.
         ahead = 0
         reduced = 0
@@ -166,7 +152,7 @@ class StepEvents:
             if module != "tok_embeddings" or not made[group]:
                 made[group] += cost.weights
             if module == group.modules[0]:
-                if self.run.mesh.pipeline == 1:
+                if frees:
                     yield from self.groups.free(group)
                 if reduces:
                     yield from self.groups.reduce(group, made.pop(group), ahead)

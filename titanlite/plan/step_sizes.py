@@ -52,9 +52,8 @@ class StepSizes:
         self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
         self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
-        rows = run.batch.micro_batch_size / run.pipeline.microbatches
         #: Tokens of a micro-batch on this rank.
-        self.tokens = rows * run.batch.seq_len / self.mesh.context
+        self.tokens = run.tokens_at_once
         self.blocks = len(self.spec.block_names(self.args))
         #: Model FLOPs of a token, forward and backward: without attention, and of attention.
         self.base_flops = self.spec.flops_per_token(self.args, 0)
@@ -128,13 +127,7 @@ class StepSizes:
         pipeline = pipeline_of(self.run.experimental, self.mesh.pipeline)
         if pipeline is None or self.spec.pipeline_costs is None:
             return 1.0
-        layout = pipeline.layout(self.spec, self.args, self.run.batch.seq_len)
-        costs = dict(layout.costs)
-        stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
-        flops = []
-        for rank in range(pipeline.degree):
-            flops.append(sum(stages[stage] for stage in layout.on(rank)))
-        return max(flops) / sum(flops)
+        return pipeline.slowest_share(self)
 
     @cached_property
     def sharded(self) -> list[Sharded]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.metrics.console import wants_color
+from titanlite.metrics.terminal import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS
 from titanlite.plan.plan import Disk, Plan, make_plan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.features import pipeline_of
+from titanlite.features import activation_offload_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -115,23 +115,9 @@ def host_transfers(step: StepSizes, computing: Directions) -> float:
     one = 4 * step.owned / pcie * step.run.training.enable_cpu_offload
     backward = one * (gathers * step.frees + _reductions(step))
     weights = Directions(one * gathers, backward)
-    offload = step.run.activation_checkpoint.offload
-    kept = kept_bytes(step) * step.micro_batches * step.stage_share / pcie * offload
-    activations = Directions(kept, kept)
-    return weights.beyond(_beside(step, computing)) + activations.beyond(computing)
-
-
-def kept_bytes(step: StepSizes) -> float:
-    """Return the bytes that all blocks keep for the backward of one micro-batch, roughly."""
-    inputs = step.itemsize * step.tokens * step.width * step.blocks / step.mesh.tensor
-    whole = step.itemsize * step.tokens * step.outputs * 1.5
-    return inputs + whole * (0.5 if step.by_op else 1 - step.recomputed)
-
-
-# Waiting
-
-
-def bubble(step: StepSizes) -> float:
-    """Return the idle time of a pipeline's rank, in micro-batches."""
-    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
-    return 0.0 if pipeline is None else pipeline.bubble(step)
+    seconds = weights.beyond(_beside(step, computing))
+    offload = activation_offload_of(step.run.activation_checkpoint)
+    if offload is not None:
+        one_way = offload.transfers(step)
+        seconds += Directions(one_way, one_way).beyond(computing)
+    return seconds

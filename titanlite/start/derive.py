@@ -20,14 +20,12 @@ from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import without_effect
 from titanlite.config.sections import Config
-from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
-from titanlite.features import features_of
+from titanlite.features import features_of, pipeline_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.schedules import find_schedule
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
@@ -104,6 +102,13 @@ class MeshSizes:
         """
         return self.dp_shard * self.context
 
+    @property
+    def weight_shards_in_words(self) -> str:
+        """The degrees whose product that is."""
+        if self.context == 1:
+            return "data_parallel_shard"
+        return "data_parallel_shard * context_parallel"
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -172,6 +177,23 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return found
 
     @property
+    def sequences_at_once(self) -> int:
+        """Sequences that a rank's model takes at once: a micro-batch, or a pipeline's piece of
+        one.
+        """
+        return self.batch.micro_batch_size // self.pipeline.microbatches
+
+    @property
+    def rank_len(self) -> int:
+        """Tokens of each sequence that a rank has; ranks of context parallelism share it."""
+        return self.batch.seq_len // self.mesh.context
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that a rank's model takes at once."""
+        return self.sequences_at_once * self.rank_len
+
+    @property
     def max_seq_len(self) -> int:
         """The longest sequence of training and validation, in tokens."""
         held_out = self.validation.seq_len if self.validation.enable else None
@@ -238,9 +260,14 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     batch = _batch(d, mesh, told.notes)
     told.warnings += _keys_in_vain(d, mesh)
     filled = _filled(d)
-    pipeline = PipelineSizes()
-    if mesh.pipeline > 1:
-        filled, pipeline = _cut(filled, mesh, batch, told)
+    sizes = PipelineSizes()
+    pipeline = pipeline_of(d.experimental, mesh.pipeline)
+    if pipeline is not None:
+        cut = pipeline.cut(filled, mesh, batch)
+        filled = cut.sections
+        sizes = PipelineSizes(cut.stages, cut.microbatches)
+        told.notes += cut.notes
+        told.warnings += cut.warnings
     steps = _steps(filled, batch, total_sequences, told.notes)
     schedule = _schedule(filled, steps, told)
     _name_idle_keys(config, told)
@@ -249,7 +276,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         **{name: getattr(filled, name) for name in sections()},
         mesh=mesh,
         batch=batch,
-        pipeline=pipeline,
+        pipeline=sizes,
         steps=steps,
         schedule=schedule,
         notes=tuple(told.notes),
@@ -394,43 +421,6 @@ def _below(folder: str, section: S, *names: str) -> S:
     paths = {name: getattr(section, name) for name in names}
     joined = {name: below(folder, path) for name, path in paths.items() if path}
     return replace_fields(section, **joined)
-
-
-def _cut(
-    d: Config, mesh: MeshSizes, batch: BatchSizes, told: _Told
-) -> tuple[Config, PipelineSizes]:
-    """Return the sections of a run with a pipeline, and how the pipeline cuts."""
-    from titanlite.features.pipeline.split import stage_count
-
-    settings = d.experimental
-    schedule = find_schedule(settings.pipeline_parallel_schedule) or "1F1B"
-    pieces = settings.pipeline_parallel_microbatches or mesh.pipeline
-    stages = stage_count(schedule, mesh.pipeline, settings.pipeline_parallel_split_points)
-    told.notes.append(
-        f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch "
-        f"of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
-    )
-    reshard = d.training.reshard_after_forward
-    if mesh.weight_shards > 1 and reshard == "default":
-        told.notes.append(
-            "weights stay gathered for the whole step: each pipeline micro-batch would gather "
-            "them again"
-        )
-    elif mesh.weight_shards > 1 and reshard != "never":
-        told.warnings.append(
-            f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for "
-            "each pipeline micro-batch"
-        )
-    experimental = replace_fields(
-        settings,
-        pipeline_parallel_schedule=schedule,
-        pipeline_parallel_microbatches=pieces,
-    )
-    training = d.training
-    if reshard == "default":
-        training = replace_fields(training, reshard_after_forward="never")
-    sizes = PipelineSizes(stages, pieces)
-    return replace_fields(d, experimental=experimental, training=training), sizes
 
 
 # The length of the run and the schedule

@@ -87,12 +87,9 @@ def _reshard_misfits(run: RunConfig) -> Iterator[Finding]:
     shards = run.mesh.weight_shards
     if not isinstance(reshard, int) or shards % reshard == 0:
         return
-    which = "data_parallel_shard"
-    if run.mesh.context > 1:
-        which += " * context_parallel"
     message = (
         f"is {reshard}, which does not divide the {shards} ranks that share one copy of the "
-        f"weights ({which})"
+        f"weights ({run.mesh.weight_shards_in_words})"
     )
     numbers = "".join(f"{number}, " for number in divisors(shards)[1:])
     hint = f'these work: {numbers}"default", "always" or "never"'

@@ -102,7 +102,7 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
         return loss
     from titanlite.metrics.figures import RowLosses
 
-    return RowLosses(loss, run.batch.seq_len // run.mesh.context)
+    return RowLosses(loss, run.rank_len)
 
 
 def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
@@ -116,7 +116,7 @@ def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
     from titanlite.parallel.policy_check import check_policy
 
     names = run.spec.block_names(builder.args)
-    size = run.batch.micro_batch_size // run.pipeline.microbatches, run.batch.seq_len
+    size = run.sequences_at_once, run.batch.seq_len
     model = run.spec.build_on_meta(builder.args)
     check_policy(model, names, size, builder.device, builder.param_dtype)
 

@@ -24,13 +24,14 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import features_of
+from titanlite.features import activation_offload_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.run_text import Datasets
+from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -186,9 +187,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
         text = "all kept"
         amount = f"{human_bytes(kept.plain)} in {counted(kept.blocks, 'blocks')} per micro-batch"
     parts = [text, amount]
-    if config.offload:
-        away = f"up to {human_bytes(kept.kept)} of that wait in host memory"
-        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    offload = activation_offload_of(config)
+    if offload is not None:
+        parts.append(_NO_OFFLOAD if setup.cpu else offload.report(kept.kept))
     return "activations", "; ".join(parts)
 
 
@@ -340,25 +341,17 @@ def _versions() -> str:
 
 def _setup(built: Built, run: RunConfig) -> Setup:
     builder = built.model.builder
-    mesh, batch = run.mesh, run.batch
-    degrees = {
-        "pp": mesh.pipeline,
-        "dp_replicate": mesh.dp_replicate,
-        "dp_shard": mesh.dp_shard,
-        "cp": mesh.context,
-        "tp": mesh.tensor,
-    }
-    rows = batch.micro_batch_size // run.pipeline.microbatches
+    batch = run.batch
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
-        degrees=degrees,
+        degrees=run.mesh.dimensions,
         parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
         # Tensor-parallel ranks gather the sequence before a product.
-        tokens=rows * (batch.seq_len // mesh.context),
+        tokens=run.tokens_at_once,
         text=built.datasets.train.describe(),
         tokens_per_epoch=built.datasets.train.tokens_per_epoch,
     )
@@ -417,8 +410,13 @@ def _schedule(run: RunConfig) -> Row:
 
 
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
-    """Return the warnings of the config, and those of the texts that it does not tell already."""
+    """Return the warnings of machine and config, and those of the texts that are not told yet."""
     name = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
     doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
-    return [*run.warnings, *(one for one in doubts if not is_told(one, run.warnings))]
+    machine = accelerator_warning()
+    return [
+        *([machine] if machine else []),
+        *run.warnings,
+        *(one for one in doubts if not is_told(one, run.warnings)),
+    ]

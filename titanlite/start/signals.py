@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 from titanlite import exit_codes
 from titanlite.utils import human_time
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# By name: Windows has no SIGUSR1, and there the import must not fail before the refusal.
+SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGUSR1", "SIGINT"))
 #: A signal that comes sooner after the first is the same request again: a scheduler signals
 #: torchrun and its workers.
 _APART_SECONDS = 1.0

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import Key, choices, keys, members, sections
 from titanlite.config.load import config_folders
-from titanlite.tools.cli import COMMANDS, Commands, _top_parser, make_parser, no_flags
-from titanlite.tools.parser import Parser
-from titanlite.utils import Style
+from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
+from titanlite.tools.parser import Commands, Parser, no_flags
+from titanlite.utils import Style, pip_install
 
 #: Set by the shell's function when it asks for completions.
 VARIABLE = "_ARGCOMPLETE"
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
     try:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError:
-        message = "tab completion needs argcomplete: pip install 'titanlite[completion]'"
+        message = f"tab completion needs the package argcomplete: {pip_install('argcomplete')}"
         raise ConfigError(
             [Problem("command line", "completion", message, code="missing-package")]
         ) from None
@@ -79,7 +79,7 @@ def _names_only() -> Parser:
     """Return a parser that knows the names of the commands alone: to import all of them takes
     longer.
     """
-    parser = _top_parser()
+    parser = top_parser()
     commands = parser.add_subparsers()
     for name in COMMANDS:
         commands.add_parser(name)

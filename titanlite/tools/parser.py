@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titanlite.config.entries import known_names
-from titanlite.config.errors import nearest
+from titanlite.config.errors import bad_flag, nearest
 
+Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
+
+EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
+FILES = "TOML file, or several, later ones over earlier ones; also looked up in train_configs/"
 #: What the help of a command says that takes keys of the config.
 FLAGS = (
     "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
@@ -18,6 +22,22 @@ FLAGS = (
 )
 #: Keys that an error names at most.
 _KEYS_SHOWN = 3
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Let a command take config files; `files_of` has them."""
+    parser.add_argument("files", nargs="*", metavar="CONFIG", help=FILES)
+
+
+def files_of(arguments: argparse.Namespace) -> list[str]:
+    """Return the flag that names the config files of a command."""
+    return ["--job.config_file", *arguments.files] if arguments.files else []
+
+
+def no_flags(flags: Sequence[str]) -> None:
+    """Refuse `--section.key` flags for a command that takes none."""
+    if flags:
+        raise bad_flag(flags[0], "this command takes no --section.key flags")
 
 
 def add_group(commands: Any, name: str, help: str) -> Any:

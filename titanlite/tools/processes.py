@@ -79,8 +79,8 @@ def run(  # noqa: PLR0913
     """Run a command in a folder, write its output to the file `console`, return its exit code.
 
     Any exception while it runs, such as Stopped, ends the command first. ask: the signal that asks
-    it to end. grace: seconds that it then has. Raises OSError, and subprocess.TimeoutExpired after
-    `seconds`.
+    it to end. grace: seconds that it then has. Of two signals the first one is raised. Raises
+    OSError, and subprocess.TimeoutExpired after `seconds`.
     """
     # The command gets a session for itself, so Ctrl-C reaches only this process.
     with (
@@ -98,6 +98,11 @@ def run(  # noqa: PLR0913
     ):
         try:
             return process.wait(seconds)
+        except Stopped:
+            # A second signal ends the command sooner, but the first one is the reason.
+            with contextlib.suppress(Stopped):
+                _end(process, ask, grace)
+            raise
         except BaseException:
             _end(process, ask, grace)
             raise
@@ -113,7 +118,8 @@ def _heed_interrupts() -> None:
 def _end(process: subprocess.Popen[bytes], ask: signal.Signals, grace: float) -> None:
     """Ask a command to end.
 
-    If that takes too long, or on a second signal, kill it and all that it started.
+    If that takes too long, or on a second signal, kill it and all that it started. The signal is
+    raised then.
     """
     process.send_signal(ask)
     try:

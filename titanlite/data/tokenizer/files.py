@@ -12,7 +12,7 @@ from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
 from titanlite.data.tokenizer.local import FOLDER_FILES, bundled, find_file, kind_of, load_local
 from titanlite.data.tokenizer.urls import read_url
-from titanlite.utils import logger, parse_json
+from titanlite.utils import logger, parse_json, pip_install
 
 GENERATION = "generation_config.json"
 #: Files that `transformers` and vLLM read beside the weights.
@@ -94,7 +94,8 @@ def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, byte
     found.setdefault(name, content)
     found = with_class(found, tokenizer)
     logger.warning(
-        f"{file} is copied as it is: a comparison of its ids needs `pip install 'titanlite[hf]'`"
+        f"{file} is copied as it is: a comparison of its ids needs the package transformers: "
+        f"{pip_install('transformers')}"
     )
     return found
 

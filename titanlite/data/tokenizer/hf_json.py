@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
-from titanlite.utils import parse_json
+from titanlite.utils import parse_json, pip_install
 
 #: Files beside tokenizer.json that may name BOS and EOS; the first that does decides.
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -51,8 +51,8 @@ class JsonTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise DataError(
-                f"{where}: reading a tokenizer.json needs the tokenizers library: pip install "
-                "'titanlite[hf]'"
+                f"{where}: reading a tokenizer.json needs the package tokenizers: "
+                f"{pip_install('tokenizers')}"
             ) from None
         # Our threads give it a text each. Its own threads would only add a warning at each fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

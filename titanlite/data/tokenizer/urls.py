@@ -6,13 +6,13 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.config.urls import chain_problem, package_of
+from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
-from titanlite.data.remote import check_url
+from titanlite.data.remote import check_url, url_to_fs
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
 from titanlite.data.tokenizer.local import FOLDER_FILES, load_local
-from titanlite.utils import logger, public
+from titanlite.utils import MissingPackageError, logger, pip_install, public
 
 
 def load_url(url: str) -> Tokenizer:
@@ -66,17 +66,16 @@ def read_url(url: str) -> bytes:
             # It retries for ever by default.
             with blobfile.create_context(retry_limit=5).BlobFile(url, "rb") as file:
                 return bytes(file.read())
-        from fsspec.core import url_to_fs
-
         system, path = url_to_fs(url)
         return bytes(system.cat_file(path))
     except FileNotFoundError:
         raise
-    except ImportError as error:
-        extra = package_of(scheme) if scheme.startswith("s3") else "pip install 'titanlite[data]'"
+    except MissingPackageError as error:
+        raise DataError(f"model.tokenizer_path: {public(url)} cannot be read: {error}") from None
+    except ImportError:
         raise DataError(
-            f"model.tokenizer_path: {public(url)} needs a package that is missing ({error}): "
-            f"{extra}"
+            f"model.tokenizer_path: {public(url)} needs the package blobfile: "
+            f"{pip_install('blobfile')}"
         ) from None
     except Exception as error:
         # Each store has its own errors.

@@ -58,9 +58,7 @@ class ExpertParallel(Feature):
         experts = math.gcd(*run.spec.experts(args).values())
         shards = run.mesh.weight_shards
         if shards % self.ranks or experts % self.ranks:
-            which = "data_parallel_shard"
-            if run.mesh.context > 1:
-                which += " * context_parallel"
+            which = run.mesh.weight_shards_in_words
             fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
             message = (
                 f"is {self.ranks}, which does not divide both {which} = {shards} and the "

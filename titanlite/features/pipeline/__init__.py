@@ -1,22 +1,24 @@
 """Pipeline parallelism (PP), ranks that hold some of the layers each: what titanlite knows of it,
 moment by moment.
 
-    split.py    where a model is cut                    checks.py   other keys, ranks, model
-    stages.py   the stages of one rank as one model     runner.py   … run by a schedule
-    order.py    the order of a rank's work, for the plan of memory
+    cut.py      defaults, notes, sizes of a run         checks.py   other keys, ranks, model
+    split.py    where a model is cut                    stages.py   the stages of a rank as a model
+    runner.py   … run by a schedule                     order.py    the order of a rank's work
+    plan_memory.py   … as events, for the plan of memory
 
-The keys are `experimental.pipeline_parallel_*`. `titanlite.start.derive` fills in the defaults.
-Files that need torch are imported where they are used.
+The keys are `experimental.pipeline_parallel_*`. Files that need torch are imported where they are
+used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.rules import Finding
 from titanlite.features.feature import Feature
 from titanlite.features.pipeline import checks
+from titanlite.features.pipeline.cut import Cut, cut_run
 from titanlite.features.pipeline.split import StageLayout, split_stages
 from titanlite.parallel import ParallelismError, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from titanlite.loss import LossFunction
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.events import Event
+    from titanlite.plan.step_events import StepEvents
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
+    from titanlite.start.derive import BatchSizes, MeshSizes, RunConfig
     from titanlite.start.report import Row, Setup
 
 
@@ -70,6 +74,10 @@ class PipelineParallel(Feature):
         return split_stages(costs, self.degree, self.schedule, points)
 
     # Before the ranks start
+
+    def cut(self, d: Config, mesh: MeshSizes, batch: BatchSizes) -> Cut:
+        """Return the sizes of a run, and its sections with defaults of the pipeline filled in."""
+        return cut_run(d, self.microbatches, mesh, batch)
 
     def misfits(self, d: Config, run: RunConfig) -> Iterable[Finding]:
         """Find what does not fit the ranks. d: the sections as written."""
@@ -136,15 +144,19 @@ class PipelineParallel(Feature):
             builder.positions if builder.tp > 1 else None,
         )
 
-    def check_resharding(self, reshard: bool | int | None) -> None:
-        """Raise ParallelismError if weights are freed between the two halves of a backward.
+    def resharding(self, given: bool | int | None) -> bool | int:
+        """Return whether stages free gathered weights, as `apply_fsdp` takes it; None: they keep
+        them for the next micro-batch.
 
-        Weights that are gathered again are new tensors, and get no gradient without an error.
+        Raises ParallelismError if weights are freed between the two halves of a backward. Weights
+        that are gathered again are new tensors, and get no gradient without an error.
         """
+        reshard = False if given is None else given
         if reshard is not False and SCHEDULES[self.schedule].splits_backward:
             raise ParallelismError(
                 f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"
             )
+        return reshard
 
     # The start report
 
@@ -158,7 +170,23 @@ class PipelineParallel(Feature):
         text = f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
         yield "pipeline", text
 
-    # The plan
+    # The plan: `titanlite.plan` calls these
+
+    def events(self, step: StepEvents) -> Iterator[Event]:
+        """Yield the work of a rank in a step, for the plan of memory."""
+        from titanlite.features.pipeline.plan_memory import pipeline_events
+
+        return pipeline_events(step)
+
+    def slowest_share(self, step: StepSizes) -> float:
+        """Return the share of the model's FLOPs that the slowest rank has."""
+        layout = self.layout(step.spec, step.args, step.run.batch.seq_len)
+        costs = dict(layout.costs)
+        stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
+        flops = []
+        for rank in range(self.degree):
+            flops.append(sum(stages[stage] for stage in layout.on(rank)))
+        return max(flops) / sum(flops)
 
     def bubble(self, step: StepSizes) -> float:
         """Return the idle time of a rank, in micro-batches."""

@@ -8,47 +8,41 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.checkpoint.hf_files import holds_weights
 from titanlite.checkpoint.manifest import (
-    DELETED,
     FILE,
-    NAMES,
-    PARTIAL,
-    PIN,
-    REASON,
     CheckpointError,
     Manifest,
-    NewerFormatError,
-    Progress,
-    check_files,
-    describe_roots,
-    find,
     parse_manifest,
     progress,
-    read_manifest,
-    refuse_older,
-    root_of,
-    roots_below,
     step_folder,
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
-from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
+from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config import trust
-from titanlite.tools.cli import EMA, no_flags
-from titanlite.tools.parser import add_group
+from titanlite.tools.commands.checkpoint_folders import (
+    INVALID,
+    NEWER,
+    VALID,
+    Entry,
+    checkpoint_of,
+    inspect,
+    list_checkpoints,
+    print_progress,
+    remove,
+    roots_of,
+    verify,
+)
+from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
+from titanlite.tools.parser import EMA, add_group, no_flags
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -61,258 +55,6 @@ _PATH = (
     "a run, its folder of checkpoints, a folder of runs, or a URL such as "
     "s3://bucket/run/checkpoint"
 )
-VALID = "valid"
-INVALID = "invalid"
-NEWER = "newer format"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One folder among the checkpoints, or the mark of a leftover."""
-
-    folder: AnyPath
-    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one,
-    #: quarantined when its step was saved again), "partial" (a save under way or cut short) or
-    #: "being deleted".
-    state: str
-    #: Why it is not valid.
-    reason: str
-    pinned: bool
-    manifest: Manifest | None
-    #: Bytes of its files.
-    size: int
-    #: Seconds since the epoch.
-    written: float
-
-    @property
-    def step(self) -> int:
-        """Return the step in its name; -1 for a name without one."""
-        match = re.search(r"step-(\d+)", self.folder.name)
-        return int(match.group(1)) if match else -1
-
-    @property
-    def description(self) -> str:
-        more = ", weights only" if self.manifest is not None and self.manifest.weights_only else ""
-        return f"{self.state}{more}{', pinned' if self.pinned else ''}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry for JSON."""
-        manifest = self.manifest
-        numbers = {
-            "ranks": manifest and manifest.world_size,
-            "format": manifest and manifest.format,
-        }
-        found = {
-            "folder": str(self.folder),
-            "step": self.step,
-            "state": self.state,
-            "reason": self.reason or None,
-        }
-        return {
-            **found,
-            "pinned": self.pinned,
-            "bytes": self.size,
-            "written": self.written,
-            **numbers,
-        }
-
-
-def inspect(path: AnyPath) -> Entry:
-    """Return the state of a folder or mark, by its name, its manifest and the sizes of its
-    files.
-    """
-    manifest = None
-    reason = ""
-    state = VALID
-    folder = path
-    if path.name.startswith((PARTIAL, DELETED)):
-        state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
-        folder = leftover_folder(path) or path
-    elif step_of(path) is None:
-        state = "set aside"
-        with suppress(FileNotFoundError):
-            reason = (path / REASON).read_bytes().decode(errors="replace").rstrip()
-    else:
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError as error:
-            state = NEWER if isinstance(error, NewerFormatError) else INVALID
-            reason = str(error)
-    files = files_in(folder)
-    times = [file.st_mtime for file in files.values()]
-    if not times:
-        with suppress(OSError):
-            times = [path.stat().st_mtime]
-    written = manifest.created if manifest else max(times, default=time.time())
-    return Entry(
-        path,
-        state,
-        reason,
-        PIN in files,
-        manifest,
-        sum(file.st_size for file in files.values()),
-        written,
-    )
-
-
-def list_checkpoints(root: AnyPath) -> list[Entry]:
-    """Return all entries of a folder of checkpoints, by step."""
-    left = {leftover_folder(mark): mark for mark in leftovers(root)}
-    # Marks of whole checkpoints have no folder.
-    left.pop(None, None)
-    found = list(left.values())
-    for name, is_folder in entries(root).items():
-        folder = root / name
-        if is_folder and NAMES.fullmatch(name) and folder not in left:
-            found.append(folder)
-    return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
-
-
-def checkpoint_of(path: AnyPath | str) -> AnyPath:
-    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder.
-
-    Raises CheckpointError.
-    """
-    path = to_path(path)
-    if step_of(path) is not None or (path / FILE).is_file():
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint")
-        return path
-    roots = roots_of(path)
-    if len(roots) > 1:
-        raise CheckpointError(
-            f"{path} holds the checkpoints of {len(roots)} runs: name one of "
-            f"them\n{describe_roots(roots)}"
-        )
-    root = roots[0]
-    manifest, passed = find(root)
-    if manifest is None:
-        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
-    return step_folder(root, manifest.step)
-
-
-def roots_of(path: AnyPath) -> list[AnyPath]:
-    """Return the folder of checkpoints that `path` means, or all such folders below it.
-
-    Raises CheckpointError.
-    """
-    try:
-        return [root_of(path)]
-    except CheckpointError:
-        if path.is_dir() and (below := roots_below(path)):
-            return below
-        raise
-
-
-def check_weights(path: AnyPath) -> None:
-    """Look whether a path can hold weights, without torch. Raises CheckpointError.
-
-    Weights of other programs, and files of torch's, are only looked for; their contents are read
-    later.
-    """
-    if path.is_file() and not path.name.endswith(".toml"):
-        return
-    if path.is_dir() and holds_weights(path):
-        return
-    if path.is_dir() and step_of(path) is None:
-        refuse_older(path)
-    checkpoint_of(path)
-
-
-def verify(
-    folder: AnyPath, show: Progress = lambda done, total: None
-) -> tuple[Manifest | None, list[str]]:
-    """Read every file of a checkpoint and compare it with the manifest; return that, if it is
-    right, and problems.
-    """
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return None, [str(error)]
-    return manifest, check_files(folder, manifest, progress=show)
-
-
-def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
-    """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be)
-    deleted.
-
-    One that somebody pins meanwhile stays, with a warning.
-
-    Raises CheckpointError, before anything is deleted, for what `force` overrides. These are pinned
-    ones, saves that may be under way, and those of a newer format. All together are refused when no
-    checkpoint that is good by its hashes would remain.
-    """
-    found = []
-    for path in dict.fromkeys(map(_absolute, paths)):
-        if not NAMES.fullmatch(path.name) or not path.exists():
-            below = roots_below(path) if path.is_dir() else []
-            hint = f"; below it are\n{describe_roots(below)}" if below else ""
-            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N){hint}")
-        found.append(inspect(path))
-    if not force:
-        _must_be_deletable(found)
-    if dry_run:
-        return found
-    return [entry for entry in found if _delete(entry, force)]
-
-
-def _must_be_deletable(found: Sequence[Entry]) -> None:
-    """Raise CheckpointError for what `remove` deletes by force only."""
-    for entry in found:
-        if entry.pinned:
-            raise CheckpointError(
-                f"{entry.folder} is pinned: remove its file {PIN} first, or give --force"
-            )
-        if entry.state == NEWER:
-            raise CheckpointError(
-                f"{entry.reason}. It may be good: give --force to delete it all the same"
-            )
-        if entry.state == "partial":
-            raise CheckpointError(
-                f"{entry.folder} may be a save under way: give --force when no run writes there"
-            )
-    going: dict[AnyPath, list[Entry]] = {}
-    for entry in found:
-        going.setdefault(entry.folder.parent, []).append(entry)
-    for root, entries_of_root in going.items():
-        if any(entry.state == VALID for entry in entries_of_root):
-            _must_leave_one(root, entries_of_root)
-
-
-def _delete(entry: Entry, pinned_too: bool) -> bool:
-    """Delete a checkpoint or a leftover; return False where it was pinned meanwhile, and stays."""
-    is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
-    leftover = entry.folder if is_mark else unpublish(entry.folder, pinned_too)
-    return leftover is not None and delete(leftover, pinned_too)
-
-
-def _absolute(path: AnyPath) -> AnyPath:
-    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
-    return path.parent.resolve() / path.name if isinstance(path, Path) else path
-
-
-def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
-    """Raise CheckpointError unless a remaining checkpoint is good, by its hashes.
-
-    If a full checkpoint goes, one of weights only does not count.
-    """
-    full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
-    reasons = []
-    for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
-        if folder in [entry.folder for entry in going]:
-            continue
-        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
-        if not problems and not (full and manifest is not None and manifest.weights_only):
-            return
-        reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
-    raise CheckpointError(
-        f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
-        "Nothing was removed; --force removes it anyway"
-    )
-
-
-def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -411,7 +153,7 @@ def _add_convert(actions: Any) -> None:
         "checkpoint.initial_load_path"
     )
     add("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
-    add("--dtype", choices=_PRECISIONS, help=_DTYPE)
+    add("--dtype", choices=PRECISIONS, help=DTYPE)
     add("--ema", action="store_true", help=EMA)
     trust.add_argument(add)
 
@@ -426,68 +168,6 @@ def _add_rm(actions: Any) -> None:
     add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
     add("--force", action="store_true", help="delete what would be refused")
     add("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
-
-
-def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `export` and `import` to argparse."""
-    parser = _add_exchange(
-        commands,
-        "export",
-        "write a checkpoint as a Hugging Face folder",
-        "Write the weights of a checkpoint as a folder that AutoModelForCausalLM.from_pretrained "
-        "and vLLM read.",
-    )
-    run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
-    parser.add_argument("source", type=to_path, metavar="RUN_OR_CHECKPOINT", help=run)
-    parser.add_argument("target", type=to_path, metavar="FOLDER", help="a new folder")
-    parser.add_argument("--dtype", choices=_PRECISIONS, help=_DTYPE)
-    parser.add_argument("--ema", action="store_true", help=EMA)
-    parser.set_defaults(to="hf")
-    trust.add_argument(parser.add_argument)
-
-    parser = _add_exchange(
-        commands,
-        "import",
-        "read a Hugging Face folder into a checkpoint",
-        "Write published weights as a checkpoint of weights only, for "
-        "checkpoint.initial_load_path, which also takes FOLDER itself.",
-    )
-    folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
-    parser.add_argument("source", type=to_path, metavar="FOLDER", help=folder)
-    target = "folder or URL of checkpoints; step-0 in it is made"
-    parser.add_argument("target", type=to_path, metavar="CHECKPOINT", help=target)
-    parser.add_argument("--dtype", choices=_PRECISIONS, help=_DTYPE)
-    parser.set_defaults(to="checkpoint", ema=False)
-    trust.add_argument(parser.add_argument)
-
-
-_PRECISIONS = ("float32", "bfloat16", "float16")
-_DTYPE = "precision of the weights; as they are without it"
-
-
-def _add_exchange(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:
-    checked = (
-        "The files of the tokenizer and generation_config.json come along. At the end the logits "
-        "of 64 random tokens are computed from what was read and from what was written, with "
-        "`transformers` for the folder if it is installed and has the memory. If they differ, "
-        "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
-        "one block of the model."
-    )
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=f"{text} {checked}",
-        epilog=f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits "
-        "that differ.",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=_exchange)
-    return parser
-
-
-def _exchange(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
-    no_flags(flags)
-    return _convert(arguments, report=_print_progress)
 
 
 def _ls(arguments: argparse.Namespace) -> str:
@@ -601,7 +281,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     bad = 0
     for folder in folders:
         started = time.perf_counter()
-        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
+        manifest, problems = verify(folder, progress(print_progress, f"{folder}: "))
         bad += bool(problems)
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
@@ -653,25 +333,8 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
     return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
 
 
-def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None = None) -> str:
-    check_weights(arguments.source)
-    from titanlite.tools.hub.convert import convert
-
-    started = time.perf_counter()
-    written = convert(
-        arguments.source,
-        arguments.target,
-        arguments.to,
-        arguments.dtype,
-        progress(_print_progress, ""),
-        ema=arguments.ema,
-        report=report,
-        trust_code=arguments.trust_code,
-    )
-    size = sum(file.st_size for file in files_in(written).values())
-    # A file holds no files.
-    size = size or written.stat().st_size
-    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
+def _convert(arguments: argparse.Namespace) -> str:
+    return convert_weights(arguments)
 
 
 def _rm(arguments: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.metrics.jsonl import json_value
 from titanlite.tools import render_page
-from titanlite.tools.commands.compare import Comparison, tables
+from titanlite.tools.commands.comparison import Comparison, tables
 from titanlite.tools.commands.plots import Chart, Curve, Point
 from titanlite.tools.pictures import COLORS, DARK_COLORS, Frame, ticks
 

@@ -28,8 +28,15 @@ from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig, smallest_world
 from titanlite.start.fit import check_config, fitted
-from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
-from titanlite.tools.parser import add_group, add_to_group
+from titanlite.tools.parser import (
+    FILES,
+    FLAGS,
+    Commands,
+    add_group,
+    add_to_group,
+    files_of,
+    no_flags,
+)
 from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
 DIFFERENT = 1

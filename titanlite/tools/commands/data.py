@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.data import DataError
-from titanlite.tools.cli import FLAGS, Commands, no_flags
-from titanlite.tools.parser import add_group, add_to_group
+from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group, no_flags
 from titanlite.utils import Style
 
 if TYPE_CHECKING:

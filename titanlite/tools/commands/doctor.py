@@ -30,7 +30,8 @@ from titanlite import exit_codes
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
-from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.start.supported import accelerator_warning
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style, counted, human_bytes
 
 if TYPE_CHECKING:
@@ -247,7 +248,10 @@ def _torch() -> _Found:
         yield ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch"
         return
     cuda = torch.version.cuda
-    yield OK, f"torch {torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
+    yield OK, f"torch {torch.__version__}, built for {_built_for()}"
+    warning = accelerator_warning()
+    if warning:
+        yield WARNING, warning, "train on NVIDIA GPUs or on CPUs"
     smi = _command("nvidia-smi")
     if not smi:
         return
@@ -265,6 +269,14 @@ def _torch() -> _Found:
             "--gpus all"
         )
         yield ERROR, "torch sees none of this machine's GPUs", fix
+
+
+def _built_for() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
 
 
 def _nccl() -> _Found:

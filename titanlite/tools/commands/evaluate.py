@@ -24,9 +24,10 @@ from titanlite.config.load import read, read_text
 from titanlite.parallel.launch_env import read_launch_env
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_loaded
-from titanlite.tools.cli import FLAGS, check_ranks, start_ranks
-from titanlite.tools.commands.checkpoint import checkpoint_of
+from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.train import check_ranks, start_ranks
+from titanlite.tools.parser import FLAGS
 from titanlite.utils import Table, logger, render, require
 
 if TYPE_CHECKING:

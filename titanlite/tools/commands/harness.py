@@ -15,10 +15,10 @@ from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.tools import at_least
-from titanlite.tools.cli import Commands, no_flags
-from titanlite.tools.commands.checkpoint import check_weights
+from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
+from titanlite.tools.parser import Commands, no_flags
 from titanlite.utils import Style, escape
 
 PACKAGE = "lm_eval"

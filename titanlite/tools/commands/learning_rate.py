@@ -10,7 +10,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.optim.schedule import LearningRate
 from titanlite.start.fit import check_config
 from titanlite.start.run_text import phases_of
-from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style
 
 _WIDTH = 72

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
@@ -21,12 +21,14 @@ from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.tools import at_least
-from titanlite.tools.cli import EMA
+from titanlite.tools.parser import EMA
 from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from titanlite.tools.hub.convert import Source
 
 CHECKPOINT = (
     "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
@@ -92,20 +94,14 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
     from titanlite.metrics.console import setup_console
     from titanlite.models import get_spec
-    from titanlite.tools.hub.convert import Source, open_source
+    from titanlite.tools.hub.convert import open_source
 
     setup_console(0, None, sys.stderr)  # standard output has the result alone
     started = time.perf_counter()
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise bad_flag("--device", f"{name}: {reason}") from None
+    device = _device(arguments.device)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     path = to_path(arguments.checkpoint)
-    trust_code = arguments.trust_code
-    source: Source = open_source(path, ema=arguments.ema, trust_code=trust_code)
+    source = open_source(path, ema=arguments.ema, trust_code=arguments.trust_code)
     spec = get_spec(source.family)
     args = source.args
     if arguments.context:
@@ -117,13 +113,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
             f"only {args.vocab_size:,}: give the model's own as --tokenizer"
         )
     model = spec.build_on_meta(args)
-    for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
-        parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device).eval().requires_grad_(False)
-    if hasattr(model, "init_buffers"):
-        model.init_buffers()  # type: ignore[operator]
-    for name, parameter in model.named_parameters():
-        parameter.copy_(source.read(name))
+    _fill(model, source, dtype, device)
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
     seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
@@ -143,7 +133,30 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     )
 
 
-def _tokenizer(source: Any, path: str | None) -> tuple[Tokenizer, str | None]:
+def _device(given: str | None) -> torch.device:
+    """Return the device of a name; without one a GPU, if there is one. Raises ConfigError."""
+    import torch
+
+    name = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise bad_flag("--device", f"{name}: {reason}") from None
+
+
+def _fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model on the meta device its weights, in evaluation mode and without gradients."""
+    for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
+        parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device).eval().requires_grad_(False)
+    if hasattr(model, "init_buffers"):
+        model.init_buffers()  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        parameter.copy_(source.read(name))
+
+
+def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer of a `Source`, and the chat template that its run names.
 
     path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights

@@ -41,8 +41,8 @@ from titanlite.runs.record import read_attempts
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted
 from titanlite.start.run_text import phases_of, read_held_out, read_training_text
-from titanlite.tools.cli import no_flags
 from titanlite.tools.commands.config import side, world_size_of
+from titanlite.tools.parser import no_flags
 from titanlite.utils import Style, counted, human_count
 
 #: Tokens and characters of a document's start that are shown.

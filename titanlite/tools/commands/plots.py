@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlite.runs.read import Run
 from titanlite.tools.pictures import COLORS
+from titanlite.utils import pip_install
 
 Point = tuple[float, float]
 
@@ -111,11 +112,11 @@ def draw_png(found: Sequence[Chart], path: Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        message = f"drawing needs the package matplotlib: {pip_install('matplotlib')}"
+        raise PlotsMissing(message) from None
     except ImportError as error:
-        message = (
-            f"matplotlib is needed to draw it ({error}); install it with: pip install "
-            "'titanlite[plots]'"
-        )
+        message = f"matplotlib cannot be imported ({error}): {pip_install('matplotlib')}"
         raise PlotsMissing(message) from None
     # The legend is below the charts, with a line per curve: names may be as long as folders.
     names = [curve.label for curve in found[0].curves]

@@ -24,7 +24,7 @@ from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
-from titanlite.data.remote import words
+from titanlite.data.remote import url_to_fs, words
 from titanlite.data.shards import Shards, hub_files, url_text
 from titanlite.data.sources import BUNDLED, columns_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -150,11 +150,9 @@ def _about(name: str) -> tuple[Any, ...]:
             return os.path.realpath(name), stat.st_size, stat.st_mtime_ns
         if name.startswith("hf://") and "@" in name:  # the name has the revision
             return name, 0, ""
-        import fsspec
-
         if reason := chain_problem(name):
             raise ValueError(reason)
-        system, path = fsspec.core.url_to_fs(name)
+        system, path = url_to_fs(name)
         about = system.info(path)
     except Exception as error:
         raise DataError(f"SOURCE: {public_name(name)} cannot be read: {words(error)}") from error

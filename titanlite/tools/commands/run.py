@@ -16,7 +16,8 @@ from titanlite.config.load import read
 from titanlite.parallel.process import TUNABLES, chose_malloc
 from titanlite.start.fit import check_loaded
 from titanlite.start.signals import SIGNALS, exit_on_signals
-from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
+from titanlite.tools.commands.train import check_ranks, start_ranks
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import REMOVED, Style
 
 #: Port of the first machine, by default.

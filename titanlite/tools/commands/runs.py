@@ -13,7 +13,7 @@ from typing import Any
 
 from titanlite.runs.read import Row, Run, find_runs, read_run
 from titanlite.runs.record import read_attempts, read_entries
-from titanlite.tools.cli import no_flags
+from titanlite.tools.parser import no_flags
 from titanlite.utils import Table, escape_name, human_time, render
 
 NONE = "–"

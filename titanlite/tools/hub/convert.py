@@ -54,7 +54,7 @@ from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
-from titanlite.tools.commands.checkpoint import checkpoint_of
+from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
 from titanlite.utils import atomic_write, human_bytes
 

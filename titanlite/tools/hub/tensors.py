@@ -29,8 +29,9 @@ from titanlite.checkpoint.storage import CheckedReader
 from titanlite.features.float8.package import torchao
 from titanlite.models import get_spec
 from titanlite.models.hf import read_config
-from titanlite.utils import human_bytes
+from titanlite.utils import human_bytes, pip_install
 
+_NO_TRANSFORMERS = f"transformers is not installed: {pip_install('transformers')}"
 #: Elements that are compared at a time, in float64.
 _CHUNK = 1 << 22
 
@@ -191,7 +192,7 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     except DataError as error:
         return f"ids of texts are not compared: {error}"
     if importlib.util.find_spec("transformers") is None:
-        return "ids of texts are not compared: transformers is not installed"
+        return f"ids of texts are not compared: {_NO_TRANSFORMERS}"
     line = f"ids of {len(SAMPLES)} texts, compared with those of AutoTokenizer"
     if found := differing_ids(Path(str(folder)), ours):
         shown = "".join(f"\n  {one}" for one in found[:5])
@@ -250,13 +251,15 @@ def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torc
 def _cannot(family: str, args: Any) -> str:
     """Return why `transformers` cannot compute the logits here; "" if it can."""
     if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
+        return _NO_TRANSFORMERS
     # 4 bytes of float32, and a part of it once more.
     needed = 5 * get_spec(family).count_parameters(args)
     available = needed
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if "MemAvail" in line:
-            available = 1024 * int(line.split()[1])
+    # macOS has no such file: there it is tried.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if "MemAvail" in line:
+                available = 1024 * int(line.split()[1])
     if available >= needed:
         return ""
     return (

@@ -11,8 +11,8 @@ from titanlite.data.chat import TEMPLATE
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.tools.parser import add_group
-from titanlite.utils import Style
+from titanlite.tools.parser import add_group, no_flags
+from titanlite.utils import Style, pip_install
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +40,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str:
-    from titanlite.tools.cli import no_flags
 
     no_flags(flags)
     repository = arguments.repository
@@ -64,7 +63,7 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
         from huggingface_hub import HfApi, errors, hf_hub_download
     except ImportError:
         raise DataError(
-            "fetching needs the package huggingface_hub: pip install 'titanlite[hf]'"
+            f"fetching needs the package huggingface_hub: {pip_install('huggingface_hub')}"
         ) from None
     page = f"https://huggingface.co/{repository}"
     try:

@@ -28,7 +28,7 @@ from titanlite.runs.provenance import config_text
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
 from titanlite.tools import templates
-from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import REMOVED, Style, control_characters, escape_name
 
 How = Literal["print", "write", "submit"]

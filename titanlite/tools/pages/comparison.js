@@ -21,7 +21,7 @@ const short = value => {
   return value.toLocaleString("en", {maximumSignificantDigits: 6});
 };
 
-// About `count` round numbers at equal distances around both limits, as `ticks` of compare_page.py.
+// About `count` round numbers at equal distances around both limits, as `ticks` of pictures.py.
 function ticks(from, to, count) {
   if (to <= from) {
     const room = Math.abs(from) * 0.1 || 1;

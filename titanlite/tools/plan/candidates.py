@@ -67,7 +67,7 @@ class Candidate:
     @property
     def micro_batch(self) -> int:
         """Sequences that a rank takes at a time."""
-        return self.run.batch.micro_batch_size // self.run.pipeline.microbatches
+        return self.run.sequences_at_once
 
     def fits(self, cluster: Cluster) -> bool:
         """Return whether GPU and host have the memory, without a margin."""

@@ -34,7 +34,7 @@ from titanlite.plan.text import gpu_table, plan_text
 from titanlite.start.derive import RunConfig, smallest_world, with_steps
 from titanlite.start.fit import fitted, many_passes, unclear_texts
 from titanlite.tools import at_least
-from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style, atomic_write
 
 #: Most GPUs in the search for the fewest that do.

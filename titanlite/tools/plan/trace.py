@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
+from titanlite.features.activation_offload import host_memory
+from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_offload, parallelize, tensor
-from titanlite.parallel.activation_offload import HostMemory
+from titanlite.parallel import parallelize, tensor
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
@@ -221,12 +222,7 @@ def _rows_for_rank(run: RunConfig, args: Any) -> int:
 
     Raises ConfigError if they do not divide.
     """
-    tokens = (
-        run.batch.micro_batch_size
-        * run.batch.seq_len
-        // run.mesh.context
-        // run.pipeline.microbatches
-    )
+    tokens = run.tokens_at_once
     rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
     if rest:
         message = (
@@ -239,10 +235,9 @@ def _rows_for_rank(run: RunConfig, args: Any) -> int:
 
 def _batches(run: RunConfig, args: Any) -> list[Batch]:
     rows, whole = run.batch.micro_batch_size, run.batch.seq_len
-    length = whole // run.mesh.context
 
     def batch() -> Batch:
-        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
         documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
         return Batch(tokens, torch.zeros_like(tokens), documents)
 
@@ -293,9 +288,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(parallelize, "apply_ac", offloading),
-        mock.patch.object(
-            activation_offload, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
-        ),
+        mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
         yield

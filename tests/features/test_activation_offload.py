@@ -25,7 +25,8 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from tests.support.recompute import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
 from titanlite.config.sections import ActivationCheckpoint
-from titanlite.parallel.activation_offload import HostMemory, offload
+from titanlite.features.activation_offload.blocks import offload
+from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 
 CPU = torch.device("cpu")

@@ -1,0 +1,58 @@
+"""docs/images/resume.svg shows what its source run prints today."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from scripts import moving_picture  # noqa: E402
+
+PICTURE = ROOT / "docs" / "images" / "resume.svg"
+#: Of the story: each comes once or more.
+STORY = (
+    "a fresh run",
+    "checkpoint of step",
+    "rank 9 does",
+    "resumed from step",
+    "training done at",
+    "all 9 tensors",
+)
+
+
+def _sign(line: str) -> str:
+    """Return the first words of a line without its time, numbers and names of this machine."""
+    line = re.sub(r"^[\d-]+ [\d:]+ ", "", line)
+    line = re.sub(r" ?\(.*?\)", "", line)
+    line = re.sub(r"/\S+", "PATH", line)
+    line = re.sub(r"[\d.,]+", "9", line)
+    return " ".join(line.split()[:3])
+
+
+def _signs(lines: list[str]) -> set[str]:
+    """Return the signs of lines of the log and of errors, not of their second halves."""
+    dated = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S"
+    return {_sign(line) for line in lines if re.match(rf"{dated}|rank \d|error: |all \d", line)}
+
+
+def test_the_picture_is_small_and_tells_the_story() -> None:
+    assert PICTURE.stat().st_size < 1 << 20
+    signs = _signs(moving_picture.lines_of(PICTURE.read_text()))
+    assert [words for words in STORY if not any(sign.startswith(words) for sign in signs)] == []
+
+
+@pytest.mark.slow
+def test_its_run_still_prints_these_lines(tmp_path: Path) -> None:
+    recording = moving_picture.record(tmp_path)
+    drawn = moving_picture.draw(recording)
+    assert moving_picture.lines_of(drawn) == recording.lines()
+    shown = _signs(moving_picture.lines_of(PICTURE.read_text()))
+    assert shown - _signs(recording.lines()) == set(), (
+        "run: python scripts/moving_picture.py docs/images/resume.svg"
+    )

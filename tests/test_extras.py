@@ -1,0 +1,198 @@
+"""The packages that titanlite needs, and those that an extra brings.
+
+What an extra brings is hidden here, as if it were not installed. Then one line says how to get it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.registry import _registry
+
+from tests.support.processes import ROOT
+from titanlite.checkpoint.paths import StoreError, to_path
+from titanlite.config.checks import missing_packages
+from titanlite.config.load import load
+from titanlite.data import DataError
+from titanlite.data.remote import open_file
+from titanlite.data.shards import url_files
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models.hf import read_config
+from titanlite.models.spec import ShapeError
+from titanlite.tools.commands.plots import PlotsMissing, draw_png
+from titanlite.tools.hub.tensors import compare_ids
+from titanlite.utils import EXTRAS, MissingPackageError, pip_install
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
+#: Extras for work on titanlite itself, which none of its commands asks for.
+FOR_DEVELOPERS = {"dev", "docs"}
+#: Packages that others bring: torch, datasets, tensorboard.
+BROUGHT = {"fsspec", "aiohttp", "pyarrow", "google"}
+#: Of lm-evaluation-harness, which `titanlite eval` asks for by its own name.
+HARNESS = {"lm_eval", "tqdm"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    """The packages of some requirements, without their bounds."""
+    found = [re.match(r"[\w-]+", requirement) for requirement in requirements]
+    return {match[0] for match in found if match is not None}
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    listed = {
+        package: extra
+        for extra, requirements in OPTIONAL.items()
+        if extra not in FOR_DEVELOPERS
+        for package in names(requirements)
+    }
+    assert listed == EXTRAS
+    assert pip_install("s3fs") == "pip install 'titanlite[s3]'"
+    assert pip_install("gcsfs") == "pip install gcsfs"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The packages that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> None:
+    found = {name for path in (ROOT / "titanlite").rglob("*.py") for name in imported(path)}
+    others = found - set(sys.stdlib_module_names) - {"titanlite"}
+    known = names(PROJECT["dependencies"]) | set(EXTRAS) | BROUGHT | HARNESS
+    assert others - known == set()
+
+
+def test_each_extra_that_a_message_or_a_page_names_exists() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "titanlite", "docs", "scripts", "train_configs", "deploy"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    paths = [ROOT / name for name in listed.stdout.split() if name != "docs/log.md"]
+    texts = {path: path.read_bytes().decode(errors="ignore") for path in paths if path.is_file()}
+    found = [
+        (path.relative_to(ROOT), extra)
+        for path, text in texts.items()
+        for extras in re.findall(r"(?:titanlite|\.)\[([a-z0-9,]+)\]'", text)
+        for extra in extras.split(",")
+    ]
+    assert len(found) > 5
+    assert [(path, extra) for path, extra in found if extra not in OPTIONAL] == []
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Hides a package: its import fails, and a search finds nothing."""
+
+    def hidden(package: str) -> None:
+        for name in [package, *sys.modules]:
+            if name == package or name.startswith(f"{package}."):
+                monkeypatch.setitem(sys.modules, name, None)
+        for protocol in ("s3", "s3a", "http", "https", "hf"):
+            monkeypatch.delitem(_registry, protocol, raising=False)
+
+    return hidden
+
+
+S3 = r"s3:// needs the package s3fs: pip install 'titanlite\[s3\]'$"
+
+
+def test_without_s3fs_each_use_of_s3_names_the_extra(hide: Callable[[str], None]) -> None:
+    hide("s3fs")
+    url = "s3://bucket/folder"
+    with pytest.raises(DataError, match=rf"^key: {url} cannot be listed: {S3}"):
+        url_files(url, "key")
+    with pytest.raises(DataError, match=rf"^{url}/a.jsonl cannot be read at byte 0: {S3}"):
+        open_file(f"{url}/a.jsonl", patience=60)
+    with pytest.raises(DataError, match=rf"tokenizer_path: {url}/a.model cannot be read: {S3}"):
+        load_tokenizer(f"{url}/a.model")
+    with pytest.raises(StoreError, match=S3):
+        to_path(url).exists()
+    flags = ["--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
+    (problem,) = missing_packages(load(flags))
+    assert problem.hint == "pip install 'titanlite[s3]'"
+
+
+def test_without_a_package_of_its_own_each_source_of_text_names_it(
+    hide: Callable[[str], None],
+) -> None:
+    for package in ("aiohttp", "huggingface_hub", "blobfile"):
+        hide(package)
+    with pytest.raises(DataError, match="https:// needs the package aiohttp: pip install aiohttp$"):
+        open_file("https://example.com/a.jsonl", patience=60)
+    with pytest.raises(DataError, match="needs the package huggingface_hub: pip install hugg"):
+        url_files("hf://datasets/owner/name", "key")
+    with pytest.raises(DataError, match="needs the package blobfile: pip install blobfile$"):
+        load_tokenizer("gs://bucket/tokenizer.model")
+
+
+def test_without_wandb_the_config_is_refused_with_the_extra(hide: Callable[[str], None]) -> None:
+    hide("wandb")
+    (problem,) = missing_packages(load(["--metrics.enable_wandb"]))
+    assert problem.hint == "pip install 'titanlite[wandb]', or leave the key out"
+
+
+def test_without_transformers_models_and_exports_name_the_extra(
+    hide: Callable[[str], None], tmp_path: Path
+) -> None:
+    hide("transformers")
+    with pytest.raises(ShapeError) as refused:
+        read_config({"model_type": "llama"})
+    assert str(refused.value).count("\n") == 0
+    assert "needs the package transformers, which is not installed" in str(refused.value)
+    assert "pip install 'titanlite[hf]'" in str(refused.value)
+    bundled = ROOT / "titanlite" / "data" / "assets" / "tokenizer.model"
+    assert compare_ids(str(bundled), tmp_path).endswith(
+        "transformers is not installed: pip install 'titanlite[hf]'"
+    )
+
+
+def test_without_matplotlib_a_picture_names_the_extra(
+    hide: Callable[[str], None], tmp_path: Path
+) -> None:
+    hide("matplotlib")
+    with pytest.raises(
+        PlotsMissing, match=r"^drawing needs the package matplotlib: pip .*\[plots\]'$"
+    ):
+        draw_png([], tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_each_shipped_config_needs_no_extra_but_that_which_it_names(
+    hide: Callable[[str], None], config: Path
+) -> None:
+    for package in EXTRAS:
+        hide(package)
+    loaded = load([f"--job.config_file={config}"])
+    assert missing_packages(loaded) == []
+    needs_transformers = loaded.sections.model.name == "hf"
+    assert ("pip install 'titanlite[hf]'" in config.read_text()) is needs_transformers
+
+
+def test_a_missing_package_is_no_reason_to_wait(hide: Callable[[str], None]) -> None:
+    from titanlite.data.remote import url_to_fs
+
+    hide("s3fs")
+    with pytest.raises(MissingPackageError) as missing:
+        url_to_fs("s3://bucket/folder")
+    assert missing.value.exit_code == 2

@@ -1,0 +1,86 @@
+"""Activations of blocks that wait in host memory for their backward: what titanlite knows of it,
+moment by moment.
+
+    blocks.py        what blocks send              host_memory.py   the copies, and back
+    plan_memory.py   what that leaves on a device, for the plan
+
+The key is `activation_checkpoint.offload`. `titanlite.plan.remedies` and the search of
+`titanlite plan` offer it. blocks.py and host_memory.py need torch and are imported where they are
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.config.rules import Finding
+from titanlite.features.feature import Feature
+from titanlite.utils import human_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.plan.kept_events import KeptEvents
+    from titanlite.plan.rank_sizes import RankSizes
+    from titanlite.plan.step_sizes import StepSizes
+
+
+class ActivationOffload(Feature):
+    """Offload of activations in a run that has it on."""
+
+    key = "activation_checkpoint.offload"
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+        """Check that blocks do not recompute by operator."""
+        if not config.sections.activation_checkpoint.by_op:
+            return
+        message = (
+            'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
+            "the device"
+        )
+        hint = 'take mode = "full", or selective_ac_option = "N"'
+        yield "conflict", self.key, message, hint
+
+    # The model: `titanlite.parallel.activation_checkpoint` calls it last
+
+    def apply(self, blocks: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+        """Let blocks of a model or pipeline stage send what they keep to the host, in place.
+
+        device: where the model will run. On a CPU it does nothing: all is in host memory there.
+        """
+        if device.type != "cuda":
+            return
+        from titanlite.features.activation_offload.blocks import offload
+        from titanlite.features.activation_offload.host_memory import HostMemory
+
+        host = HostMemory(device)
+        for block in blocks:
+            offload(block, host, model)
+
+    # The plan: `titanlite.plan` calls these
+
+    def kept_events(self, sizes: RankSizes) -> KeptEvents:
+        """Return the events of a rank's activations."""
+        from titanlite.features.activation_offload.plan_memory import SentEvents
+        from titanlite.plan.kept_events import KeptEvents
+
+        return KeptEvents(sizes) if sizes.device == "cpu" else SentEvents(sizes)
+
+    def transfers(self, step: StepSizes) -> float:
+        """Return the seconds of a step's copies over PCIe, in one direction."""
+        inputs = step.itemsize * step.tokens * step.width * step.blocks / step.mesh.tensor
+        whole = step.itemsize * step.tokens * step.outputs * 1.5
+        # Roughly what all blocks keep of one micro-batch.
+        kept = inputs + whole * (1 - step.recomputed)
+        return kept * step.micro_batches * step.stage_share / step.rates.gpu.pcie
+
+    # The start report
+
+    def report(self, kept: int) -> str:
+        """Return its part of the row of activations. kept: bytes of a micro-batch."""
+        return f"up to {human_bytes(kept)} of that wait in host memory"

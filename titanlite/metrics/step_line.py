@@ -1,0 +1,61 @@
+"""The line of the log for a step, from its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from titanlite.utils import human_count, human_time
+
+#: Percent of waiting for data above which the step line shows it.
+SLOW_DATA = 5.0
+#: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all
+#: devices), `seconds_left` (if known), and `waits_percent`: share of the time that the rank which
+#: waited longest has waited for data.
+Figures = Mapping[str, float]
+
+
+def shown_memory(f: Figures) -> tuple[float, float]:
+    """Return GiB and percent: with an allocator of what it has reserved, which the device has no
+    longer free.
+    """
+    kind = "reserved" if "reserved_gib" in f else "memory"
+    return f[f"{kind}_gib"], f[f"{kind}_percent"]
+
+
+def titan_line(f: Figures) -> str:
+    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then
+    our own fields.
+
+    Other tools read this line: fields keep their order and form, new ones go to the end.
+    """
+    fields = [
+        f"step: {f['step']:2}",
+        f"loss: {f['loss']:7.4f}",
+        "memory: {:5.2f}GiB({:.2f}%)".format(*shown_memory(f)),
+        f"tps: {round(f['tps']):,}",
+    ]
+    if "mfu" in f:
+        fields.append(f"mfu: {f['mfu']:.2f}%")
+    fields += [
+        f"grad_norm: {f['grad_norm']:.4f}",
+        f"lr: {f['lr']:.2e}",
+        f"tokens: {human_count(f['tokens_seen'])}",
+    ]
+    if "seconds_left" in f:
+        fields.append(f"left: {human_time(f['seconds_left'])}")
+    if f["waits_percent"] > SLOW_DATA:
+        fields.append(f"data: {f['waits_percent']:.0f}%")
+    return "  ".join(fields)
+
+
+def aws_fsdp_line(f: Figures, now: datetime) -> str:
+    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its
+    own time stamp.
+
+    `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
+    """
+    return (
+        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f['step']} Loss: {f['loss']:.5f}, "
+        f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"
+    )

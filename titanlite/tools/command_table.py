@@ -1,0 +1,79 @@
+"""The commands of `titanlite`, and the parser of one or of all.
+
+A command's module is imported only when that command runs, or for the list of all.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from titanlite.tools.parser import Parser
+
+#: Command → the function that adds it to argparse.
+COMMANDS = {
+    "train": "titanlite.tools.commands.train:add_command",
+    "run": "titanlite.tools.commands.run:add_command",
+    "launch": "titanlite.tools.launch.launch:add_command",
+    "doctor": "titanlite.tools.commands.doctor:add_command",
+    "evaluate": "titanlite.tools.commands.evaluate:add_command",
+    "sample": "titanlite.tools.commands.sample:add_command",
+    "eval": "titanlite.tools.commands.harness:add_command",
+    "config": "titanlite.tools.commands.config:add_commands",
+    "runs": "titanlite.tools.commands.runs:add_command",
+    "compare": "titanlite.tools.commands.compare:add_command",
+    "data": "titanlite.tools.commands.data:add_commands",
+    "plan": "titanlite.tools.plan.plan:add_command",
+    "lr": "titanlite.tools.commands.learning_rate:add_command",
+    "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
+    "export": "titanlite.tools.commands.exchange:add_commands",
+    "import": "titanlite.tools.commands.exchange:add_commands",
+    "benchmark": "titanlite.tools.commands.benchmark:add_command",
+    "ladder": "titanlite.tools.commands.benchmark:add_command",
+    "drill": "titanlite.tools.drill.drill:add_command",
+    "tokenizer": "titanlite.tools.hub.tokenizer:add_commands",
+    "completion": "titanlite.tools.completion:add_command",
+    "help": "titanlite.tools.cli:add_help",
+}
+
+
+def make_parser(command: str | None = None) -> Parser:
+    """Return the parser of one command; None: of all."""
+    parser = top_parser()
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for adder in dict.fromkeys(COMMANDS.values()):
+        if command is None or COMMANDS[command] == adder:
+            module, _, name = adder.partition(":")
+            getattr(importlib.import_module(module), name)(commands)
+    return parser
+
+
+def top_parser() -> Parser:
+    """Return the parser without commands."""
+    parser = Parser(
+        prog="titanlite",
+        description="Train Llama-family models from one TOML file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="print the versions of titanlite, torch and Python"
+    )
+    parser.set_defaults(
+        run=lambda arguments, *_: (
+            _versions() if arguments.version else parser.format_help().rstrip()
+        )
+    )
+    return parser
+
+
+def _versions() -> str:
+    """Return the versions in the records of the installation: importing torch takes seconds."""
+    import importlib.metadata
+    import platform
+
+    from titanlite import __version__
+
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "is not installed"
+    return f"titanlite {__version__}, torch {torch}, python {platform.python_version()}"

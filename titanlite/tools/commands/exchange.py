@@ -1,0 +1,108 @@
+"""`titanlite export` and `titanlite import`: weights as a Hugging Face folder, and back.
+
+Torch is imported late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import progress
+from titanlite.checkpoint.paths import files_in, to_path
+from titanlite.config import trust
+from titanlite.tools.commands.checkpoint_folders import check_weights, print_progress
+from titanlite.tools.parser import EMA, no_flags
+from titanlite.utils import human_bytes, human_time
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+DTYPE = "precision of the weights; as they are without it"
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `export` and `import` to argparse."""
+    parser = _add(
+        commands,
+        "export",
+        "write a checkpoint as a Hugging Face folder",
+        "Write the weights of a checkpoint as a folder that AutoModelForCausalLM.from_pretrained "
+        "and vLLM read.",
+    )
+    run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
+    parser.add_argument("source", type=to_path, metavar="RUN_OR_CHECKPOINT", help=run)
+    parser.add_argument("target", type=to_path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+    parser.add_argument("--ema", action="store_true", help=EMA)
+    parser.set_defaults(to="hf")
+    trust.add_argument(parser.add_argument)
+
+    parser = _add(
+        commands,
+        "import",
+        "read a Hugging Face folder into a checkpoint",
+        "Write published weights as a checkpoint of weights only, for "
+        "checkpoint.initial_load_path, which also takes FOLDER itself.",
+    )
+    folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
+    parser.add_argument("source", type=to_path, metavar="FOLDER", help=folder)
+    target = "folder or URL of checkpoints; step-0 in it is made"
+    parser.add_argument("target", type=to_path, metavar="CHECKPOINT", help=target)
+    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+    parser.set_defaults(to="checkpoint", ema=False)
+    trust.add_argument(parser.add_argument)
+
+
+def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:
+    checked = (
+        "The files of the tokenizer and generation_config.json come along. At the end the logits "
+        "of 64 random tokens are computed from what was read and from what was written, with "
+        "`transformers` for the folder if it is installed and has the memory. If they differ, "
+        "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
+        "one block of the model."
+    )
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=f"{text} {checked}",
+        epilog=f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits "
+        "that differ.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def _run(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
+    no_flags(flags)
+    return convert_weights(arguments, report=print_progress)
+
+
+def convert_weights(
+    arguments: argparse.Namespace, report: Callable[[str], None] | None = None
+) -> str:
+    """Write weights in another format; return what was written, for people.
+
+    arguments: `source`, `target`, `to`, `dtype`, `ema` and `trust_code` of a command. report: takes
+    the lines of the comparison of logits.
+    """
+    check_weights(arguments.source)
+    from titanlite.tools.hub.convert import convert
+
+    started = time.perf_counter()
+    written = convert(
+        arguments.source,
+        arguments.target,
+        arguments.to,
+        arguments.dtype,
+        progress(print_progress, ""),
+        ema=arguments.ema,
+        report=report,
+        trust_code=arguments.trust_code,
+    )
+    size = sum(file.st_size for file in files_in(written).values())
+    # A file holds no files.
+    size = size or written.stat().st_size
+    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"

@@ -1,0 +1,74 @@
+"""`titanlite train`: train in this process, or in ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from titanlite.config.errors import bad_flag
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
+from titanlite.utils import Style, require
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite train` to argparse."""
+    train = commands.add_parser(
+        "train",
+        help="train a model on this machine",
+        description="Train a config, as train.py does: one rank in this process, or N ranks with "
+        "--nproc-per-node. A process that torchrun starts is one of its ranks: "
+        "torchrun --nproc_per_node 8 -m titanlite train CONFIG",
+        epilog=f"{FLAGS} Exit status: docs/reliability.md lists it.",
+        allow_abbrev=False,
+    )
+    add_files(train)
+    train.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine with torchrun",
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+    from titanlite import main
+    from titanlite.start.fit import check_config
+    from titanlite.start.signals import SIGNALS, exit_on_signals
+
+    argv = [*files_of(arguments), *flags]
+    ranks = arguments.nproc_per_node
+    if ranks is None:
+        main.main(argv)
+    check_ranks(ranks)
+    exit_on_signals(*SIGNALS)
+    check_config(argv, ranks)
+    start_ranks(ranks, ["train", *argv])
+
+
+def check_ranks(ranks: int) -> None:
+    """Check the value of --nproc-per-node. Raises ConfigError."""
+    if ranks < 1:
+        raise bad_flag("--nproc-per-node", f"expected an integer >= 1, got {ranks}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise bad_flag("--nproc-per-node", "torchrun has started this process already")
+
+
+def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> NoReturn:
+    """Become the torchrun of `torchrun.command`."""
+    import signal
+
+    from titanlite import torchrun
+    from titanlite.start.signals import hold_signals
+
+    require("torch")
+
+    # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen
+    # to it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Until torchrun can end by exit code 5.
+    hold_signals(signal.SIGTERM, signal.SIGINT)
+    os.execv(sys.executable, torchrun.command(ranks, words, options))
