@@ -16,4 +16,4 @@ trap 'rm -rf "$folder"' EXIT
 "$folder/env/bin/python" -m pip install --quiet --disable-pip-version-check "$wheel"
 cd "$folder"
 "$folder/env/bin/titanlite" --version
-"$folder/env/bin/titanlite" train debug_model.toml --training.steps 3
+"$folder/env/bin/titanlite" train debug_model.toml --training.steps 3 --validation.steps 1

@@ -19,14 +19,16 @@ from tests.support.processes import ROOT
 from titanlite.checkpoint.paths import StoreError, to_path
 from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
+from titanlite.config.text_names import hub_text
 from titanlite.data import DataError
 from titanlite.data.remote import open_file
-from titanlite.data.shards import url_files
+from titanlite.data.shards import hub_files, url_files
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
 from titanlite.tools.commands.plots import PlotsMissing, draw_png
 from titanlite.tools.hub.tensors import compare_ids
+from titanlite.tools.hub.tokenizer import fetch
 from titanlite.utils import EXTRAS, MissingPackageError, pip_install
 
 if sys.version_info >= (3, 11):
@@ -39,7 +41,7 @@ OPTIONAL = PROJECT["optional-dependencies"]
 #: Extras for work on titanlite itself, which none of its commands asks for.
 FOR_DEVELOPERS = {"dev", "docs"}
 #: Packages that others bring: torch, datasets, tensorboard.
-BROUGHT = {"fsspec", "aiohttp", "pyarrow", "google"}
+BROUGHT = {"fsspec", "pyarrow", "google"}
 #: Of lm-evaluation-harness, which `titanlite eval` asks for by its own name.
 HARNESS = {"lm_eval", "tqdm"}
 
@@ -80,7 +82,7 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> No
 
 def test_each_extra_that_a_message_or_a_page_names_exists() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "titanlite", "docs", "scripts", "train_configs", "deploy"],
+        ["git", "ls-files", "README.md", "titanlite", "docs", "scripts", "train_configs", "deploy"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -142,6 +144,19 @@ def test_without_a_package_of_its_own_each_source_of_text_names_it(
         url_files("hf://datasets/owner/name", "key")
     with pytest.raises(DataError, match="needs the package blobfile: pip install blobfile$"):
         load_tokenizer("gs://bucket/tokenizer.model")
+
+
+def test_without_its_packages_the_hub_names_them(
+    hide: Callable[[str], None], tmp_path: Path
+) -> None:
+    for package in ("datasets", "huggingface_hub"):
+        hide(package)
+    text = hub_text("c4")
+    assert text is not None
+    with pytest.raises(DataError, match="^key: .* package datasets: pip install datasets$"):
+        hub_files(text, None, None, "key")
+    with pytest.raises(DataError, match="huggingface_hub: pip install huggingface_hub$"):
+        fetch("owner/name", tmp_path)
 
 
 def test_without_wandb_the_config_is_refused_with_the_extra(hide: Callable[[str], None]) -> None:

@@ -187,3 +187,18 @@ def test_every_type_in_a_public_signature_is_public_or_has_its_module_on_the_pag
     assert wanted - set(titanlite.__all__) == listed.keys()
     for name, module in listed.items():
         assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def test_each_public_name_and_its_methods_are_documented() -> None:
+    bare = []
+    for name in set(titanlite.__all__) - {"__version__"}:
+        found = build if name == "build" else getattr(titanlite, name)
+        # A comment beside a field says what it holds.
+        fields = getattr(found, "__dataclass_fields__", {})
+        methods = [key for key in vars(found) if not key.startswith("_") and key not in fields]
+        described = {name: found, **{f"{name}.{key}": getattr(found, key) for key in methods}}
+        for path, one in described.items():
+            is_described = callable(one) or isinstance(one, property)
+            if is_described and not inspect.getdoc(one):
+                bare.append(path)
+    assert bare == []

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.callbacks import Callback, Callbacks, load_callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.prefetch import Prefetcher
+from titanlite.features import ema_of
 from titanlite.metrics.console import ensure_console
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import LearningRate
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.checkpoint.schedule import SaveSchedule
     from titanlite.data.phases import Phases
+    from titanlite.features.ema.average import WeightAverage
     from titanlite.metrics.watchdog import HangWatchdog
-    from titanlite.optim.average import WeightAverage
     from titanlite.start.saves import SaveParts
 
 
@@ -131,7 +132,8 @@ def build(
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
     _check_updates(step, own)
-    average = _average(run, model.model)
+    ema = ema_of(run.optimizer)
+    average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
     saves = _saves(run, world, model, datasets, loaders, average)
     built = Built(run, run.steps, world, datasets, model, optimizer, step, average, loaders, saves)
@@ -173,15 +175,6 @@ def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
             "excludes callbacks with before_update: there is no moment at which all gradients exist"
         )
         raise ConfigError([Problem("", "optimizer.early_step_in_backward", reason)])
-
-
-def _average(run: RunConfig, model: nn.Module) -> WeightAverage | None:
-    if not run.optimizer.ema_decay:
-        return None
-    from titanlite.checkpoint.storage import gather
-    from titanlite.optim.average import WeightAverage
-
-    return WeightAverage(model, gather(model), run.optimizer.ema_decay)
 
 
 def _saves(

@@ -96,6 +96,10 @@ class PlainRunner:
     def forward_backward(
         self, batches: Sequence[Batch], tokens: torch.Tensor, phase: Phase = do_nothing
     ) -> torch.Tensor:
+        """Add the gradients of all batches; return this rank's share of the loss, a scalar.
+
+        tokens: targets of the step on all ranks, a scalar.
+        """
         share = torch.zeros((), dtype=torch.float32, device=tokens.device)
         for index, batch in enumerate(batches):
             set_gradient_sync(self.model, self.sync_every or index == len(batches) - 1)
@@ -107,6 +111,7 @@ class PlainRunner:
         return share
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of a batch's targets, a scalar."""
         return batch_loss(
             self.model, batch.tokens, batch.labels, self.loss_function, batch.documents
         )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import (
     ActivationCheckpoint,
     Config,
@@ -34,6 +35,7 @@ ON = {
     "float8": ["--float8.enable_float8_linear"],
     "loss_chunks": ["--training.loss_chunks=2"],
     "activation_offload": ["--activation_checkpoint.offload"],
+    "ema": ["--optimizer.ema_decay=0.5"],
 }
 LOADED = """
 import sys
@@ -41,6 +43,11 @@ from titanlite.start.fit import load_config
 load_config("debug_model.toml", 2, sys.argv[1:])
 names = {name.split(".")[2] for name in sys.modules if name.startswith("titanlite.features.")}
 print(*sorted(names - {"feature", "interactions"}), "torch" in sys.modules)
+"""
+SAVES = """
+import sys
+import titanlite.checkpoint.manager
+print(*(name for name in sys.modules if name.startswith("titanlite.features.")))
 """
 MOMENTS = [
     name for name, member in vars(Feature).items() if inspect.isfunction(member) and name[0] != "_"
@@ -52,6 +59,11 @@ def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str)
     command = [sys.executable, "-c", LOADED, *ON.get(name, [])]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert found == [*filter(None, [name]), "False"]
+
+
+def test_checkpoints_import_no_feature() -> None:
+    command = [sys.executable, "-c", SAVES]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == []
 
 
 def test_features_are_on_as_their_keys_say() -> None:
@@ -66,6 +78,7 @@ def test_features_are_on_as_their_keys_say() -> None:
         parallelism=Parallelism(expert_parallel_degree=2),
         float8=Float8(enable_float8_linear=True),
         activation_checkpoint=ActivationCheckpoint(offload=True),
+        optimizer=Optimizer(ema_decay=0.5),
     )
     features = features_of(config)
     assert [feature.key for feature in features.on] == [
@@ -76,6 +89,7 @@ def test_features_are_on_as_their_keys_say() -> None:
         "float8.enable_float8_linear",
         "training.loss_chunks",
         "activation_checkpoint.offload",
+        "optimizer.ema_decay",
     ]
 
 

@@ -253,6 +253,7 @@ def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a JSON file, indented as Hugging Face's are."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 

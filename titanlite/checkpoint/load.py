@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.choice import Candidate, Chooser
-from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState
+from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of
 from titanlite.checkpoint.selection import Selection, select
 from titanlite.checkpoint.storage import (
     RNG,
@@ -32,7 +32,6 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.models.spec import ModelSpec
-from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import counted
@@ -49,7 +48,7 @@ class Loader:
     """Loads one run's checkpoints, or another's to start from.
 
     All ranks make one and make the same calls. fingerprints, run_config: as for `Checkpointer`.
-    averages: of the weights (`titanlite.optim.average`), to be filled too.
+    averages: of the weights (`titanlite.features.ema`), to be filled too.
     """
 
     def __init__(
@@ -157,8 +156,8 @@ class Loader:
     def _excluded(self, candidate: Candidate) -> list[str]:
         """Return the groups and patterns of tensors that are not loaded."""
         excluded = self._excluded_by_config(candidate)
-        has_averages = any(name.startswith(AVERAGE) for name in candidate.manifest.tensors)
-        if self.averages and not has_averages:
+        saved = {group_of(name) for name in candidate.manifest.tensors}
+        if self.averages and "ema" not in saved:
             excluded.append("ema")
         return excluded
 
@@ -253,11 +252,15 @@ class Loader:
         with dcp_errors(f"loading {reader.folder}"):
             dcp.load(state, storage_reader=reader)
         for name in tensors.keys() - state.keys():
-            if name.startswith("optimizer."):
+            if group_of(name) == "optimizer":
                 # `gather` gave it a state of one step.
                 tensors[name].zero_()
-            elif name.startswith(AVERAGE):
-                tensors[name].copy_(tensors[WEIGHT + name.removeprefix(AVERAGE)])
+        new = self.averages.keys() - state.keys()
+        if new:
+            from titanlite.features.ema.names import weight_of
+
+            for name in new:
+                self.averages[name].copy_(tensors[weight_of(name)])
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
         """Note that the candidate is bad, so that it is not chosen again."""

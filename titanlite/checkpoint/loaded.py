@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 #: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule
 #: began, the place in the text, torch's random generators, averages of the weights.
 GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
+#: Prefix of the names of weights.
+WEIGHT = "model."
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
 LEFT_OUT = "left_out"
 #: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.
 HELD_OUT = "held_out"
 #: Entry of the train state: what `checkpoint.resume_check` compares after a resume.
 RESUME = "resume"
+
+
+def group_of(name: str) -> str:
+    """Return the part of a checkpoint that a tensor belongs to, one of `GROUPS`."""
+    return name.partition(".")[0]
 
 
 @dataclass(frozen=True)

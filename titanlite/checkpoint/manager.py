@@ -51,7 +51,6 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import WeightsError
-from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
@@ -343,8 +342,9 @@ class Checkpointer:
             generators = rng_state(self._world.device, self._world.size)
             return {**tensors, **self._averages, RNG: generators}
         if self.config.export_ema:
-            for name, average in self._averages.items():
-                tensors[WEIGHT + name.removeprefix(AVERAGE)] = average
+            from titanlite.features.ema.names import weight_of
+
+            tensors |= {weight_of(name): average for name, average in self._averages.items()}
         return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
 
     def _mark(self, step: int) -> None:

@@ -163,6 +163,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def step_folder(root: AnyPath, step: int) -> AnyPath:
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step}"
 
 

@@ -10,6 +10,7 @@ Milestones = Literal["powers_of_two"] | Sequence[int]
 
 
 def is_milestone(step: int, milestones: Milestones) -> bool:
+    """Return whether a step is one of the milestones."""
     if milestones == "powers_of_two":
         return step > 0 and step & (step - 1) == 0
     return step in milestones

@@ -22,6 +22,8 @@ FILE = "resume.jsonl"
 
 
 class ResumeResult(NamedTuple):
+    """What the comparison of a resumed step with the first run found."""
+
     #: No unexpected difference was found.
     verified: bool
     text: str

@@ -277,6 +277,7 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 
 
 def marks_of(folder: AnyPath) -> list[AnyPath]:
+    """Return the marks that say that this folder is being deleted."""
     return [mark for mark in leftovers(folder.parent) if marked_folder(mark) == folder]
 
 

@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import GROUPS
+from titanlite.checkpoint.loaded import GROUPS, WEIGHT, group_of
 from titanlite.config.toml import quote
-from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.utils import Table, render
 
 #: Kinds of differences.
@@ -22,6 +21,11 @@ DTYPE = "another dtype"
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 #: Rows of the table of differences: one screen, with the text around it.
 _ROWS = 20
+#: Group → what it means to leave it out, where nothing else differs.
+_LEFT_OUT = {
+    "optimizer": "begins with a new state of the optimizer",
+    "ema": "begins with a new average, or drops it",
+}
 #: Tensor name -> [dtype, shape].
 Described = Mapping[str, Sequence[Any]]
 
@@ -93,7 +97,9 @@ def _ignored(
     weights = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
     states = tuple(f"optimizer.state.{name}." for name in weights)
     for name in {*saved, *wanted}:
-        if name.startswith(states) or name.removeprefix(AVERAGE) in weights:
+        # The average of a weight has its name, in another group.
+        _, _, name_in_group = name.partition(".")
+        if name.startswith(states) or name_in_group in weights:
             ignored.add(name)
     return ignored
 
@@ -160,14 +166,11 @@ def _offered_keys(
     found_names = sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
     weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
-    if all(name.startswith(AVERAGE) for name in found_names):
-        return (
-            '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new '
-            "average, or drops it"
-        )
-    if all(name.startswith("optimizer.") for name in weights):
-        key = 'checkpoint.exclude_from_loading = ["optimizer"]'
-        return f"\nIf that is meant: {key} begins with a new state of the optimizer"
+    groups = {group_of(name) for name in found}
+    for group, effect in _LEFT_OUT.items():
+        if groups == {group}:
+            key = f'checkpoint.exclude_from_loading = ["{group}"]'
+            return f"\nIf that is meant: {key} {effect}"
     missing = [name for name in weights if found[name] == MISSING]
     # A change of the precision should keep the weights.
     typed = [name for name in weights if name.startswith(WEIGHT) and name in floats]

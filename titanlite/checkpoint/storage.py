@@ -141,6 +141,7 @@ def rng_state(device: torch.device, world_size: int) -> DTensor:
 
 
 def set_rng_state(state: DTensor, device: torch.device) -> None:
+    """Give torch's generators the state of this rank. state: [ranks, bytes] uint8, sharded."""
     row = state.to_local()[0]
     size = torch.get_rng_state().numel()
     torch.set_rng_state(row[:size].clone())

@@ -56,6 +56,7 @@ def broken_rules(
 
 
 def is_set(value: Any) -> bool:
+    """Match every value but None."""
     return value is not None
 
 
@@ -65,6 +66,7 @@ def contains(item: str) -> Callable[[list[str]], bool]:
 
 
 def several(degree: int) -> bool:
+    """Match degrees above 1."""
     return degree > 1
 
 

@@ -323,6 +323,7 @@ def packing_ratio(name: str) -> float:
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest dtype that holds the ids of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from titanlite.config.model_sections import Optimizer
     from titanlite.config.sections import (
         ActivationCheckpoint,
         Config,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
+    from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
@@ -45,6 +47,7 @@ class Features:
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
     activation_offload: ActivationOffload | None
+    ema: WeightAveraging | None
 
     @property
     def on(self) -> list[Feature]:
@@ -57,6 +60,7 @@ class Features:
             self.float8,
             self.loss_chunks,
             self.activation_offload,
+            self.ema,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -77,6 +81,7 @@ def features_of(config: Config) -> Features:
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
         activation_offload=activation_offload_of(config.activation_checkpoint),
+        ema=ema_of(config.optimizer),
     )
 
 
@@ -141,3 +146,12 @@ def activation_offload_of(section: ActivationCheckpoint) -> ActivationOffload | 
     from titanlite.features.activation_offload import ActivationOffload
 
     return ActivationOffload()
+
+
+def ema_of(section: Optimizer) -> WeightAveraging | None:
+    """Return the average of the weights if one is kept."""
+    if not section.ema_decay:
+        return None
+    from titanlite.features.ema import WeightAveraging
+
+    return WeightAveraging(section.ema_decay)

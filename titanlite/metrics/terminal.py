@@ -8,6 +8,7 @@ from typing import TextIO
 
 
 def is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that still takes text."""
     return isinstance(stream, io.TextIOWrapper) and not stream.closed and stream.isatty()
 
 

@@ -371,6 +371,7 @@ def linears(args: HFArgs) -> dict[str, Size]:
 
 
 def count_parameters(args: HFArgs) -> int:
+    """Return the number of parameters; a shared one counts once."""
     return sum(parameter.numel() for parameter in args.skeleton.model.parameters())
 
 

@@ -199,7 +199,7 @@ class Llama(nn.Module):
         if self.args.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Leaving the meta device, torch makes a new parameter for each module that holds the shared
         # one.
         super()._apply(fn, recurse)

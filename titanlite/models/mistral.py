@@ -15,6 +15,8 @@ from titanlite.models.llama import LlamaArgs, decoder_spec
 
 @dataclass(frozen=True)
 class MistralArgs(LlamaArgs):
+    """Arguments of Mistral's decoder."""
+
     #: Tokens that a token attends to, itself and those before it; None: all.
     window: int | None = None
 

@@ -229,6 +229,8 @@ class MoE(nn.Module):
 
 
 class MixtralBlock(Block):
+    """A block whose feed-forward is a mixture of experts."""
+
     feed_forward_class = MoE
 
 

@@ -15,6 +15,8 @@ from titanlite.models.llama import LlamaArgs, decoder_spec
 
 @dataclass(frozen=True)
 class Qwen3Args(LlamaArgs):
+    """Arguments of Qwen3's decoder."""
+
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 128
 

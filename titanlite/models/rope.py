@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class Rope(nn.Module):
             )
         return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to
         # another dtype.
         super()._apply(fn, recurse)

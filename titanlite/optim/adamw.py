@@ -166,6 +166,7 @@ class AdamW8bit(AnyPrecisionAdamW):
         value: torch.Tensor,
         decay: float,
     ) -> torch.Tensor:
+        """Move the average of 8-bit codes to `value`; return it in float32."""
         block = block_of(parameter.shape)
         if not block:
             return super().average(parameter, name, dtype, value, decay)

@@ -107,7 +107,9 @@ def save_by_op() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     """Return contexts for `torch.utils.checkpoint` with a new `OpPolicy`, which counts from
     zero.
     """
-    return create_selective_checkpoint_contexts(OpPolicy())
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(OpPolicy())
+    return contexts
 
 
 def apply_ac(

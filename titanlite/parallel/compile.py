@@ -177,9 +177,9 @@ def apply_compile(
 
 def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunction:
     """Return `loss` as one graph, made when it first runs."""
-    return _with_name(
-        "the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)
-    )
+    compiled = torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)
+    named: LossFunction = _with_name("the loss", compiled)
+    return named
 
 
 def _with_name(name: str, compiled: Any) -> Any:

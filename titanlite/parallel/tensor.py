@@ -230,7 +230,8 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
             return loss(logits.to_local(), labels)
         if objective is not None:
             return divided_cross_entropy(logits, labels, objective)
-        return _ShardedLoss.apply(logits, labels, loss)
+        result: torch.Tensor = _ShardedLoss.apply(logits, labels, loss)
+        return result
 
     return divided
 

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
+from titanlite.features import ema_of
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
@@ -259,8 +260,9 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     args = run.model_args()
     parameters = run.spec.count_parameters(args)
     size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
-    if run.optimizer.ema_decay:
-        size += 4 * parameters
+    ema = ema_of(run.optimizer)
+    if ema is not None:
+        size += ema.bytes_each * parameters
     validated = run.validation.enable
     return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds, validated))
 

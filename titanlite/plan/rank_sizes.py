@@ -112,9 +112,11 @@ class RankSizes:
 
 @functools.cache
 def block_memory(shape: Shape, mode: str) -> ModuleMemory:
+    """Return the memory of a block, in bytes by time. mode: of recomputation."""
     return measure(block_ops(shape), mode)
 
 
 @functools.cache
 def head_memory(shape: Shape, loss: Loss) -> ModuleMemory:
+    """Return the memory of head and loss, in bytes by time."""
     return measure(head_ops(shape, loss))

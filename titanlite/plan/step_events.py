@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from titanlite.features import activation_offload_of, pipeline_of
+from titanlite.features import activation_offload_of, ema_of, pipeline_of
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.group_events import GroupEvents
 from titanlite.plan.kept_events import KeptEvents
@@ -46,11 +46,11 @@ class StepEvents:
         sizes = self.sizes
         optimizer = self.run.optimizer
         masters = sum(weight.part for weight in sizes.weights) * sizes.master
+        ema = ema_of(optimizer)
+        averages = 0 if ema is None else ema.bytes_each
         state = 0.0
         for weight in sizes.weights:
-            each = state_bytes(weight, optimizer, sizes.master)
-            if optimizer.ema_decay:
-                each += 4
+            each = state_bytes(weight, optimizer, sizes.master) + averages
             state += each * weight.local(sizes.shard)
         yield Alloc("parameters", "weights", masters, sizes.offloads)
         yield Alloc("optimizer", "state", round(state), sizes.offloads)

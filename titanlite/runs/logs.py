@@ -32,7 +32,7 @@ class RankLog(logging.FileHandler):
     def format(self, record: logging.LogRecord) -> str:
         return escape(_COLOR.sub("", super().format(record)))
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of logging
         if not self._warned:
             self._warned = True
             print(

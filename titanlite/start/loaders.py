@@ -21,7 +21,7 @@ from titanlite.training.validation import ValidationSet
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases
-    from titanlite.optim.average import WeightAverage
+    from titanlite.features.ema.average import WeightAverage
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
 _RESERVE = 2

@@ -24,7 +24,7 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import activation_offload_of, features_of
+from titanlite.features import activation_offload_of, ema_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.optimizer import state_bytes
@@ -102,6 +102,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def model_rows(model: Model, setup: Setup) -> list[Row]:
+    """Return the rows of the model and its parameters by module."""
     total = sum(setup.parameters.values())
     parts = ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())
     return [
@@ -218,6 +219,7 @@ def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) ->
 
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
+    """Return the row of the text and its order."""
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
     name = (
         f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
@@ -262,8 +264,9 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
     parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
-    if optimizer.ema_decay:
-        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
+    ema = ema_of(optimizer)
+    if ema is not None:
+        parts.append(ema.report())
     if optimizer.early_step_in_backward:
         parts.append("updates in the backward, without clipping")
     rows = [("optimizer", ", ".join(parts))]

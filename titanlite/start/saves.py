@@ -18,7 +18,7 @@ from titanlite.start.run_text import Datasets
 from titanlite.utils import public
 
 if TYPE_CHECKING:
-    from titanlite.optim.average import WeightAverage
+    from titanlite.features.ema.average import WeightAverage
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class StopRequested(BaseException):
 
     @property
     def exit_code(self) -> int:
+        """Exit code of the process: whether all steps are in a checkpoint."""
         return exit_codes.PREEMPTED if self.saved else exit_codes.PREEMPTED_UNSAVED
 
 

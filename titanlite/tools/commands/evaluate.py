@@ -244,9 +244,8 @@ def evaluate(
     All ranks call it together.
     """
     from titanlite.checkpoint.load import Loader
-    from titanlite.checkpoint.storage import gather
     from titanlite.data.text_report import checks_of
-    from titanlite.optim.average import WeightAverage
+    from titanlite.features import ema_of
     from titanlite.parallel.init import use_deterministic
     from titanlite.start.loaders import build_validation
     from titanlite.start.model import build_model
@@ -256,8 +255,9 @@ def evaluate(
         use_deterministic(run.debug.deterministic_warn_only)
     held_out = build_validation(run, parts.mesh, texts)
     averages: dict[str, torch.Tensor] = {}
-    if run.validation.ema:
-        average = WeightAverage(parts.model, gather(parts.model), run.optimizer.ema_decay)
+    ema = ema_of(run.optimizer)
+    if ema is not None and run.validation.ema:
+        average = ema.begin(parts.model)
         averages = average.tensors
         held_out = replace(held_out, weights=average.applied)
     loaded = Loader(run.checkpoint, world, {}, {}, averages=averages).load_weights(parts.model)
@@ -277,6 +277,7 @@ def _figures(one: HeldOutLoss) -> dict[str, float]:
 
 
 def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
+    """Return losses on held-out texts as a table."""
     cells = [
         (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
         for name, one in losses.items()

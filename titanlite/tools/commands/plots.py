@@ -45,6 +45,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
+    """Curves over one vertical axis. from_zero: the axis begins at 0."""
+
     title: str
     unit: str
     curves: Sequence[Curve]

@@ -103,6 +103,7 @@ class Task(NamedTuple):
 
 
 def hash_of(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -89,6 +89,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def state_words(run: Run) -> str:
+    """Return the state of a run as a table shows it."""
     return "stopped by guard" if run.state == "stopped" else run.state
 
 
@@ -103,6 +104,7 @@ def finite(rows: Iterable[Row], name: str) -> list[float]:
 
 
 def number(value: float | None, form: str) -> str:
+    """Return a figure in this form; a sign for none where it is None."""
     return NONE if value is None else format(value, form)
 
 

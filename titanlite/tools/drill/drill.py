@@ -98,6 +98,7 @@ class Scenario:
 
 
 def resume(work: Workspace, run: Path, _: Scenario) -> str:
+    """Train in two halves, and compare with a run without a stop."""
     work.finish(run, HALF)
     return f"{HALF} + {STEPS - HALF} steps equal {STEPS} steps without a stop, bit for bit"
 
@@ -117,10 +118,12 @@ def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def largest_shard(folder: Path) -> Path:
+    """Return the largest file of a checkpoint."""
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
 def damage(work: Workspace, run: Path, one: Scenario) -> str:
+    """Damage the newest checkpoint; the run must fall back to the one before."""
     folder = checkpoint(run, HALF)
     file = folder / "manifest.json" if one.name == "missing-manifest" else largest_shard(folder)
     content = bytearray(file.read_bytes())
@@ -137,6 +140,7 @@ def damage(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def none_left(work: Workspace, run: Path, _: Scenario) -> str:
+    """Damage all checkpoints; the run must refuse to start."""
     for step in saved_steps(run):
         largest_shard(checkpoint(run, step)).unlink()
     before = records(run)
@@ -154,6 +158,7 @@ def bad_steps(work: Workspace, run: Path, one: Scenario, *names: str) -> list[li
 
 
 def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
+    """Put a NaN into a gradient; the guard must skip that step alone."""
     step = one.fault.number
     rows = bad_steps(work, run, one, "step", "action")
     check(rows == [[step, "skip"]], f"guard.jsonl has {rows}")
@@ -168,6 +173,7 @@ def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
+    """Put a NaN into a gradient; the guard must go back, and leave the steps out."""
     step = one.fault.number
     own = work.tiny.config.data.skip_steps
     rows = bad_steps(work, run, one, "step", "action", "back_to_step", "left_out")
@@ -182,6 +188,7 @@ def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
+    """Fill the disk during a save; the run must report it and go on."""
     step = one.fault.number
     mode = work.tiny.config.checkpoint.async_mode
     if one.name == "background-save" and mode == "disabled":
@@ -200,6 +207,7 @@ def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
+    """Resume on one rank; losses must agree within the precision."""
     check_resumed(work.train(run, *ONE_RANK, ranks=1), HALF)
     whole = work.folder / "whole"
     tolerance = _TOLERANCE[work.tiny.config.training.mixed_precision_param]

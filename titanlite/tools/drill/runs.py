@@ -87,6 +87,7 @@ def differing(left: Path, right: Path) -> list[str]:
 
 
 def checkpoint(run: Path, step: int = STEPS) -> Path:
+    """Return the folder of a checkpoint of a run."""
     return run / "checkpoint" / f"step-{step}"
 
 
@@ -108,6 +109,7 @@ def records(run: Path, needed: str = "") -> list[tuple[Any, ...]]:
 
 
 def check_resumed(text: str, step: int) -> None:
+    """Fail unless a run resumed from this step. text: its output."""
     found = re.findall(r"resumed from step (\d+)", text)
     problem = f"the run resumed from step {', '.join(found) or 'none'}, not {step}"
     check(found == [str(step)], problem, text)

@@ -33,6 +33,7 @@ from titanlite.checkpoint.hf_save import (
     write_configs,
     write_files,
 )
+from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
@@ -49,10 +50,10 @@ from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_ta
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.files import FILES, hf_files
+from titanlite.features.ema.names import AVERAGE
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
-from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet

@@ -120,6 +120,7 @@ def _tokens(text: str) -> int:
 
 
 def price(text: str) -> float:
+    """Read a price for argparse: a finite number that is not negative."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a price, got {text!r}")

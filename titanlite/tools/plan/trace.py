@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
+from titanlite.features import ema_of
 from titanlite.features.activation_offload import host_memory
 from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.features.context import attention as context_attention
@@ -127,7 +128,7 @@ def _first_update(
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    if not run.optimizer.ema_decay:
+    if ema_of(run.optimizer) is None:
         return []
     return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in model.parameters()]
 

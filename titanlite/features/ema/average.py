@@ -4,7 +4,7 @@
     with average.applied():      # the model has the averaged weights
         ...
 
-A checkpoint holds the averages under `AVERAGE` + name, beside the weights.
+A checkpoint holds the averages beside the weights, by the names of `average_of`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
+from titanlite.features.ema.names import average_of
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.local import local, parts_of
 from titanlite.parallel.own_linear import weights_replaced
@@ -24,9 +25,6 @@ from titanlite.parallel.own_linear import weights_replaced
 if TYPE_CHECKING:
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
-
-#: Prefixes of names in a checkpoint.
-AVERAGE, WEIGHT = "ema.", "model."
 
 
 class WeightAverage(Callback):
@@ -48,7 +46,7 @@ class WeightAverage(Callback):
             pointer = local(weight).data_ptr()
             if pointer not in made or not pointer:  # empty shards have none
                 made[pointer] = weight.detach().to(torch.float32, copy=True)
-            self.tensors[AVERAGE + name.removeprefix(WEIGHT)] = made[pointer]
+            self.tensors[average_of(name)] = made[pointer]
         pairs = zip(self.tensors.values(), self._weights.values(), strict=True)
         #: Local parts of each average and its weight, tied ones once.
         self._pairs = list(
@@ -59,10 +57,8 @@ class WeightAverage(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Nothing waits for the device."""
         good = result.good.to(self._pairs[0][0].device)
-        for (
-            average,
-            weight,
-        ) in self._pairs:  # selected, since weights may be no numbers after a bad step
+        for average, weight in self._pairs:
+            # Selected, since weights may be no numbers after a bad step.
             average.copy_(torch.where(good, average.lerp(weight.float(), 1 - self._decay), average))
 
     @contextmanager

@@ -1,0 +1,50 @@
+"""An exponential moving average of the weights (EMA): what titanlite knows of it, moment by moment.
+
+    average.py   the averages of a model, a callback of the run
+    names.py     their names in a checkpoint
+
+The key is `optimizer.ema_decay`. `validation.ema` and `checkpoint.export_ema` need it: those rules
+hold where it is off, so `titanlite.config.checks` has them. average.py needs torch and is imported
+where it is used.
+
+What `begin` returns is handed on: `titanlite.start.callbacks` lets it follow the weights,
+`titanlite.start.loaders` applies it while held-out texts are measured, and `titanlite.checkpoint`
+saves and loads its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titanlite.features.feature import Feature
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.features.ema.average import WeightAverage
+
+
+class WeightAveraging(Feature):
+    """The average of the weights in a run that keeps one."""
+
+    key = "optimizer.ema_decay"
+    #: Of memory and of a checkpoint, for each parameter, for `titanlite.plan`. They are in float32.
+    bytes_each = 4
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+
+    # The model: `titanlite.assembly` and `titanlite evaluate` call it
+
+    def begin(self, model: nn.Module) -> WeightAverage:
+        """Return averages that begin with the weights of a model, as a callback."""
+        from titanlite.checkpoint.storage import gather
+        from titanlite.features.ema.average import WeightAverage
+
+        return WeightAverage(model, gather(model), self.decay)
+
+    # The start report
+
+    def report(self) -> str:
+        """Return its part of the row of the optimizer."""
+        return f"{self.bytes_each} for their average, of which a step leaves {self.decay:g}"
