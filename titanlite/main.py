@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
-from titanlite.callbacks import Callback, load_callbacks
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Checkpoint
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from titanlite.assembly import TrainingComponents
+    from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.launch_env import LaunchEnv
@@ -220,6 +220,7 @@ class _Rank:
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
         from titanlite.metrics.console import setup_console
+        from titanlite.start.own_callbacks import load_callbacks
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
@@ -310,8 +311,8 @@ def _first_here(store: Store | None) -> bool:
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     """Return the message of an expected error, with advice. verdict: the watchdog's."""
-    from titanlite.guard import BadStepError
     from titanlite.parallel.compile import CompileError
+    from titanlite.training.bad_steps import BadStepError
 
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
@@ -321,11 +322,9 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
             "trains without"
         )
     if isinstance(error, BadStepError):
-        kept = (
-            f"checkpoints are in {section.folder}"
-            if section.enable_checkpoint
-            else "checkpoints are off"
-        )
+        kept = "checkpoints are off"
+        if section.enable_checkpoint:
+            kept = f"checkpoints are in {section.folder}"
         return f"stopped: {error}; {kept}"
     if exit_codes.is_of_collectives(error):
         unknown = (

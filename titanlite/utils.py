@@ -105,8 +105,9 @@ def _without_query(match: re.Match[str]) -> str:
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
     kept = [part for part in parts if _is_harmless(part)]
-    hidden = [REMOVED] if len(kept) < len(parts) else []
-    return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+    if len(kept) < len(parts):
+        kept.append(REMOVED)
+    return f"{scheme}{rest}{mark}{'&'.join(kept)}{written[len(query) :]}"
 
 
 def _is_harmless(part: str) -> bool:
@@ -172,8 +173,11 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for
     colours stay, too. verbatim: URLs stay as they are, as in documents.
     """
-    text = text if verbatim else public(text)
-    parts = _COLOR.split(text) if colors else [text]
+    if not verbatim:
+        text = public(text)
+    parts = [text]
+    if colors:
+        parts = _COLOR.split(text)
     parts[::2] = [_CONTROL.sub(_as_code, part) for part in parts[::2]]
     return "".join(parts)
 

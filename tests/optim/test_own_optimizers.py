@@ -21,8 +21,10 @@ from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_of, nearest_codes
+from titanlite.optim.groups import parameter_groups
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
+from titanlite.optim.optimizer import build_optimizer, gated_step
+from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.preflight import optimizer_problems
 

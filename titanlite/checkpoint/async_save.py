@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, new_group
-from titanlite.guard import WeightsError
+from titanlite.training.bad_steps import WeightsError
 from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.

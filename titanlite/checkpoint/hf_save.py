@@ -306,6 +306,25 @@ class HFWeights:
     #: Gives name → content of the tokenizer's files.
     beside: Callable[[], Mapping[str, bytes]]
 
+    @classmethod
+    def saved(
+        cls,
+        spec: ModelSpec,
+        args: Any,
+        tensors: Mapping[str, torch.Tensor],
+        entries: Entries,
+        beside: Callable[[], Mapping[str, bytes]],
+    ) -> HFWeights:
+        """Return the weights of a checkpoint's tensors, whose names begin with `model.`."""
+        strip = len("model.")
+        return cls(
+            spec,
+            args,
+            tensors={name[strip:]: tensor for name, tensor in tensors.items()},
+            entries={name[strip:]: entry for name, entry in entries.items()},
+            beside=beside,
+        )
+
 
 def save_hf(
     final: AnyPath,

@@ -519,11 +519,15 @@ def refuse_older(path: AnyPath) -> None:
     format.
     """
     for root in (path, path / "checkpoint"):
-        if (done := last_hf_step(root)) < 0:
+        done = last_hf_step(root)
+        if done < 0:
             continue
         manifest, _ = find(root)
-        if done > (manifest.step if manifest else -1):
-            other = f", or step-{manifest.step}" if manifest else ""
-            raise CheckpointError(
-                f"the newest weights are in {hf_folder(root, done)}: name that folder{other}"
-            )
+        other = ""
+        if manifest:
+            if done <= manifest.step:
+                continue
+            other = f", or step-{manifest.step}"
+        raise CheckpointError(
+            f"the newest weights are in {hf_folder(root, done)}: name that folder{other}"
+        )

@@ -425,7 +425,9 @@ def prune(
     head = read_manifest(step_folder(root, newest))
     if head.weights_only:
         return []
-    latest = max(config.keep_latest_k, 1 if head.validation_loss is not None else 2)
+    latest = config.keep_latest_k
+    if head.validation_loss is None:
+        latest = max(latest, 2)
     older = [step for step in steps_in(root) if step < newest and step not in known_bad]
     counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
     stay = {*keep, *sorted(counted)[-latest:], *_best(root, counted, config.keep_best)}

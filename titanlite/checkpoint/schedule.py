@@ -87,9 +87,11 @@ class SaveSchedule:
         syncs = config.interval_type == "seconds" and step >= self._next_sync
         if not (judged or syncs):
             return False
+        if not judged:
+            validation_loss = None
         answer = False, step + 1
         if self._world.rank == 0:
-            answer = self._decide(step, validation_loss if judged else None)
+            answer = self._decide(step, validation_loss)
         due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
         if syncs:
             self._next_sync = next_sync
@@ -115,8 +117,10 @@ class SaveSchedule:
         self._synced = (step, now)
         left = self.config.interval - (now - self._begun)
         pace = (now - then) / max(step - before, 1)
-        ahead = int(min(left, self.config.interval / _SYNCS) / pace) if pace > 0 else 1
-        return better or left <= 0, step + max(ahead, 1)
+        ahead = 1
+        if pace > 0:
+            ahead = max(int(min(left, self.config.interval / _SYNCS) / pace), 1)
+        return better or left <= 0, step + ahead
 
     def _compares(self, manifest: Manifest) -> bool:
         """Return whether a checkpoint of this run has a loss on the same held-out text."""

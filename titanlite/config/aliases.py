@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from titanlite.config.keys import keys
-from titanlite.config.run_sections import Count
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import NAMES
+from titanlite.config.value_types import Count
 
 
 class Refused(ValueError):
@@ -66,12 +66,12 @@ def _converters(value: list[str]) -> bool:
 
 def _split_points(parts: list[list[str]]) -> list[str]:
     """Return the first module of each part but the first; parts must cover the layers in order."""
-    layers = [
-        int(n.split(".")[1])
-        for part in parts
-        for n in part
-        if n.startswith("layers.") and n[7:].isdecimal()
-    ]
+    layers = []
+    for part in parts:
+        for name in part:
+            number = name.removeprefix("layers.")
+            if number != name and number.isdecimal():
+                layers.append(int(number))
     if layers != list(range(len(layers))):
         raise Refused("the parts must hold layers.0, layers.1, … in order, none left out")
     return [part[0] for part in parts[1:]]

@@ -373,7 +373,10 @@ def _read_list(type_: Any, words: list[str], has_commas: bool) -> Any:
     (item,) = get_args(type_)
     items = []
     for word in words:
-        for part in word.split(",") if has_commas else [word]:
+        parts = [word]
+        if has_commas:
+            parts = word.split(",")
+        for part in parts:
             part = part.strip()
             if part:
                 items.append(_read_one(item, part))

@@ -18,9 +18,9 @@ from msgspec.structs import FieldInfo, fields
 
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.extensions import ANCHORED
-from titanlite.config.run_sections import Section, paths
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
+from titanlite.config.value_types import Section, paths
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,17 @@ class Key:
         """Return the keys of a section; a required one has the default None."""
 
         def default(info: FieldInfo) -> Any:
-            return info.default_factory() if callable(info.default_factory) else info.default
+            if info.required:
+                return None
+            if callable(info.default_factory):
+                return info.default_factory()
+            return info.default
 
-        rows = [
-            (i.name, i.type, None if i.required else default(i), i.required) for i in fields(owner)
-        ]
-        return [cls(section, *row, owner) for row in rows]
+        found = []
+        for info in fields(owner):
+            key = cls(section, info.name, info.type, default(info), info.required, owner)
+            found.append(key)
+        return found
 
     @property
     def name(self) -> str:
@@ -84,13 +89,17 @@ def table_of(name: str) -> str | None:
     `model.overrides.n_layers`.
     """
     table = ".".join(name.split(".", 2)[:2])
-    return table if table != name and table in keys() and keys()[table].is_table else None
+    if table != name and table in keys() and keys()[table].is_table:
+        return table
+    return None
 
 
 def type_of(name: str) -> Any:
     """Return the type of a key or of a free table's entry."""
     table = table_of(name)
-    return get_args(keys()[table].type)[1] if table else keys()[name].type
+    if table is None:
+        return keys()[name].type
+    return get_args(keys()[table].type)[1]
 
 
 @cache
@@ -104,12 +113,13 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 def descriptions(section: type[Section]) -> dict[str, str]:
     """Return field → the text under it in the class's source, on one line."""
     body = _classes(section.__module__)[section.__name__]
-    return {
-        node.target.id: " ".join(str(below.value.value).split())
-        for node, below in zip(body, body[1:], strict=False)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+    found = {}
+    for node, below in zip(body, body[1:], strict=False):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[node.target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 def may_differ(name: str, old: Any, new: Any) -> bool:
@@ -121,12 +131,11 @@ def may_differ(name: str, old: Any, new: Any) -> bool:
         if isinstance(value, list):
             return [*map(without_paths, value)]
         if isinstance(value, dict):
-            return {
-                field: item
-                for field, item in value.items()
-                if not (inner and field in paths(inner))
-            }
-        return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
+            hidden = paths(inner) if inner else []
+            return {field: item for field, item in value.items() if field not in hidden}
+        if name in ANCHORED and isinstance(value, str):
+            return os.path.basename(value)
+        return value
 
     section, _, field = name.partition(".")
     inner = inner_section(keys()[name].type) if name in keys() else None
@@ -188,7 +197,9 @@ def _describe(part: Any) -> str:
         return str(words[0])
     if get_origin(kind) is Literal:
         values = [quote(value) for value in get_args(kind)]
-        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+        if len(values) == 1:
+            return values[0]
+        return f"one of {', '.join(values)}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
         return _describe_list(item)
@@ -227,15 +238,19 @@ def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
     """
     section = inner_section(type_)
     if section is not None and isinstance(value, list):
-        tables = ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, dict))
-        if found := [
-            problem for inner, table in tables for problem in _check_table(section, table, inner)
-        ]:
+        found = []
+        for i, item in enumerate(value):
+            if isinstance(item, dict):
+                found += _check_table(section, item, f"{path}[{i}]")
+        if found:
             return found
-    if (code := _misfit(type_, value)) is None:
+    code = _misfit(type_, value)
+    if code is None:
         return []
     text = quote(value)
-    message = f"expected {describe(type_)}, got {text if len(text) <= 80 else f'{text[:77]}…'}"
+    if len(text) > 80:
+        text = f"{text[:77]}…"
+    message = f"expected {describe(type_)}, got {text}"
     return [Problem("", path, message, _hint(type_, value), code=code)]
 
 
@@ -246,15 +261,14 @@ def _misfit(type_: Any, value: Any) -> str | None:
     except msgspec.ValidationError as error:
         if ", got `" in str(error):
             return "wrong-type"
-        return (
-            "unknown-value" if "enum" in str(error) or names_beside_paths(type_) else "out-of-range"
-        )
-    refused = [
-        m.extra["refused"]
-        for m in getattr(type_, "__metadata__", ())
-        if "refused" in (m.extra or {})
-    ]
-    return "out-of-range" if value in refused or not _finite(value) else None
+        if "enum" in str(error) or names_beside_paths(type_):
+            return "unknown-value"
+        return "out-of-range"
+    metas = getattr(type_, "__metadata__", ())
+    refused = [meta.extra["refused"] for meta in metas if "refused" in (meta.extra or {})]
+    if value in refused or not _finite(value):
+        return "out-of-range"
+    return None
 
 
 def fits(type_: Any, value: Any) -> bool:
@@ -263,8 +277,10 @@ def fits(type_: Any, value: Any) -> bool:
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, (list, dict)):
-        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
 
 

@@ -370,7 +370,9 @@ class _Layers:
     def _replace_others(self, key: str, group: Sequence[str], layer: dict[str, _Value]) -> None:
         """Take the other keys of a group from the layers below."""
         for other in group:
-            gone = self.values.pop(other, None) if other != key else None
+            if other == key:
+                continue
+            gone = self.values.pop(other, None)
             if gone is not None and gone.value is not None:
                 replaced = _assignment(other, gone)
                 self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
@@ -459,7 +461,9 @@ class _Layers:
         """
         said = self.values.get("job.dialect")
         if said is not None:
-            return (said.source if said.value == "2026" else None), 'says dialect "2026"'
+            if said.value != "2026":
+                return None, ""
+            return said.source, 'says dialect "2026"'
         if self.later is not None:
             return self.later, f"uses the later name {self.later.written}"
         return None, ""

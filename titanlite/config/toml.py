@@ -49,7 +49,12 @@ def quote(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
             escaped = escaped.replace(raw, code)
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+        characters = []
+        for one in escaped:
+            if not one.isprintable():
+                one = f"\\U{ord(one):08x}"
+            characters.append(one)
+        return f'"{"".join(characters)}"'
     if isinstance(value, Struct):
         value = {name: item for name, item in asdict(value).items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -156,6 +156,8 @@ def _imported(path: str) -> str:
         spec = importlib.util.find_spec(package) if package else None
     except (ImportError, ValueError):
         spec = None
-    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    places: list[str | None] = []
+    if spec:
+        places = [spec.origin, *(spec.submodule_search_locations or ())]
     where = next((place for place in places if place), None)
     return f"the module {name} ({where or 'which is not found here'})"

@@ -214,7 +214,9 @@ def _limit(seconds: int, memory: int) -> None:
 
 def _lower(limit: int, value: int) -> None:
     hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(limit, (value, hard))
 
 
 def _address_space() -> int:

@@ -149,7 +149,9 @@ class Prefetcher:
     @property
     def steps_left(self) -> int | None:
         """Steps until EndOfData, counted from the last one handed out; None without an end."""
-        return self.loader.steps_left if self._last is None else self._last[1]
+        if self._last is None:
+            return self.loader.steps_left
+        return self._last[1]
 
     def next_step(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the CPU.
@@ -175,7 +177,9 @@ class Prefetcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last step handed out, however many are prepared."""
-        return self.loader.state_dict() if self._last is None else dict(self._last[0])
+        if self._last is None:
+            return self.loader.state_dict()
+        return dict(self._last[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` and drop prepared steps.

@@ -128,7 +128,9 @@ def _wait_after(reason: BaseException, tries: int) -> float:
     headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
     asked = str(headers.get("Retry-After", ""))
     wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
-    return float(asked) + random.random() if asked.isdigit() else wait
+    if asked.isdigit():
+        return float(asked) + random.random()
+    return wait
 
 
 def _reason(error: Exception) -> BaseException:
@@ -167,7 +169,10 @@ class _Checked:
         answer = await self._session.get(url, **options)
         if answer.status in (200, 206):
             total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            self._check(int(total) if total.isdigit() else None, answer.headers)
+            size = None
+            if total.isdigit():
+                size = int(total)
+            self._check(size, answer.headers)
         return answer
 
 
@@ -198,7 +203,10 @@ class _RemoteFile(io.RawIOBase):
         if reason:
             raise DataError(f"{self._name} {reason}")
         is_http = self._url.startswith(("http://", "https://"))
-        system, path = url_to_fs(self._url, **(self._timeouts() if is_http else {}))
+        timeouts: dict[str, Any] = {}
+        if is_http:
+            timeouts = self._timeouts()
+        system, path = url_to_fs(self._url, **timeouts)
         if self.identity is not None:
             # Its listing may be old.
             system.invalidate_cache(path)

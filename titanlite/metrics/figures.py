@@ -182,8 +182,10 @@ class SourceFigures(Callback):
         rows = torch.cat(self._sums)
         sources = torch.tensor(self._sources, device=rows.device)
         found = rows.new_zeros(len(self._mixture.names), 2).index_add_(0, sources, rows)
-        self._sources, self._sums = [], []
-        return (found / found.new_tensor([self._factors.loss, self._factors.tokens])).flatten()
+        self._sources = []
+        self._sums = []
+        counted_times = found.new_tensor([self._factors.loss, self._factors.tokens])
+        return (found / counted_times).flatten()
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
         """Return `share/NAME` of each source, and `loss/NAME` of each that was served.

@@ -142,6 +142,17 @@ class Throughput:
         self._cpu: defaultdict[Kind, float] = defaultdict(float)
 
 
+def peak_flops_of(device: torch.device, tflops: float | None) -> float | None:
+    """Return the FLOPS that a device can do: those given, or of a known one; else None."""
+    if tflops:
+        return tflops * 1e12
+    if device.type != "cuda":
+        return None
+    from titanlite.plan.hardware import peak_flops
+
+    return peak_flops(device_name(device))
+
+
 def device_name(device: torch.device) -> str:
     """Return CUDA's name of the device; `CPU (its model)` for the CPU."""
     if device.type == "cuda":
@@ -201,7 +212,10 @@ def _proc_field(path: str, name: str) -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(path).read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    for line in lines:
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 #: A rank so far behind the median, in percent, in this many logs in a row is reported in a warning.
@@ -255,7 +269,10 @@ class StragglerDetector:
         if self._cuda:
             usual = median_low(work)
             rest = max(seconds_per_step - median_low(data), 0.0)
-            work = [rest * sample / usual if usual else rest for sample in work]
+            samples = work
+            work = [rest] * len(samples)
+            if usual:
+                work = [rest * sample / usual for sample in samples]
         own = [w + d for w, d in zip(work, data, strict=True)]
         middle = median_low(own)
         if len(own) < 2 or not middle:
@@ -270,8 +287,12 @@ class StragglerDetector:
             "lag_percent": percent,
         }
         before, times = self._behind
-        behind = slowest if percent > BEHIND_PERCENT else None
-        times = times + 1 if behind == before else 1
+        behind = None
+        if percent > BEHIND_PERCENT:
+            behind = slowest
+        times += 1
+        if behind != before:
+            times = 1
         self._behind = behind, times
         if behind is None or times < LOGS_IN_A_ROW or (times - LOGS_IN_A_ROW) % _LOGS_BETWEEN:
             return figures, ""

@@ -44,10 +44,10 @@ from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.exit_codes import is_of_collectives
-from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, table, verdict
 from titanlite.start.signals import StopRequested
+from titanlite.training.bad_steps import BadStepError
 from titanlite.utils import logger
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
@@ -427,7 +427,9 @@ class HangWatchdog:
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
         beat = self._beat(rank)
-        state = RankState.load(beat.partition(" ")[2]) if beat else RankState(rank)
+        state = RankState(rank)
+        if beat:
+            state = RankState.load(beat.partition(" ")[2])
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:

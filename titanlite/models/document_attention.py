@@ -37,9 +37,8 @@ class DocumentMask(NamedTuple):
         """
         if _no_kernel(q):
             same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
-            return attend(
-                q, k, v, (same & band(q.size(2), q.size(2), window, q.device)).unsqueeze(1)
-            )
+            seen = same & band(q.size(2), q.size(2), window, q.device)
+            return attend(q, k, v, seen.unsqueeze(1))
         return _attend(q, k, v, self.begins, window)
 
 

@@ -86,15 +86,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         # Under tensor parallelism a rank holds some of the heads.
-        q, k, v = (
-            linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
-        )
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        heads = (-1, self.head_dim)
+        q = self.wq(x).unflatten(2, heads)
+        k = self.wk(x).unflatten(2, heads)
+        v = self.wv(x).unflatten(2, heads)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of
         # q, and in this one wo reads it without a copy.
-        q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
-        y = self.inner_attention(q, k, v, mask)
+        q = rotation(q)
+        k = rotation(k)
+        y = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -186,10 +190,13 @@ class Llama(nn.Module):
             mask = inner.prepare(doc_ids)
             for block in self.layers.values():
                 x = block(x, rotation, mask)
-        x = x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
         if self.output is None:
             return x
-        return self.output(x) if labels is None else self.output(x, labels, loss)
+        if labels is None:
+            return self.output(x)
+        return self.output(x, labels, loss)
 
     def init_buffers(self) -> None:
         """Recompute what `to_empty` leaves as garbage and no checkpoint holds: the RoPE tables."""

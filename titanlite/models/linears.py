@@ -57,8 +57,12 @@ class Linears:
         """Return the linears by kind, in the model's order."""
         found: dict[tuple[str, Size], list[str]] = {}
         for name in self.sizes:
-            found.setdefault((kind_of(name), self.on_rank(name)), []).append(name)
-        return [LinearKind(kind, tuple(names), size) for (kind, size), names in found.items()]
+            key = kind_of(name), self.on_rank(name)
+            found.setdefault(key, []).append(name)
+        kinds = []
+        for (kind, size), names in found.items():
+            kinds.append(LinearKind(kind, tuple(names), size))
+        return kinds
 
 
 def kind_of(name: str) -> str:

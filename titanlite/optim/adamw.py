@@ -13,6 +13,9 @@ import torch
 from titanlite.optim.gated import GatedOptimizer
 from titanlite.parallel.local import local
 
+#: Keys of `[optimizer]` with the dtype of a state each.
+STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
+
 
 class AnyPrecisionAdamW(GatedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019).

@@ -31,7 +31,7 @@ from titanlite.features import (
     pipeline_of,
 )
 from titanlite.features.interactions import compiles_halves
-from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
+from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import offered
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
-    from titanlite.parallel.compile import CompileWatch
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,11 @@ class ModelBuilder:
         if self.own_loss is not None:
             return of_tokens(self.own_loss)
         z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
-        return regularized(z_loss, smoothing) if z_loss or smoothing else cross_entropy_sum
+        if not z_loss and not smoothing:
+            return cross_entropy_sum
+        from titanlite.training.regularized_loss import regularized
+
+        return regularized(z_loss, smoothing)
 
     def pipeline(
         self,
@@ -243,16 +246,6 @@ class ModelBuilder:
         """Those of the whole model. Raises ParallelismError for a model that names none."""
         offered(self.spec, "linears")
         return linears_of(self.spec, self.args, self.tp)
-
-    def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
-        """Watch what is compiled; None where that is nothing."""
-        modules = self.compiled_modules(model).values()
-        functions = [self.plain_loss] if self.compiles("loss") else []
-        if not modules and not functions:
-            return None
-        from titanlite.parallel.compile import CompileWatch
-
-        return CompileWatch(modules, functions, self.compile.backend)
 
     def compiles(self, component: str) -> bool:
         """Whether `torch.compile` is applied to "model" or to "loss"."""

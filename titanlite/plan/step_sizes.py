@@ -43,13 +43,16 @@ class StepSizes:
         self.run = run
         self.mesh = run.mesh
         self.spec = run.spec
-        args = run.model_args()
-        self.args: Any = args if args.vocab_size else replace(args, vocab_size=VOCABULARY)
-        bf16 = cluster.gpu.bf16
-        in_float32 = run.training.mixed_precision_param == "float32"
+        self.args: Any = run.model_args()
+        if not self.args.vocab_size:
+            self.args = replace(self.args, vocab_size=VOCABULARY)
         #: Bytes of a number in activations and gathered weights.
-        self.itemsize = 4 if in_float32 else 2
-        self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
+        self.itemsize = 2
+        peak = cluster.gpu.bf16
+        if run.training.mixed_precision_param == "float32":
+            self.itemsize = 4
+            peak /= 8
+        self.rates = Rates(cluster, constants, peak=peak)
         self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         #: Tokens of a micro-batch on this rank.

@@ -148,7 +148,10 @@ class Run:
         starts = [start for start in later if start is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
         for row in self.training:
-            parts[bisect_right(starts, row["time"]) if "time" in row else -1].append(row)
+            place = -1
+            if "time" in row:
+                place = bisect_right(starts, row["time"])
+            parts[place].append(row)
         return [part for part in parts if part]
 
 

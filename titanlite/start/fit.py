@@ -8,6 +8,7 @@ runs only if there are none. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
-from titanlite.start.derive import RunConfig, below, derive, smallest_world
+from titanlite.start.derive import RunConfig, below, degrees_of, derive
 from titanlite.start.misfits import (
     batch_misfits,
     mixture_misfits,
@@ -113,6 +114,23 @@ def check_loaded(
     if look_at_text:
         run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
     return config, run
+
+
+def smallest_world(config: LoadedConfig) -> int:
+    """Return the fewest ranks on which the degrees of parallelism fit."""
+    d = config.sections
+    if d.checkpoint.create_seed_checkpoint:
+        return 1
+    degrees = degrees_of(d)
+    shard = "training.data_parallel_shard_degree"
+    if degrees[shard] == -1:
+        reshard = d.training.reshard_after_forward
+        expert = d.parallelism.expert_parallel_degree
+        context = degrees["experimental.context_parallel_degree"]
+        # Experts are divided over the ranks of both, so context holds a part of their degree.
+        degrees[shard] = reshard if isinstance(reshard, int) else 1
+        degrees[shard] *= expert // math.gcd(expert, context)
+    return math.prod(max(degree, 1) for degree in degrees.values())
 
 
 def shaped(config: LoadedConfig) -> LoadedConfig:

@@ -24,19 +24,24 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
+from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.config.keys import may_differ
 from titanlite.metrics.throughput import device_name
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.rendezvous import INTERFACES, interface_problem
 from titanlite.runs import provenance
 from titanlite.utils import counted, human_bytes, human_time, logger
+
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.run_text import Datasets
 
 T = TypeVar("T")
 
@@ -108,6 +113,22 @@ class Measured(NamedTuple):
     sees_folder: bool
     #: What is odd about its GPU's memory and, with several hosts, about its network interfaces.
     notes: list[str]
+
+
+def compare_ranks(run: RunConfig, world: DistEnv, datasets: Datasets) -> None:
+    """Compare and try all ranks, for a run with this text. Raises RankCheckError."""
+    saves = run.checkpoint.enable_checkpoint
+    place = to_path(run.checkpoint.folder if saves else run.job.dump_folder)
+    texts = {"training": datasets.train.fingerprint}
+    for name, rows in datasets.validation.items():
+        texts[f"validation {name}".strip()] = rows.fingerprint
+    check_ranks(
+        world,
+        config=run.toml,
+        texts=texts,
+        folder=None if isinstance(place, StorePath) else place,
+        needs_folder=saves,
+    )
 
 
 def check_ranks(
@@ -394,7 +415,9 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
             if 2 * votes > len(group):
                 odd = [rank for rank in group if found[rank.number].digests != common]
         if odd:
-            names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
+            names = _named(odd)
+            if len(odd) <= _MOST_NAMED:
+                names = ", ".join(map(str, odd))
             which = "wrong numbers are computed"
             if len(odd) == len(group):
                 which = "one of these computes wrong numbers"
@@ -426,10 +449,11 @@ def _speed_warnings(
 
 def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     notes = dict.fromkeys(note for result in found for note in result.notes)
-    return [
-        f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}"
-        for note in notes
-    ]
+    lines = []
+    for note in notes:
+        told = [rank for rank in ranks if note in found[rank.number].notes]
+        lines.append(f"{_named(told)}: {note}")
+    return lines
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:

@@ -27,7 +27,7 @@ from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.features import activation_offload_of, ema_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
-from titanlite.optim.optimizer import state_bytes
+from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.run_text import Datasets
@@ -124,9 +124,13 @@ def compute_rows(  # noqa: PLR0913
     mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if is_below_bf16:
-            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
-    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+        if is_below_bf16 and metrics.peak_tflops is None:
+            mfu += ", its peak in bf16"
+        elif is_below_bf16:
+            mfu += " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} each"
+    if setup.cpu:
+        each = f"{human_bytes(memory)} of memory, shared"
     rows = [
         ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
         ("devices", f"{ranks} x {setup.device}, {each}"),
@@ -165,10 +169,11 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
             f"parameters = {human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        parts.append(
-            _NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory"
-        )
-    return [("sharding", "; ".join(parts))] if parts else []
+        away = "parameters, gradients and optimizer state in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    if not parts:
+        return []
+    return [("sharding", "; ".join(parts))]
 
 
 def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: Setup) -> Row:
@@ -196,7 +201,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
 
 def _operators(products: int, of: int, attention: bool) -> str:
     """Return `4 of 7 matmuls and attention`."""
-    words = [f"{products} of {of} matmuls"] if products else []
+    words = []
+    if products:
+        words.append(f"{products} of {of} matmuls")
     if attention:
         words.append("attention")
     return " and ".join(words) or "no product"
@@ -263,7 +270,8 @@ def is_told(warning: str, warnings: Sequence[str]) -> bool:
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
-    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if state is not None:
+        parts.append(f"{state:.3g} bytes of state per parameter")
     ema = ema_of(optimizer)
     if ema is not None:
         parts.append(ema.report())
@@ -286,7 +294,8 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
         length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
         if epoch:
             passes = f"{steps * per_step / epoch:.3g}"
-            length += f" = {passes} {'epoch' if passes == '1' else 'epochs'}"
+            epochs_in_words = "1 epoch" if passes == "1" else f"{passes} epochs"
+            length += f" = {epochs_in_words}"
     return [
         (
             "global batch",
@@ -309,13 +318,16 @@ def schedule_row(
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts = [
-        f"warm-up {counted(warmup, 'steps')}",
-        f"plateau {counted(plateau, 'steps')}" if plateau else "",
-        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
-        "" if total is None else f"{counted(total, 'steps')} in all",
-    ]
-    return "schedule", ", ".join(filter(None, parts))
+    parts = [f"warm-up {counted(warmup, 'steps')}"]
+    if plateau:
+        parts.append(f"plateau {counted(plateau, 'steps')}")
+    if decay_type == "constant":
+        parts.append("then constant")
+    else:
+        parts.append(f"{decay_type} decay{over} to {floor:g}")
+    if total is not None:
+        parts.append(f"{counted(total, 'steps')} in all")
+    return "schedule", ", ".join(parts)
 
 
 def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
@@ -323,7 +335,9 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     run = with_steps(built.run, steps)
     datasets = built.datasets
     setup = _setup(built, run)
-    rows = [("run", run.job.description)] if run.job.description else []
+    rows = []
+    if run.job.description:
+        rows.append(("run", run.job.description))
     rows += [("versions", _versions()), *model_rows(run.model, setup)]
     rows += _machine_rows(built, run, setup, peak)
     rows += sharding_rows(run.training, setup)
@@ -415,11 +429,14 @@ def _schedule(run: RunConfig) -> Row:
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
     """Return the warnings of machine and config, and those of the texts that are not told yet."""
     name = public_name(run.training.dataset_path or run.training.dataset)
-    sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
-    doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
+    sequences = None
+    if run.steps is not None:
+        sequences = run.steps * run.batch.global_batch_size
+    found = list(run.warnings)
     machine = accelerator_warning()
-    return [
-        *([machine] if machine else []),
-        *run.warnings,
-        *(one for one in doubts if not is_told(one, run.warnings)),
-    ]
+    if machine:
+        found.insert(0, machine)
+    for doubt in text_warnings(datasets.train, datasets.validation, name, sequences):
+        if not is_told(doubt, run.warnings):
+            found.append(doubt)
+    return found

@@ -24,9 +24,9 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
-from titanlite.guard import BadStepError, WeightsError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
+from titanlite.training.bad_steps import BadStepError, WeightsError
 from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.

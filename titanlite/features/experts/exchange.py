@@ -75,13 +75,11 @@ class Exchange:
         """
         sent = counts.view(self.ranks, -1)
         received = _all_to_all(counts, None, None, self.group).view_as(sent)
-        outward, inward = torch.stack(
-            (sent.sum(1), received.sum(1))
-        ).tolist()  # waits for the device
+        sizes = torch.stack((sent.sum(1), received.sum(1)))
+        outward, inward = sizes.tolist()  # waits for the device
         experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
-        order = experts.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(
-            stable=True
-        )
+        of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(inward))
+        order = of_rows.argsort(stable=True)
         route = Route(outward, inward, order, order.argsort(), self.group)
         return _Move.apply(rows, route, True), received.sum(0), route
 

@@ -145,18 +145,22 @@ class Pipeline:
         """
         phase("pipeline")
         self._tokens = tokens
-        inputs = (torch.cat([b.tokens for b in micro_batches]),) if self._has_first else ()
-        labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
-        losses: list[Tensor] | None = [] if self._has_last else None
+        inputs: tuple[Tensor, ...] = ()
+        labels: Tensor | None = None
+        losses: list[Tensor] | None = None
+        if self._has_first:
+            inputs = (torch.cat([b.tokens for b in micro_batches]),)
+        if self._has_last:
+            labels = torch.cat([b.labels for b in micro_batches])
+            losses = []
         rows = sum(len(b.tokens) for b in micro_batches)
-        documents = [b.documents for b in micro_batches if b.documents is not None]
-        keywords = self._keywords(
-            rows, self._shape.seq_len, labels, torch.cat(documents) if documents else None
-        )
+        parts = [b.documents for b in micro_batches if b.documents is not None]
+        documents = torch.cat(parts) if parts else None
+        keywords = self._keywords(rows, self._shape.seq_len, labels, documents)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
-        return (
-            torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
-        )
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack(losses).detach().sum()
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:

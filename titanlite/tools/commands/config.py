@@ -26,8 +26,8 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.start.derive import RunConfig, smallest_world
-from titanlite.start.fit import check_config, fitted
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config, fitted, smallest_world
 from titanlite.tools.parser import (
     FILES,
     FLAGS,
@@ -284,8 +284,13 @@ def _saves(run: RunConfig) -> str:
 
 
 def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    files = [w for w in arguments.words if w.endswith(".toml") or os.sep in w or os.path.isfile(w)]
-    names = [word.strip("[]") for word in arguments.words if word not in files]
+    files = []
+    names = []
+    for word in arguments.words:
+        if word.endswith(".toml") or os.sep in word or os.path.isfile(word):
+            files.append(word)
+        else:
+            names.append(word.strip("[]"))
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *flags])
@@ -357,7 +362,9 @@ def _shown_value(config: LoadedConfig, key: Key) -> str:
 
     value = config.value(key.name)
     if key.name == "launch.environment":
-        value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
+        value = dict(value)
+        for name in filter(is_secret, value):
+            value[name] = REMOVED
     return quote(value)
 
 
@@ -374,7 +381,9 @@ def _source(config: LoadedConfig, key: Key) -> str:
 
 def _shown_source(config: LoadedConfig, key: str) -> str:
     source = config.source(key)
-    return str(source) if source.written in ("", key) else f"{source}, as {source.written}"
+    if source.written in ("", key):
+        return str(source)
+    return f"{source}, as {source.written}"
 
 
 # Diff
@@ -401,7 +410,10 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     for key, *sides in found:
         lines.append(style.bold(key))
         for mark, (value, source) in zip("-+", sides, strict=True):
-            lines.append(f"  {mark} {value}" + (style.dim(f"  {source}") if source else ""))
+            line = f"  {mark} {value}"
+            if source:
+                line += style.dim(f"  {source}")
+            lines.append(line)
     return "\n".join(lines), DIFFERENT
 
 
@@ -475,9 +487,8 @@ def differences(left: Side, right: Side) -> list[Difference]:
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
         if key not in values:
             return "(not set)", ""
-        return REMOVED if _is_secret_variable(key) else quote(values[key]), _shown_source(
-            one.config, key
-        )
+        value = REMOVED if _is_secret_variable(key) else quote(values[key])
+        return value, _shown_source(one.config, key)
 
     differ = [
         key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]

@@ -278,7 +278,9 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     for source, rows in zip(
         data.source or [single], sources_of(run.rows, "").values(), strict=True
     ):
-        name = source.name or source.path if data.source else source.path or source.name
+        name = source.path or source.name
+        if data.source:
+            name = source.name or source.path
         if rows.corpus is None or not rows.corpus.files:
             continue
         wanted = {document.name for document in documents if document.source == name}
@@ -337,7 +339,9 @@ def _found(rows: Rows, training: Training) -> str:
     label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
     lines = list(file_lines(rows))
     lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
-    return "\n".join([*lines, rows.describe()]) if lines else ""
+    if not lines:
+        return ""
+    return "\n".join([*lines, rows.describe()])
 
 
 def shown_row(
@@ -378,10 +382,13 @@ def _marked(
     text = ""
     for (is_masked, is_special), group in groupby(range(len(tokens)), kinds.__getitem__):
         part = tokenizer.decode(tokens[number] for number in group)
-        if is_masked:
-            text += style.dim(part) if style.color else f"[[{part}]]"
-        else:
-            text += style.warn(part) if is_special else part
+        if is_masked and style.color:
+            part = style.dim(part)
+        elif is_masked:
+            part = f"[[{part}]]"
+        elif is_special:
+            part = style.warn(part)
+        text += part
     return text
 
 

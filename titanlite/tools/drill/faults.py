@@ -80,7 +80,7 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite.data.loader import ValidationLoader
+    from titanlite.data.held_out import ValidationLoader
 
     calls = itertools.count(1)
     steps = {fault.number}

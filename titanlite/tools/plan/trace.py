@@ -198,9 +198,9 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
     """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
     nothing).
     """
-    accumulation = (
-        run.batch.accumulation if run.mesh.pipeline > 1 else min(run.batch.accumulation, 2)
-    )
+    accumulation = run.batch.accumulation
+    if run.mesh.pipeline == 1:
+        accumulation = min(accumulation, 2)
     optimizer, activations = run.optimizer, run.activation_checkpoint
     if device == "cuda" and optimizer.implementation is None:
         optimizer = replace_fields(optimizer, implementation="fused")
@@ -239,7 +239,9 @@ def _batches(run: RunConfig, args: Any) -> list[Batch]:
 
     def batch() -> Batch:
         tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
-        documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
+        documents = None
+        if run.data.mask_documents:
+            documents = torch.zeros(rows, whole, dtype=torch.int32)
         return Batch(tokens, torch.zeros_like(tokens), documents)
 
     return [batch() for _ in range(run.batch.accumulation)]
