@@ -2,9 +2,9 @@
 
 With `optimizer.early_step_in_backward` it does, and the run ends or goes back; it is never saved.
 
-The decision is made on the device, from numbers that are equal on all ranks, and gates the update
-of that very step: no step waits for the host, and no collective is added. The host reads the
-decision while the next step runs.
+The decision is made on the device, from numbers that are equal on all ranks. It gates the update of
+that very step: no step waits for the host, and no collective is added. The host reads the decision
+while the next step runs.
 
     stop      nothing updates any more, and the run ends.
     skip      that step's update alone is skipped: weights, moments and the optimizer's step count

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
-#: torchrun end all.
+#: Time in which the rank that prints an error must do so, before other ranks leave. The first to
+#: leave makes torchrun end all.
 PRINT_SECONDS = 3.0
 
 
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are
     found before any process group or model exists. A signal before the first step ends the run at
-    once, a later one when a checkpoint is written; see `titanlite.start.signals`.
+    once, a later one when a checkpoint is written. See `titanlite.start.signals`.
     """
     try:
         environment = read_launch_env()

@@ -41,8 +41,8 @@ class Trainer:
         self.parts = parts
         self.stop = stop or StopSignal()
         self.callbacks = Callbacks(parts.callbacks)
-        #: The step under way or just done; steps that are done, and their tokens over all ranks;
-        #: the run's last step.
+        #: The step under way or just done. Steps that are done, and their tokens over all ranks.
+        #: The run's last step.
         self.step = self.done = self.tokens_seen = 0
         self.steps = parts.steps
         #: All ranks know that one was asked to stop: the step under way is the last.

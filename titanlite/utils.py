@@ -33,7 +33,7 @@ _DIRECTION = "\u202a-\u202e\u2066-\u2069"
 _CONTROL = re.compile(
     rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)"
 )
-#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them
+#: The same with tabs, line ends, marks of direction and byte order marks. No name has one of them
 #: for a good reason.
 _CONTROL_IN_NAME = re.compile(
     rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"

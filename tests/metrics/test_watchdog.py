@@ -41,7 +41,7 @@ from titanlite.training.run_callbacks import Watchdog
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 300.0
-#: For tests in which nobody is late: a busy machine would be.
+#: For tests in which no rank is late: on a busy machine one would be.
 PATIENT = Stall(deadline_seconds=LONG, heartbeat_seconds=0.3)
 
 AT_FORWARD = RankState(

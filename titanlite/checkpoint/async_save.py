@@ -45,8 +45,8 @@ class AsyncSave:
 
     All ranks make one together and make the same calls.
 
-    The thread also checks and copies the tensors, while the next forward and backward pass run:
-    call `await_copy` before they change. The first save takes host memory for one copy of this
+    The thread also checks and copies the tensors, while the next forward and backward pass run.
+    Call `await_copy` before they change. The first save takes host memory for one copy of this
     rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.

@@ -32,8 +32,8 @@ class SaveSchedule:
 
     Call `due` after each step, and `begin` before a save. An interval in steps needs no
     communication. For one in seconds the clock of rank 0 decides. The ranks synchronize at a step
-    that they agreed on the last time: a sixteenth of the interval ahead by the pace so far, or the
-    rest of it if that is less. That is a small broadcast on the hosts now and then, and waits for
+    that they agreed on the last time. By the pace so far it is a sixteenth of the interval ahead,
+    or the rest if that is less. That is a small broadcast on the hosts now and then, and waits for
     no device. If steps become slower meanwhile, a save is late by a sixteenth of the interval's
     steps at most. The first interval begins with the first question.
 

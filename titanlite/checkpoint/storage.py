@@ -66,8 +66,8 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
     is None.
 
-    An optimizer that has not stepped yet first gets the state of a step without gradients, as a
-    target of the load.
+    An optimizer without a step first gets the state of a step without gradients, as a target of the
+    load.
     """
     weights = cast(Tensors, state_dicts.get_model_state_dict(model))
     if "torchao" in sys.modules:

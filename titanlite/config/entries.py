@@ -67,8 +67,8 @@ def is_subsection(name: str) -> bool:
     return name in known_sections() and name not in known_names()
 
 
-#: A file with more unknown keys than this, and with more of them than of others, is taken for
-#: another trainer's.
+#: A file is another trainer's if it has more unknown keys than this, and more of them than of
+#: others.
 _SLIPS = 5
 
 

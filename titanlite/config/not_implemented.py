@@ -73,7 +73,7 @@ _OWN_TEXT = {
     "validation.dataset": _not_bundled,
 }
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
-#: function that is true for it; `bool` is true for any but 0 and none.
+#: function that is true for it. `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},

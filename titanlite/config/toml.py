@@ -161,8 +161,8 @@ class _Scanner:
     def _enter_items(self, name: str, end: int) -> None:
         """Note the lines of the items of an array that starts here and ends on a later line.
 
-        An array is parsed piece by piece: each piece reaches from the last item that ended to a
-        line after which a closing bracket makes it valid.
+        An array is parsed piece by piece. A piece begins where the last item ended, and ends where
+        a closing bracket makes it valid.
         """
         opening = ""
         since = self._start

@@ -32,8 +32,8 @@ SECONDS = 10
 #: of the conversation.
 CHARACTERS = 1 << 20
 CHARACTERS_EACH = 64
-#: Limit for the bytes of memory beside those of the process itself: the first number, plus the
-#: second for each byte of a request.
+#: Limit for the memory of a request, beside that of the process itself: a number of bytes, plus
+#: more for each byte of the request.
 _MEMORY = 1 << 30
 _MEMORY_EACH = 64
 #: Size of a message between the processes.

@@ -117,8 +117,7 @@ def _is_final(reason: BaseException) -> bool:
     """Whether another try cannot help."""
     if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
-    # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the
-    # next time.
+    # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
     return type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
 
 
@@ -179,9 +178,9 @@ class _Checked:
 class _RemoteFile(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
-    A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each
-    answer holds nothing up. From a server without ranges it is read again from its first byte.
-    Raises FileChangedError where an answer is of another file than the first one.
+    After a cut transfer smaller ranges are requested. So a server that cuts each answer does not
+    stop the run. From a server without ranges it is read again from its first byte. Raises
+    FileChangedError where an answer is of another file than the first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:

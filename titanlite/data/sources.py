@@ -161,11 +161,9 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     or other `columns`.
 
     function: its dotted path. It must return the same documents in the same order on each rank and
-    at each start:
-    a document's number is its place in the data order, and a checkpoint's fingerprint is of all
-    texts.
-    Raises DataError, naming the config's `key`, for a document without a text or if there are no
-    documents.
+    at each start. A document's number is its place in the data order, and a checkpoint's
+    fingerprint is of all texts. Raises DataError, naming the config's `key`, for a document without
+    a text or if there are no documents.
     """
     number = 0
     columns = columns or Columns()

@@ -204,8 +204,7 @@ class WandbWriter(BackgroundWriter):
 
         # Silent, it does not ask for a login on the terminal either.
         wandb.setup(settings=wandb.Settings(silent=True))
-        # If wandb captured the console, each line of the log would wait for it on the thread that
-        # writes the line.
+        # If wandb captured the console, the thread that writes a line of the log would wait for it.
         settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_SECONDS)
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _INIT_SECONDS

@@ -150,8 +150,8 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 
 def ensure_console(rank: int) -> None:
-    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without a
-    its own logging.
+    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without its
+    own logging.
 
     A notebook's server may have a handler for warnings alone. A logger with a level is somebody's
     choice, and stays.

@@ -95,9 +95,9 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
 def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
-    A rank that waits in a collective is not to blame. Blamed are, in this order, a rank that
-    raised, one that does not answer, one that has left, and one that is at an earlier place of the
-    program than the others. Among ranks at the same place it is the one that is not in a
+    A rank that waits in a collective is not to blame. The blame goes, in this order, to a rank that
+    raised, one that does not answer, or one that has left. Last comes one at an earlier place of
+    the program than the others. Among ranks at the same place it is the one that is not in a
     collective.
     """
     if raised := [s for s in states if s.end == "raised"]:

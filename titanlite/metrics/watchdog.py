@@ -13,7 +13,7 @@ does not read the device.
 
 Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second.
 From 1,000 ranks on both come less often, so that the store gets no more than 3,000 requests a
-second. Only rank 0 reads the states of others, and only when it has stood still itself: ranks of
+second. Only rank 0 reads the states of others, and only when it has stood still itself. Ranks of
 one run stand still together.
 """
 
@@ -101,7 +101,7 @@ class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
-    it logs a table of all ranks and a sentence that names the culprit; the report ends no process.
+    it logs a table of all ranks and a sentence that names the culprit. The report ends no process.
     The deadline is longer where phases are slow. When an exception leaves the block on one rank
     alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is
     that exception. A stop or the guard raises on all ranks, which ends no other rank. A collective

@@ -39,7 +39,7 @@ class SdpaAttention(nn.Module):
     window: tokens that a token attends to, itself and those before it; None: all.
 
     A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window; `prepare` is called once per forward pass, on the first block's, and what it returns is
+    window. `prepare` is called once per forward pass, on the first block's, and what it returns is
     handed to every block.
     """
 
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         if self.k_norm is not None:
             k = self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of
-        # q, and in this one wo reads it without a copy.
+        # q. In this layout wo reads it without a copy.
         q = rotation(q)
         k = rotation(k)
         y = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
@@ -176,7 +176,7 @@ class Llama(nn.Module):
         (`titanlite.features.loss_chunks`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
-        A pipeline stage is a model whose other modules are None or gone: without an embedding it
+        A pipeline stage is a model whose other modules are None or gone. Without an embedding it
         takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
         own.
         """

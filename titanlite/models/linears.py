@@ -22,7 +22,7 @@ class LinearKind:
     #: Their name in a layer, as `attention.wq`.
     kind: str
     names: tuple[str, ...]
-    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
+    #: K and N of the product M x K x N on one rank. Tensor parallelism divides one of the two.
     size: Size
 
     @property

@@ -215,8 +215,8 @@ class MoE(nn.Module):
     ) -> Tensor:
         """Return `weights` with the gradients of the router's losses, and record both."""
         # Sums over tokens, like the loss of the run. Load balancing: Switch Transformer (Fedus et
-        # al. 2021), equations 4 to 6, with the shares of all top_k choices: top_k where all experts
-        # are equal. z: ST-MoE (Zoph et al. 2022).
+        # al. 2021), equations 4 to 6. It has the shares of all top_k choices: top_k where all
+        # experts are equal. z: ST-MoE (Zoph et al. 2022).
         balance = probabilities.sum(0) @ (counts.float() * (counts.numel() / len(logits)))
         z = logits.logsumexp(-1).square().sum()
         if self.aux_weight or self.z_weight:

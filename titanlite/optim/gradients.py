@@ -45,9 +45,9 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of the elements of all tensors (0-dim float32); all must be on one
     device.
 
-    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 %
-    are missing.
-    So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts anyway.
+    torch sums the squares of a whole CPU tensor in one chain of float32. At 2^28 elements 2 to 4 %
+    are missing. So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts
+    anyway.
     """
     pieces: list[torch.Tensor] = []
     for tensor in tensors:
@@ -61,7 +61,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
 
-    The shares of all ranks add up to it: a part that several ranks hold counts for each of them as
+    The shares of all ranks add up to it. A part that several ranks hold counts for each of them as
     a fraction.
     """
     by_copies: dict[int, list[nn.Parameter]] = {}

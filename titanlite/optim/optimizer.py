@@ -19,7 +19,8 @@ class Adam(torch.optim.Adam):
     parameters.
 
     All its operators are elementwise, so the numbers are the same. DTensor would take 2 s of the
-    first step to find out how each operator divides, and dispatches every later one more slowly.
+    first step to find out how each operator divides. It also dispatches every later one more
+    slowly.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -141,7 +142,7 @@ def gated_step(
 
     A parameter group with `lr_scale` steps at `lr * lr_scale`. Fused kernels of torch's select on
     the device, so the host does not wait (`found_inf` is the protocol that gradient scalers use).
-    The other optimizers have no such selection: the host reads the flag, which costs nothing on a
+    The other optimizers have no such selection. The host reads the flag, which costs nothing on a
     CPU and one synchronization on a GPU.
 
     ok and divisor are on the weights' device. divisor: of all gradients (0-dim float32), for an

@@ -63,7 +63,7 @@ class DistEnv:
     """The ranks of a run and the device of this one.
 
     `DistEnv.open` is a context manager. It joins a default process group that exists and leaves it
-    alone at its end; it destroys one that it creates.
+    alone at its end. It destroys one that it creates.
     """
 
     rank: int
@@ -145,7 +145,7 @@ class DistEnv:
             try:
                 yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
-                # A single process cleans up for later code. With peers, leave at once: they may be
+                # A single process cleans up for later code. With peers, leave at once. They may be
                 # stuck in a collective, and only the death of this rank lets the launcher end them.
                 if size == 1:
                     dist.destroy_process_group()

@@ -127,8 +127,7 @@ class ModelBuilder:
             context.apply(model, self.mesh)
         experts = experts_of(self.ep)
         if experts is not None and self.expert_mesh is not None:
-            mixtures = select(model, offered(self.spec, "experts")(self.args))
-            experts.apply(model, self.expert_mesh, list(mixtures))
+            experts.apply(model, self.expert_mesh, offered(self.spec, "experts")(self.args))
         self._apply_ac(model)
         self._apply_compile(model)
         self._apply_fsdp(model, groups)

@@ -34,7 +34,7 @@ from titanlite.utils import logger
 
 T = TypeVar("T")
 
-#: The longest that a failing rank waits until the others have read its error: it may be the one
+#: The longest that a failing rank waits until the others have read its error. It may be the one
 #: that serves the store.
 _REPORT_SECONDS = 15.0
 _RETRY_SECONDS = 0.2
@@ -66,8 +66,8 @@ def register(
     ParallelismError when this process should serve the store and the port is taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
-    # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
-    # without the prefix a restarted attempt reads the dead one's addresses and hangs.
+    # torchrun's store survives a restart of the workers, so each attempt needs its own keys.
+    # Without the prefix a restarted attempt reads the dead one's addresses and hangs.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
@@ -286,8 +286,8 @@ def connect(
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)
     try:
-        # No device_id: torch would make a communicator for each dimension of a mesh, used or not,
-        # and barriers would go through NCCL, which does not notice that a peer has ended.
+        # No device_id: torch would make a communicator for each dimension of a mesh, used or not.
+        # Barriers would go through NCCL, which does not notice that a peer has ended.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     except RuntimeError as error:
         message = (

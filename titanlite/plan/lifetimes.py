@@ -2,7 +2,7 @@
 forward and backward.
 
 A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward
-and backward on sizes alone, by the rules of autograd: a saved tensor dies with the last node that
+and backward on sizes alone, by the rules of autograd. A saved tensor dies with the last node that
 saved it, a gradient when its node is done.
 """
 
@@ -26,8 +26,8 @@ class Op:
     saves: tuple[str, ...] = ()
     #: More that it keeps, as the logarithms of attention's sums.
     keeps: int = 0
-    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward
-    #: beside saved tensors, the output's gradient and those of inputs.
+    #: Temporary tensors at the peak of its forward, beside inputs and output. The same of its
+    #: backward, beside saved tensors, the output's gradient and those of inputs.
     forward: int = 0
     backward: int = 0
     #: Gradient of its weight.
@@ -91,7 +91,7 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
-    #: Where gradients of inputs and of weights are made apart: the peak of the first half above
+    #: Where gradients of inputs and of weights are made apart. The peak of the first half above
     #: `kept`, and what there is more after it: gradients of products and norms for the second half,
     #: less what only operators after them kept.
     split: Peak = Peak()
@@ -334,7 +334,7 @@ class _Gradients:
         return name in self._of and self._of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:
-        """Add to a tensor's gradient, in place where nobody else holds the first."""
+        """Add to a tensor's gradient, in place where nothing else holds the first."""
         if name not in self._of:
             self._of[name] = storage
         elif self.sum_is_new(name):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from titanlite.features import float8_of, pipeline_of
 from titanlite.models.linears import LinearKind, Linears, linears_of
+from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
@@ -118,6 +120,20 @@ class StepSizes:
         count = min(self.spec.experts(self.args).values())
         return Experts(flops / 2 * count / self.experts_per_token, flops)
 
+    @cached_property
+    def matrices(self) -> Counter[Size]:
+        """How many matrices of each size all blocks have; empty for a model without linears."""
+        found = Counter[Size]()
+        if self.spec.linears is None:
+            return found
+        for name, size in self.spec.linears(self.args).items():
+            if name != self.spec.head:
+                found[size] += 1
+        if self.spec.experts is not None:
+            experts = sum(self.spec.experts(self.args).values())
+            found[Size(self.width, getattr(self.args, "ffn_width", self.width))] += 3 * experts
+        return found
+
     @property
     def experts_per_token(self) -> int:
         return getattr(self.args, "top_k", 1)
@@ -202,6 +218,14 @@ class StepSizes:
         if self.compiled:
             return self.mesh.tensor == 1
         return not self.products.saves_inputs_late
+
+    @cached_property
+    def repeated(self) -> float:
+        """Share of a block's products that recomputation by operator repeats: every second one."""
+        if not self.linears or self.spec.experts is not None:
+            return 0.5
+        sizes = [linear.weights for linear in self.linears]
+        return sum(sizes[1::2]) / sum(sizes)
 
     @cached_property
     def left_out(self) -> float:

@@ -159,7 +159,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
     Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no
-    run, and for a config that cannot be read; partial: the latter goes into `problems` instead.
+    run, and for a config that cannot be read. partial: the latter goes into `problems` instead.
     """
     path = Path(path)
     problems: list[str] = []

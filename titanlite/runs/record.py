@@ -325,7 +325,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
+    An attempt is its start entry and its end entry in one. "time" becomes "started" and "ended"
     (seconds since 1970), and the "step" of the start "first_step". Without an end it has neither
     "ended" nor "state". problems: as for `utils.read_lines`.
     """

@@ -108,7 +108,7 @@ def _figures(built: Built) -> list[Any]:
             factors = built.model.factors
             found.append(SourceFigures(mixture, losses, size, built.loaders.share, factors))
     if run.spec.experts is not None:
-        from titanlite.metrics.figures import ExpertFigures
+        from titanlite.features.experts.figures import ExpertFigures
 
         experts = run.spec.experts(built.model.args)
         found.append(ExpertFigures(built.model.model, experts, built.world.device))

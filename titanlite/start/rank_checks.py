@@ -51,7 +51,7 @@ CLOCK_SECONDS = 2.0
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
 _USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29
-#: Seconds in which another host must see a new file; file systems keep what they have read of a
+#: Seconds in which another host must see a new file. File systems keep what they have read of a
 #: folder for a while.
 _FOLDER_SECONDS = 5.0
 #: Elements of the all-reduce, and rows of the matrices.

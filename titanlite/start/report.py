@@ -1,7 +1,7 @@
 """The start report: what will run, from where it continues, and what changed since the attempt
 before.
 
-Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's
+Rows are what follows from several keys, from the model or from the text. `config.toml` in the run's
 folder has the keys themselves. Each `*_row` function returns (name, text) of one subject, `*_rows`
 a list of them.
 """
@@ -29,7 +29,7 @@ from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
-from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.derive import MeshSizes, RunConfig, with_steps
 from titanlite.start.run_text import Datasets
 from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count
@@ -58,8 +58,7 @@ class Setup:
     #: From `titanlite.metrics.throughput.device_name`.
     device: str
     cpu: bool
-    #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
-    degrees: Mapping[str, int]
+    mesh: MeshSizes
     #: Count by top-level module, over all ranks.
     parameters: Mapping[str, int]
     #: Sequences of a micro-batch of one rank, and micro-batches per step.
@@ -73,12 +72,8 @@ class Setup:
     tokens_per_epoch: int | None
 
     @property
-    def data_parallel(self) -> int:
-        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
-
-    @property
     def sequences(self) -> int:
-        return self.micro_batch * self.accumulation * self.data_parallel
+        return self.micro_batch * self.accumulation * self.mesh.dp_degree
 
 
 def startup_report(rows: Sequence[Row]) -> list[str]:
@@ -111,11 +106,10 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def compute_rows(  # noqa: PLR0913
+def compute_rows(
     metrics: Metrics,
     is_below_bf16: bool,
     setup: Setup,
-    ranks: int,
     flops: int,
     peak: float | None,
     memory: int,
@@ -133,7 +127,7 @@ def compute_rows(  # noqa: PLR0913
         each = f"{human_bytes(memory)} of memory, shared"
     rows = [
         ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
-        ("devices", f"{ranks} x {setup.device}, {each}"),
+        ("devices", f"{setup.mesh.world_size} x {setup.device}, {each}"),
     ]
     if peak is None and not setup.cpu:
         text = (
@@ -144,15 +138,15 @@ def compute_rows(  # noqa: PLR0913
     return rows
 
 
-def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
-    """experts: ranks that share the experts of a mixture."""
+def mesh_row(mesh: MeshSizes) -> Row:
+    """Return the row of the degrees: those of data parallelism, and others above 1."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = []
-    for name, degree in setup.degrees.items():
+    for name, degree in mesh.dimensions.items():
         if degree > 1 or name.startswith("dp_"):
             shown.append(f"{name} {degree}")
-    shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
+    shared = f"; {mesh.expert} ranks divide the experts" if mesh.expert > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{shared}"
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
@@ -161,8 +155,7 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     """
     parts = []
     total = sum(setup.parameters.values())
-    shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
-    if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
+    if setup.mesh.weight_shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
         parts.append(
             f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} "
@@ -214,7 +207,7 @@ def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) ->
     limited = window is not None and window < setup.seq_len
     # As `titanlite.models.document_attention` chooses; ranks that share sequences have masks.
     varlen = (limited or masked) and (setup.cpu or dtype != "float32")
-    if varlen and setup.degrees["cp"] == 1:
+    if varlen and setup.mesh.context == 1:
         text = "kernel flash of variable lengths"
     elif setup.cpu:
         text = "kernel flash for CPUs"
@@ -301,7 +294,7 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
             "global batch",
             f"{sequences} = {setup.micro_batch} per micro-batch x "
             f"{counted(setup.accumulation, 'micro-batches')} x "
-            f"{counted(setup.data_parallel, 'data-parallel ranks')}",
+            f"{counted(setup.mesh.dp_degree, 'data-parallel ranks')}",
         ),
         ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
         ("length", length),
@@ -362,7 +355,7 @@ def _setup(built: Built, run: RunConfig) -> Setup:
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
-        degrees=run.mesh.dimensions,
+        mesh=run.mesh,
         parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
@@ -376,11 +369,11 @@ def _setup(built: Built, run: RunConfig) -> Setup:
 
 def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
     """Return rows of devices and mesh, and of what divides or changes products there."""
-    builder, ranks = built.model.builder, run.mesh.world_size
+    builder = built.model.builder
     flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
-    rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
-    rows.append(mesh_row(setup, ranks, run.mesh.expert))
+    rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
+    rows.append(mesh_row(run.mesh))
     for feature in features_of(run).on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows

@@ -1,8 +1,8 @@
 """Rows of a mixture on their way to the ranks of their experts, and back.
 
-A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients;
-recomputation repeats the first three. The host reads the number of rows, which the size of the
-tensors depends on: once per layer and forward pass it waits for the device.
+A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients.
+Recomputation repeats the first three. The host reads the number of rows, since the size of the
+tensors depends on it. So it waits for the device once per layer and forward pass.
 """
 
 from __future__ import annotations

@@ -69,10 +69,9 @@ class Pipeline:
         """schedule: a name of `titanlite.parallel.schedules.SCHEDULES`.
 
         microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces
-        of a step go through one run of the schedule, so ranks wait once per step for the pipeline
-        to fill and to drain.
-        loss: summed over tokens. positions: tokens per sequence on this rank → their places in it,
-        [that many] int64; needed where hidden states have another length.
+        of a step go through one run of the schedule. So ranks wait once per step for the pipeline
+        to fill and to drain. loss: summed over tokens. positions: tokens per sequence on this rank
+        → their places in it, [that many] int64; needed where hidden states have another length.
         """
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class

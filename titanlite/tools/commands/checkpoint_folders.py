@@ -1,5 +1,5 @@
-"""Folders of checkpoints: what is in them, which checkpoint is meant, whether its files are right,
-and the deletion of some. No torch.
+"""Folders of checkpoints: what is in them, which one is meant, whether its files are right. It also
+deletes checkpoints. No torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Entry:
     """One folder among the checkpoints, or the mark of a leftover."""
 
     folder: AnyPath
-    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one,
-    #: quarantined when its step was saved again), "partial" (a save under way or cut short) or
-    #: "being deleted".
+    #: "valid", "invalid", "newer format" (of a later titanlite) or "being deleted". "set aside": an
+    #: invalid one, quarantined when its step was saved again. "partial": a save under way or cut
+    #: short.
     state: str
     #: Why it is not valid.
     reason: str

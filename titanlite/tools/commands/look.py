@@ -79,8 +79,7 @@ class Run:
     states: Sequence[State] = ()
 
 
-#: Takes from the config that a run kept what a look at its text does not use, so that it need not
-#: be trusted.
+#: Removes from a kept config what a look at its text does not use, so that it need not be trusted.
 _NO_TRAINING = (
     "--job.callbacks=[]",
     "--optimizer.name=AdamW",
@@ -352,7 +351,7 @@ def shown_row(
     Special tokens have names, each document has a line before it, and marks show where the loss
     counts none.
 
-    A token counts if the one before it predicts it, and the first one of a row belongs to the row
+    A token counts if the one before it predicts it. The first one of a row belongs to the row
     before.
     """
     tokens = row.tokens.tolist()
