@@ -83,7 +83,7 @@ def sentences_of(repository: Path) -> list[Sentence]:
 def pages_of(repository: Path) -> list[Path]:
     """Return the Markdown pages: at the top, in docs/, and beside the code that they explain."""
     pages = sorted(repository.glob("*.md"))
-    for folder in ("docs", "titanlite/plan", "tests/nullgpu"):
+    for folder in ("docs", "titanlite/plan", "tests/config", "tests/failures", "tests/nullgpu"):
         pages += sorted((repository / folder).rglob("*.md"))
     return [page for page in pages if page.name not in LEFT_OUT]
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.features import float8_of, pipeline_of
-from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.lifetimes import ModuleMemory, measure

@@ -339,12 +339,11 @@ def _may_differ(name: str, old: Any, new: Any) -> bool:
         if isinstance(value, list):
             return [*map(without_paths, value)]
         if isinstance(value, dict):
-            return {
-                field: item
-                for field, item in value.items()
-                if not (inner and field in paths(inner))
-            }
-        return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
+            hidden = paths(inner) if inner else []
+            return {field: item for field, item in value.items() if field not in hidden}
+        if name in ANCHORED and isinstance(value, str):
+            return os.path.basename(value)
+        return value
 
     section, _, field = name.partition(".")
     inner = inner_section(keys()[name].type) if name in keys() else None
