@@ -74,6 +74,8 @@ class RankSizes:
         float8 = float8_of(self.run.float8)
         if float8 is None:
             return ProductMemory()
+        from titanlite.models.linears import linears_of
+
         return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
 
     def _experts(self) -> ExpertMemory | None:
