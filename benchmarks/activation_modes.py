@@ -86,17 +86,19 @@ class Row:
 
 def kept_bytes(args: Any, shape: Shape, mode: str, option: str) -> int:
     """Return what all blocks keep of one micro-batch, by the plan."""
-    from titanlite.plan import blocks
+    from titanlite.plan.blocks import Shape as RankShape
+    from titanlite.plan.blocks import block_ops
+    from titanlite.plan.lifetimes import measure
 
     size = 4 if shape.dtype == "float32" else 2
-    ops, inputs = blocks.block_ops(blocks.Shape(shape.batch * shape.seq, args, size))
-    plain = blocks.measure(ops, inputs, "none").kept
+    ops = block_ops(RankShape(shape.batch * shape.seq, args, size))
+    plain = measure(ops, "none").kept
     if mode in ("none", "budget"):
         return shape.layers * plain
     every = int(option) if mode == "selective" and option != "op" else 1
     of_block = "op" if mode == "selective" and option == "op" else "full"
     recomputing = shape.layers // every
-    kept = blocks.measure(ops, inputs, of_block).kept
+    kept = measure(ops, of_block).kept
     return recomputing * kept + (shape.layers - recomputing) * plain
 
 

@@ -1,5 +1,5 @@
-"""Which machines a model needs, by the planner: the tables of docs/plan.md, section "Platforms", as
-markdown.
+"""Which machines a model needs, by the planner: the tables of titanlite/plan/FORMULAS.md, section
+"Platforms", as markdown.
 
     python benchmarks/plan_tables.py
 

@@ -49,6 +49,7 @@ def main() -> None:
         collect(folder / "pages")
     except FileNotFoundError as error:
         sys.exit(f"error: {error}")
+    shutil.copy(ROOT / "docs" / "site.css", folder / "pages")
     shutil.copy(ROOT / "zensical.toml", folder)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(command, cwd=folder, env={**os.environ, "NO_COLOR": "1"})

@@ -20,7 +20,7 @@ from pathlib import Path
 
 MOST_WORDS = 20
 #: Largest share of sentences with more words, in percent, by kind of text.
-LIMITS = {"docs": 5.0, "docstrings": 5.0, "comments": 5.0, "messages": 5.0}
+LIMITS = {"docs": 3.2, "docstrings": 2.2, "comments": 1.5, "messages": 2.2}
 #: Pages whose text is kept as it was written, or generated from docstrings, which count as such.
 LEFT_OUT = {"log.md", "CHANGELOG.md", "api.md"}
 #: Calls whose texts a user reads, by the last part of their name.
@@ -83,7 +83,7 @@ def sentences_of(repository: Path) -> list[Sentence]:
 def pages_of(repository: Path) -> list[Path]:
     """Return the Markdown pages: at the top, in docs/, and beside the code that they explain."""
     pages = sorted(repository.glob("*.md"))
-    for folder in ("docs", "titanlite/plan", "tests/nullgpu"):
+    for folder in ("docs", "titanlite/plan", "tests/config", "tests/failures", "tests/nullgpu"):
         pages += sorted((repository / folder).rglob("*.md"))
     return [page for page in pages if page.name not in LEFT_OUT]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import prose
 
 #: Pages to look things up in, by their names.
-REFERENCE = {"config-keys.md", "cli.md", "metrics.md", "api.md"}
+REFERENCE = {"config-keys.md", "cli.md", "metrics.md", "model-shapes.md", "api.md"}
 #: Pages of the past, for maintainers.
 NO_PAGES = {"log.md", "CHANGELOG.md"}
 MOST_WORDS = 45_000

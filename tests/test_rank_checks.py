@@ -24,7 +24,7 @@ from tests.support.tiny import EIGHT_STEPS
 from titanlite.exit_codes import CONFIG
 from titanlite.metrics import throughput
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.rendezvous import interface_problem
+from titanlite.parallel.interfaces import interface_problem
 from titanlite.runs import provenance
 from titanlite.start import rank_checks
 from titanlite.start.rank_checks import Measured, Rank, RankCheckError, check_ranks

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.data.loader import to_device as to_device
     from titanlite.features.context.attention import apply_cp as apply_cp
     from titanlite.features.float8.convert import apply_float8 as apply_float8
-    from titanlite.guard import BadStepError as BadStepError
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import Cost as Cost
     from titanlite.models.spec import Init as Init
@@ -52,6 +51,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
     from titanlite.trainer import Trainer as Trainer
+    from titanlite.training.bad_steps import BadStepError as BadStepError
     from titanlite.training.validation import validate as validate
 
 #: Module → its public names.
@@ -67,7 +67,8 @@ _PUBLIC = {
     "features.float8.convert": ["apply_float8"],
     "start.derive": ["RunConfig"],
     "start.fit": ["load_config"],
-    "guard": ["BadStepError", "FiniteGuard"],
+    "guard": ["FiniteGuard"],
+    "training.bad_steps": ["BadStepError"],
     "models.spec": ["Cost", "Init", "ModelSpec", "Size"],
     "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.callbacks import Callback, Callbacks, load_callbacks
+from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.prefetch import Prefetcher
 from titanlite.features import ema_of
@@ -30,6 +30,7 @@ from titanlite.start.callbacks import build_callbacks, prompt_sampler
 from titanlite.start.derive import RunConfig
 from titanlite.start.loaders import LoaderParts, build_loaders
 from titanlite.start.model import ModelParts, build_model, build_step
+from titanlite.start.own_callbacks import load_callbacks
 from titanlite.start.preflight import check_model
 from titanlite.start.run_text import Datasets, read_datasets
 from titanlite.step import TrainStep
@@ -127,7 +128,12 @@ def build(
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
     check_model(run, datasets.tokenizer.vocab_size)
-    compare_ranks(run, world, datasets)
+    if run.launch.preflight and run.debug.deterministic:
+        fix_workspace()
+    if run.launch.preflight and world.size > 1:
+        from titanlite.start.rank_checks import compare_ranks
+
+        compare_ranks(run, world, datasets)
     sampler = prompt_sampler(run, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
@@ -141,31 +147,6 @@ def build(
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return _components(built, every, trackers)
-
-
-def compare_ranks(run: RunConfig, world: DistEnv, datasets: Datasets) -> None:
-    """Compare and try all ranks, if the run asks for it. Raises RankCheckError."""
-    if not run.launch.preflight:
-        return
-    if run.debug.deterministic:
-        fix_workspace()
-    if world.size == 1:
-        return
-    from titanlite.checkpoint.paths import StorePath, to_path
-    from titanlite.start.rank_checks import check_ranks
-
-    saves = run.checkpoint.enable_checkpoint
-    place = to_path(run.checkpoint.folder if saves else run.job.dump_folder)
-    texts = {"training": datasets.train.fingerprint}
-    for name, rows in datasets.validation.items():
-        texts[f"validation {name}".strip()] = rows.fingerprint
-    check_ranks(
-        world,
-        config=run.toml,
-        texts=texts,
-        folder=None if isinstance(place, StorePath) else place,
-        needs_folder=saves,
-    )
 
 
 def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:

@@ -18,10 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.extensions import HINT
 from titanlite.exit_codes import is_of_collectives, no_exit, own_code
-from titanlite.utils import logger, module_name, resolve_as
+from titanlite.utils import logger, module_name
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -194,31 +192,3 @@ class Callbacks:
 def _name(callback: Callback) -> str:
     kind = type(callback)
     return f"callback {module_name(kind.__module__)}:{kind.__qualname__}"
-
-
-def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
-    """Make the callbacks that `job.callbacks` names. where: its place in the config, for messages.
-
-    Raises ConfigError naming all that cannot be loaded.
-    """
-
-    def accept(found: Any) -> bool:
-        return (
-            isinstance(found, Callback) or isinstance(found, type) and issubclass(found, Callback)
-        )
-
-    made, problems = [], []
-    for path in paths:
-        try:
-            found = resolve_as(path, accept, "a titanlite.Callback")
-            made.append(found() if isinstance(found, type) else found)
-        except Exception as error:
-            reason = (
-                str(error)
-                if isinstance(error, ValueError)
-                else f"{path!r} {type(error).__name__}: {error}"
-            )
-            problems.append(Problem(where, "job.callbacks", reason, HINT, code="unresolved"))
-    if problems:
-        raise ConfigError(problems)
-    return made

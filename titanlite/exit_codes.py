@@ -21,9 +21,9 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 DONE = 0
 #: An unforeseen error; its traceback is in the output.
 ERROR = 1
-#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is
-#: taken, the ranks differ or compute wrong results at the start, or the model cannot be compiled.
-#: Nothing was trained.
+#: The configuration, a file it names or the launcher's variables are wrong, or the port of rank 0
+#: is taken. Or the ranks differ or compute wrong results at the start, or the model cannot be
+#: compiled. Nothing was trained.
 CONFIG = 2
 #: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped.
 #: No bad update was applied but where the weights are named.
@@ -34,19 +34,19 @@ CHECKPOINT = 4
 #: Asked to stop by a signal, and nothing is lost: all that was trained is in a checkpoint. The same
 #: command continues.
 PREEMPTED = 5
-#: Asked to stop by a signal, but the last steps are not in a checkpoint: checkpoints are off, or
+#: Asked to stop by a signal, but the last steps are not in a checkpoint. Checkpoints are off, or
 #: the save failed.
 PREEMPTED_UNSAVED = 6
 #: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be
 #: reached. The cause is there.
 LOST_PEER = 7
-#: A rank ran out of the memory of its device or its host, where the same command would again; or a
-#: run that is only planned would.
+#: A rank ran out of the memory of its device or its host, where the same command would again. Also
+#: for a run that is only planned, and would.
 OUT_OF_MEMORY = 8
 #: The same command may continue after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
-#: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers
-#: that restart by codes.
+#: The exit code of torchrun in place of these, for schedulers that restart by codes. Also when a
+#: signal ended its ranks.
 RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
@@ -66,7 +66,7 @@ def after_signal(number: int) -> int:
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
-#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL; that of torch's
+#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL. That of torch's
 #: allocator has a class.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|"
@@ -182,6 +182,6 @@ def report_code(code: int, error: str = "") -> bool:
 def end_process(code: int, error: str = "") -> NoReturn:
     """End this process here and now. error: as for `report_code`."""
     report_code(code, error)
-    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is
+    # gloo's threads sometimes abort a finished process at interpreter exit. Everything of ours is
     # closed by now, or cannot be closed.
     os._exit(code)

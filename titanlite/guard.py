@@ -2,9 +2,9 @@
 
 With `optimizer.early_step_in_backward` it does, and the run ends or goes back; it is never saved.
 
-The decision is made on the device, from numbers that are equal on all ranks, and gates the update
-of that very step: no step waits for the host, and no collective is added. The host reads the
-decision while the next step runs.
+The decision is made on the device, from numbers that are equal on all ranks. It gates the update of
+that very step: no step waits for the host, and no collective is added. The host reads the decision
+while the next step runs.
 
     stop      nothing updates any more, and the run ends.
     skip      that step's update alone is skipped: weights, moments and the optimizer's step count
@@ -17,89 +17,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from titanlite import exit_codes
+from titanlite.training.bad_steps import BadStepError, not_finite_reason, spike_reason
 
 if TYPE_CHECKING:
     from titanlite.training.spikes import LossWindow
 
 _FINE, _NOT_FINITE, _SPIKE = range(3)
-
-
-class BadStepError(RuntimeError):
-    """The guard found a step bad. Its update was not applied, unless `applied` says so.
-
-    step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient
-    norm) or "spike". ranks: where the loss was not finite. done: the last step before it. updated:
-    the last step whose update is in the weights; an earlier one than `done` after steps that were
-    skipped.
-    """
-
-    exit_code = exit_codes.GUARD
-
-    def __init__(  # noqa: PLR0913
-        self,
-        step: int,
-        norm: float,
-        loss: float,
-        why: str,
-        kind: str = "spike",
-        ranks: Sequence[int] = (),
-        applied: bool = False,
-        updated: int | None = None,
-    ) -> None:
-        self.step = step
-        self.norm = norm
-        self.loss = loss
-        self.kind = kind
-        self.ranks = ranks
-        self.done = step - 1
-        self.applied = applied
-        self.updated = step - 1 if updated is None else updated
-        then = f"The update was not applied: the weights are those after step {self.updated}"
-        if applied:
-            then = (
-                "Its update is in the weights (optimizer.early_step_in_backward), and they are "
-                "not saved"
-            )
-        super().__init__(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. {then}")
-
-    def explain(self, finding: object) -> None:
-        """Add to the message where it came from (see `titanlite.metrics.nan_finder`), or why the
-        run ends.
-        """
-        self.args = (f"{self}. {finding}",)
-
-
-class WeightsError(BadStepError):
-    """The weights, or the optimizer's moments, are not finite. No later step can repair them.
-
-    step: where this was found. where: as `find_nonfinite` returns it.
-    """
-
-    def __init__(self, step: int, done: int, where: str, then: str) -> None:
-        super().__init__(step, math.nan, math.nan, "", "weights not finite")
-        self.done = self.updated = done
-        self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
-
-
-def check_statistics(state: dict[str, Any]) -> None:
-    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
-    steps = state.get("bad_steps", [])
-    losses = state.get("losses", [])
-    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
-        raise ValueError(
-            f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
-        )
-    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
-        raise ValueError(
-            f"the guard's losses in its train state are {losses!r:.60}, and should be numbers"
-        )
 
 
 class FiniteGuard:
@@ -121,7 +49,7 @@ class FiniteGuard:
         spike_sigmas: float = 0.0,
         window: int = 100,
     ) -> None:
-        #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
+        #: Updates are in the weights before the guard decides (`titanlite.optim.in_backward`).
         self.applied = False
         self.policy = policy
         self.max_skips = max_skips
@@ -272,42 +200,20 @@ class FiniteGuard:
             self._stop = self._stop or bool(stop)
             if kind == _FINE:
                 continue
+            ranks: list[int] = []
             if kind == _SPIKE:
-                bad = self._spike(int(step), norm, loss, mean, deviation)
+                name = "spike"
+                why = spike_reason(mean, self.spike_sigmas, deviation)
             else:
-                bad = self._not_finite(int(step), norm, loss, share)
+                name = "not finite"
+                ranks = _ranks_not_finite(share)
+                why = not_finite_reason(ranks)
+            updated = self._updated_before(int(step))
+            bad = BadStepError(int(step), norm, loss, why, name, ranks, self.applied, updated)
             if self.policy != "skip":
                 raise bad
             self.consume_budget(bad)
             self._skipped.append(bad)
-
-    def _spike(
-        self, step: int, norm: float, loss: float, mean: float, deviation: float
-    ) -> BadStepError:
-        """Return the fault of a step whose loss jumped."""
-        limit = mean + self.spike_sigmas * deviation
-        why = (
-            f"the loss jumped over {limit:.6g} = {mean:.6g} + {self.spike_sigmas:g} * "
-            f"{deviation:.3g}, mean and deviation of the good steps before it"
-        )
-        updated = self._updated_before(step)
-        return BadStepError(step, norm, loss, why, applied=self.applied, updated=updated)
-
-    def _not_finite(self, step: int, norm: float, loss: float, share: float) -> BadStepError:
-        """Return the fault of a step that is not finite. All ranks call it together."""
-        # Gradients are summed over ranks before their norm is known, so only a loss can show the
-        # rank.
-        losses: list[float] = [share] * dist.get_world_size()
-        dist.all_gather_object(losses, share)
-        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-        why = "the loss was finite on every rank, so it arose in the backward pass"
-        if ranks:
-            from titanlite.training.nonfinite import name_ranks
-
-            why = f"the loss was not finite on {name_ranks(ranks)}"
-        return BadStepError(
-            step, norm, loss, why, "not finite", ranks, self.applied, self._updated_before(step)
-        )
 
     def _updated_before(self, step: int) -> int:
         """Return the last step before `step` whose update was not skipped."""
@@ -315,3 +221,13 @@ class FiniteGuard:
         while self.policy == "skip" and updated in self._spent:
             updated -= 1
         return updated
+
+
+def _ranks_not_finite(share: float) -> list[int]:
+    """Return the ranks whose part of the loss is not finite. All ranks call it together.
+
+    Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
+    """
+    shares: list[float] = [share] * dist.get_world_size()
+    dist.all_gather_object(shares, share)
+    return [rank for rank, value in enumerate(shares) if not math.isfinite(value)]

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
-from titanlite.callbacks import Callback, load_callbacks
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Checkpoint
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from titanlite.assembly import TrainingComponents
+    from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.launch_env import LaunchEnv
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
-#: torchrun end all.
+#: Time in which the rank that prints an error must do so, before other ranks leave. The first to
+#: leave makes torchrun end all.
 PRINT_SECONDS = 3.0
 
 
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are
     found before any process group or model exists. A signal before the first step ends the run at
-    once, a later one when a checkpoint is written; see `titanlite.start.signals`.
+    once, a later one when a checkpoint is written. See `titanlite.start.signals`.
     """
     try:
         environment = read_launch_env()
@@ -107,8 +107,9 @@ def run(argv: Sequence[str]) -> int:
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
-    _import_training()
-    from titanlite.trainer import Trainer
+    with _without_collector():
+        import titanlite.assembly  # noqa: F401
+        from titanlite.trainer import Trainer
 
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
     # must not die of it.
@@ -140,18 +141,30 @@ def _print_plan(config: RunConfig, environment: LaunchEnv) -> None:
     print_plan(config, environment.local_world_size)
 
 
-def _import_training() -> None:
-    """Import torch and what trains, without the garbage collector.
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector away from imports inside.
 
     Imports make half a million objects and no garbage: to look through them takes a sixth of their
     time.
     """
     gc.disable()
-    import titanlite.assembly
-    import titanlite.trainer  # noqa: F401
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
-    gc.freeze()
-    gc.enable()
+
+def _import_compiler() -> None:
+    """Import torch's compiler.
+
+    FSDP and the optimizers of torch import it at their first call, also in a run that compiles
+    nothing.
+    """
+    # A torch without it has nothing to import.
+    with _without_collector(), contextlib.suppress(ImportError):
+        import torch._dynamo  # noqa: F401
 
 
 def _stopped(error: BaseException) -> int:
@@ -191,6 +204,8 @@ class _Rank:
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
+        # After the code of the user, which may set variables for it.
+        _import_compiler()
         with self.failure_reported(), contextlib.ExitStack() as held:
             datasets = self.prepare(held)
             with self.opened() as world:
@@ -220,6 +235,7 @@ class _Rank:
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
         from titanlite.metrics.console import setup_console
+        from titanlite.start.own_callbacks import load_callbacks
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
@@ -310,8 +326,8 @@ def _first_here(store: Store | None) -> bool:
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     """Return the message of an expected error, with advice. verdict: the watchdog's."""
-    from titanlite.guard import BadStepError
     from titanlite.parallel.compile import CompileError
+    from titanlite.training.bad_steps import BadStepError
 
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
@@ -321,11 +337,9 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
             "trains without"
         )
     if isinstance(error, BadStepError):
-        kept = (
-            f"checkpoints are in {section.folder}"
-            if section.enable_checkpoint
-            else "checkpoints are off"
-        )
+        kept = "checkpoints are off"
+        if section.enable_checkpoint:
+            kept = f"checkpoints are in {section.folder}"
         return f"stopped: {error}; {kept}"
     if exit_codes.is_of_collectives(error):
         unknown = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import (
-    StepInBackward,
     clip_divisor,
     clip_gradients,
     square_norm,
@@ -27,6 +26,9 @@ from titanlite.optim.gradients import (
 )
 from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
 from titanlite.parallel.fsdp import set_gradient_sync
+
+if TYPE_CHECKING:
+    from titanlite.optim.in_backward import StepInBackward
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
 Phase = Callable[[str], object]

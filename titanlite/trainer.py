@@ -16,10 +16,10 @@ from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
 from titanlite.data.loader import Batch, gather_state, to_device
-from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import log_once
 from titanlite.start.signals import StopRequested, StopSignal
 from titanlite.training.anomalies import Fetched, check_weights, explain
+from titanlite.training.bad_steps import BadStepError
 from titanlite.training.validation import ValidationResult
 from titanlite.utils import human_time, logger
 
@@ -41,8 +41,8 @@ class Trainer:
         self.parts = parts
         self.stop = stop or StopSignal()
         self.callbacks = Callbacks(parts.callbacks)
-        #: The step under way or just done; steps that are done, and their tokens over all ranks;
-        #: the run's last step.
+        #: The step under way or just done. Steps that are done, and their tokens over all ranks.
+        #: The run's last step.
         self.step = self.done = self.tokens_seen = 0
         self.steps = parts.steps
         #: All ranks know that one was asked to stop: the step under way is the last.
@@ -94,7 +94,9 @@ class Trainer:
                         except BadStepError as bad:
                             self.roll_back(bad)
                 if self.stopping and (self.step < self.steps or self.validation_owed):
-                    raise _stopped(self)
+                    from titanlite.training.stopped import stopped
+
+                    raise stopped(self)
             except BaseException as error:
                 self.end(error)
                 raise
@@ -368,30 +370,3 @@ def _failed(step: int, problem: object) -> str:
     return (
         f"step {step}: NO CHECKPOINT WAS WRITTEN: {problem}. Training continues; tried again later"
     )
-
-
-def _stopped(trainer: Trainer) -> StopRequested:
-    """Return and log how a run stands that has stopped as it was asked. All ranks call it
-    together.
-    """
-    step, newest = trainer.step, trainer.saved_step
-    saver = trainer.parts.checkpointer
-    saved = step == 0 or newest == step
-    if step == 0:
-        kept = "no step was done, nothing is lost"
-    elif saver is None:
-        kept = "checkpoints are off, nothing is saved"
-    elif saved:
-        command = "the same command"
-        # Both would be refused.
-        if saver.config.load_step >= 0:
-            command += " without checkpoint.load_step"
-        if saver.config.start == "fresh":
-            command += ' without checkpoint.start = "fresh"'
-        kept = f"the checkpoint of step {step} is written, {command} continues from there"
-    else:
-        other = "there is no checkpoint" if newest is None else f"the newest is of step {newest}"
-        kept = f"its checkpoint could not be written, {other}"
-    reason = trainer.stop.describe()
-    log_once(logging.WARNING, f"stopped after step {step} by {reason}: {kept}")
-    return StopRequested(f"{reason}: {kept}", step, saved, together=True)

@@ -33,7 +33,7 @@ _DIRECTION = "\u202a-\u202e\u2066-\u2069"
 _CONTROL = re.compile(
     rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)"
 )
-#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them
+#: The same with tabs, line ends, marks of direction and byte order marks. No name has one of them
 #: for a good reason.
 _CONTROL_IN_NAME = re.compile(
     rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"
@@ -105,8 +105,9 @@ def _without_query(match: re.Match[str]) -> str:
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
     kept = [part for part in parts if _is_harmless(part)]
-    hidden = [REMOVED] if len(kept) < len(parts) else []
-    return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+    if len(kept) < len(parts):
+        kept.append(REMOVED)
+    return f"{scheme}{rest}{mark}{'&'.join(kept)}{written[len(query) :]}"
 
 
 def _is_harmless(part: str) -> bool:
@@ -172,8 +173,11 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for
     colours stay, too. verbatim: URLs stay as they are, as in documents.
     """
-    text = text if verbatim else public(text)
-    parts = _COLOR.split(text) if colors else [text]
+    if not verbatim:
+        text = public(text)
+    parts = [text]
+    if colors:
+        parts = _COLOR.split(text)
     parts[::2] = [_CONTROL.sub(_as_code, part) for part in parts[::2]]
     return "".join(parts)
 

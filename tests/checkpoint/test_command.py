@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from tests.support.checkpoints import RUN, SHARD, flip, names, train, write
 from tests.support.pool import Pools
+from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
@@ -289,11 +288,8 @@ def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
         "hold a byte\n"
         "remove([Path(sys.argv[1])])\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "step-1")],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    done = python("-c", code, tmp_path / "step-1")
+    assert done.returncode == 0, done.stderr
     assert names(tmp_path) == ["step-2"]
 
 
@@ -304,4 +300,5 @@ def test_only_diff_and_convert_need_torch(written: Path) -> None:
         "sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(written)], check=True, capture_output=True)
+    done = python("-c", code, written)
+    assert done.returncode == 0, done.stderr

@@ -196,7 +196,7 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     assert any("but with new schedule, text" in line for line in found["said"])
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
     again = pool(2).run(train_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
-    assert losses_of(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
+    assert losses_of(again["rows"])[6] == now[6], "the schedule and the text continue"
     assert "bit for bit" in _line(again)
 
 

@@ -11,7 +11,6 @@ import io
 import os
 import re
 import resource
-import subprocess
 import sys
 import tempfile
 from importlib import metadata
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
+from tests.support.processes import python
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
 from titanlite.tools.cli import main
@@ -208,9 +208,7 @@ def test_help_names_the_commands(capsys):
 
 
 def test_version():
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True
-    )
+    done = python("-m", "titanlite", "--version")
     versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"  # noqa: E501
     assert done.returncode == 0
     assert re.fullmatch(versions, done.stdout)
@@ -250,9 +248,7 @@ print([name for name in heavy if name in sys.modules])
 def test_config_commands_are_quick_and_import_little(words):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True
-    )
+    done = python("-c", _TIMED, "config", *words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

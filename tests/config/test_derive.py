@@ -8,8 +8,8 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.start.derive import RunConfig, smallest_world, with_steps
-from titanlite.start.fit import check_config, fitted
+from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.fit import check_config, fitted, smallest_world
 
 T = "--training."
 E = "--experimental."

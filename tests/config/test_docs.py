@@ -43,7 +43,11 @@ def test_every_code_of_a_problem_is_listed():
     }
     found = [package / "config/checks.py", package / "config/rules.py", package / "start/fit.py"]
     found.append(package / "start/misfits.py")
-    for path in [*found, *package.glob("features/**/*.py")]:
+    for path in package.glob("features/**/*.py"):
+        # A file of the plan finds nothing: its tuples name tensors.
+        if not path.name.startswith("plan_"):
+            found.append(path)
+    for path in found:
         # Tuples (code, key, message, hint).
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.entries import known_names, known_sections
+from titanlite.config.aliases import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text

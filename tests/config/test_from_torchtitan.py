@@ -1,6 +1,6 @@
 """Files with the keys and values of torchtitan's own give its models, schedules and batches.
 
-docs/from-torchtitan.md shows the same as a table (`python tests/config/test_from_torchtitan.py
+TORCHTITAN.md shows the same as a table (`python tests/config/test_from_torchtitan.py
 --write` renews it).
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.aliases import LATER_FLAVORS
+from titanlite.config.dialect import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
 from titanlite.models import LlamaArgs
@@ -24,7 +24,7 @@ from titanlite.start.fit import check_config, fitted
 from titanlite.tools.cli import main
 from titanlite.tools.commands.migrate import migrate_text
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
+PAGE = Path(__file__).parent / "TORCHTITAN.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)
 HERE = Path("run.toml")
 

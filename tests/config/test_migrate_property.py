@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
 from titanlite.config.entries import file_entries
-from titanlite.config.keys import Key, base, fits, keys, members, names_beside_paths, table_of
+from titanlite.config.key_types import base, members, names_beside_paths
+from titanlite.config.keys import Key, fits, keys, table_of
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED

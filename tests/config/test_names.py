@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.aliases import ALIASES, LATER_DEFAULTS
+from titanlite.config.aliases import ALIASES
+from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, load_file, read_text

@@ -18,7 +18,6 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.skip_ranges import take
-from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.figures import RowLosses, SourceFigures
 from titanlite.optim.schedule import LearningRate, Schedule
@@ -26,6 +25,7 @@ from titanlite.start.fit import load_config
 from titanlite.start.run_text import phases_of
 from titanlite.step import ReplicationFactors
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
+from titanlite.training.bad_steps import BadStepError
 from titanlite.training.resume import load_text
 
 

@@ -18,7 +18,8 @@ from tests.support.processes import python
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash
-from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
+from titanlite.data.held_out import ValidationLoader
+from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.packing import PackedDataset
 from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.processes import environment
 from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
@@ -282,7 +283,7 @@ print("sum", int(corpus.tokens.sum()), type(corpus.tokens.base).__name__, flush=
 def test_processes_that_wait_fill_the_disk_or_are_killed(text: Path, cache: Path) -> None:
     def start(what: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PROGRAM, str(text), str(cache), what]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
     out, _ = start("full").communicate(timeout=600)
     assert "tokens cannot be saved" in out

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.train_runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
 from titanlite import exit_codes
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.tools.drill.faults import PUBLISHED, SAVE_EVENTS, Fault
 from titanlite.tools.drill.runs import saved_steps
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.tools.drill import ranks as drill_ranks
 from titanlite.tools.drill.faults import Fault
 from titanlite.tools.hub.tensors import Contents

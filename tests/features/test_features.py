@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.processes import python
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import (
     ActivationCheckpoint,
@@ -56,14 +55,15 @@ MOMENTS = [
 
 @pytest.mark.parametrize("name", ["", *ON])
 def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
-    command = [sys.executable, "-c", LOADED, *ON.get(name, [])]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert found == [*filter(None, [name]), "False"]
+    done = python("-c", LOADED, *ON.get(name, []))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*filter(None, [name]), "False"]
 
 
 def test_checkpoints_import_no_feature() -> None:
-    command = [sys.executable, "-c", SAVES]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == []
+    done = python("-c", SAVES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 def test_features_are_on_as_their_keys_say() -> None:

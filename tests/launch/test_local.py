@@ -17,7 +17,7 @@ from tests.launch.namespaces import Host
 from tests.support.processes import ROOT, environment, python
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.tools.launch import local as launch_local
 from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines

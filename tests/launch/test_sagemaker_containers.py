@@ -21,7 +21,7 @@ from tests.support.processes import ROOT, python
 from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.config.toml import loads
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 
 _TORCHRUN = {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
 _DISTRIBUTED = {

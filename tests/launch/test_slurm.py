@@ -23,7 +23,7 @@ from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.tools import cli
 from titanlite.tools.drill import ranks as drill_ranks
 from titanlite.tools.launch import slurm as launch_slurm

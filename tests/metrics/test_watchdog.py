@@ -30,18 +30,18 @@ from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
-from titanlite.guard import BadStepError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
+from titanlite.training.bad_steps import BadStepError
 from titanlite.training.run_callbacks import Watchdog
 
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 300.0
-#: For tests in which nobody is late: a busy machine would be.
+#: For tests in which no rank is late: on a busy machine one would be.
 PATIENT = Stall(deadline_seconds=LONG, heartbeat_seconds=0.3)
 
 AT_FORWARD = RankState(

@@ -5,7 +5,6 @@ saved and resumed.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
+from tests.support.processes import python
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
 from titanlite.loss import cross_entropy_sum
@@ -325,4 +325,5 @@ def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> 
         "check_config(['--job.config_file=debug_model.toml'], 2); assert not {'torch', "
         "'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr

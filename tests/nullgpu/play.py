@@ -63,9 +63,10 @@ def main() -> None:
 def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
     """Train as the flags say until all steps are counted, and return the counts."""
     from titanlite.assembly import build
-    from titanlite.callbacks import Callback, load_callbacks
+    from titanlite.callbacks import Callback
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.start.fit import check_config
+    from titanlite.start.own_callbacks import load_callbacks
     from titanlite.start.preflight import check_machine
     from titanlite.start.run_text import read_datasets
     from titanlite.trainer import Trainer

@@ -20,7 +20,7 @@ from tests.support.whole_runs import poisoned_run as run_poisoned
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
-from titanlite.optim.gradients import StepInBackward
+from titanlite.optim.in_backward import StepInBackward
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import local
 

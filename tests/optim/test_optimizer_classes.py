@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import assert_equal, unequal
-from tests.support.checkpoints import train as train_and_save
+from tests.support.checkpoints import two_and_two
 from tests.support.harness import Run, batches, full_precision
 from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
@@ -117,14 +116,8 @@ def test_two_and_two_steps_equal_four(
 ) -> None:
     settings = Optimizer(name=f"torch.optim:{name}", args=args, no_decay_on_norms=True)
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, training=full_precision(), settings=settings)
-    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 4)[0]
-    parts = [
-        pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))
-    ]
+    straight = two_and_two(pool, run, tmp_path)
     assert len(set(straight["losses"])) == 4
-    assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
-    assert_equal(parts[-1]["state"], straight["state"])
-    assert unequal(tmp_path / "run" / "step-4", tmp_path / "straight" / "step-4") == []
 
 
 def problems(*flags: str) -> str:

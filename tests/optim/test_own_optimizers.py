@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import assert_equal, two_and_two
 from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, train
 from tests.support.pool import Pools
@@ -21,8 +21,10 @@ from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_of, nearest_codes
+from titanlite.optim.groups import parameter_groups
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
+from titanlite.optim.optimizer import build_optimizer, gated_step
+from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.preflight import optimizer_problems
 
@@ -299,13 +301,7 @@ def test_two_and_two_equal_four(
 ) -> None:
     args = WIDE if settings is EIGHT else TINY
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, args=args, training=training, settings=settings)
-    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 4)[0]
-    parts = [
-        pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))
-    ]
-    assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
-    assert_equal(parts[-1]["state"], straight["state"])
-    assert unequal(tmp_path / "run" / "step-4", tmp_path / "straight" / "step-4") == []
+    straight = two_and_two(pool, run, tmp_path)
     other = pool(4).run(train_and_save, run, tmp_path / "run", 5, 4)  # only loads
     assert_equal(other[0]["state"], straight["state"])
 

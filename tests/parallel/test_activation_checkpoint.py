@@ -249,7 +249,7 @@ SPEC = replace(LLAMA, name="odd", build=build)
 
 
 def test_a_model_of_a_user_with_the_arguments_of_llama_is_checked_too(tmp_path):
-    """Its blocks are not those that titanlite knows, whatever its arguments."""
+    """Its blocks are not those that titanlite knows, even with the same arguments."""
     (tmp_path / "odd.py").write_text(_ODD_SPEC)
     flags = [
         f"--model.name={tmp_path}/odd.py:SPEC",

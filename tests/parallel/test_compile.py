@@ -43,6 +43,7 @@ from titanlite.parallel.compile import (
     check_backend,
     prepare_compile,
     use_cache_folder,
+    watch_compilation,
 )
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.derive import RunConfig
@@ -96,7 +97,7 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     model, optimizer, rank = build_tiny(world, run)
     builder = run.builder(world)
     loss = builder.loss()
-    watch = builder.watch_compilation(model)
+    watch = watch_compilation(builder, model)
     assert watch is not None
     counted = Counted([], [], [])
     handler = listen(counted.logged)

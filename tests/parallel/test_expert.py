@@ -45,8 +45,8 @@ from titanlite.models.moe import MoE
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.start.derive import RunConfig, smallest_world
-from titanlite.start.fit import load_config
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config, smallest_world
 
 #: Without the loss that balances experts: it depends on how sequences are cut into calls.
 SIZE = {

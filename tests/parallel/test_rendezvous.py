@@ -23,10 +23,10 @@ from titanlite.parallel.rendezvous import (
     RendezvousError,
     barrier,
     connect,
-    register,
     report_failure,
     share_from_rank_0,
 )
+from titanlite.parallel.run_store import register
 from titanlite.runs.lock import RunLock
 
 HOST = socket.gethostname()

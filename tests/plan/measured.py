@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -152,11 +153,14 @@ def measure(world: DistEnv, case: str) -> RankMemory:
 
 
 def allocated(world: DistEnv, case: str) -> int:
-    """Return the most bytes that the allocator hands out in the second step beyond those from
-    before it.
+    """Return the most bytes that the allocator hands out in a step beyond those from before it.
+
+    The least of three equal steps: a thread of gloo may free a tensor, and the profiler does not
+    see that. So a step may seem to need more than it does, never less.
     """
     with second_step(world, case) as (_, parts, batches):
-        return peak_bytes(lambda: parts.train_step(batches, 2, 1e-3))
+        takes = [functools.partial(parts.train_step, batches, step, 1e-3) for step in (2, 3, 4)]
+        return min(map(peak_bytes, takes))
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tests.support.run_folders import Start, training_row, write_metrics
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.metrics.jsonl import MetricsLog
+from titanlite.runs import ATTEMPTS
+from titanlite.runs.attempts import read_attempts
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import read_run
-from titanlite.runs.record import FILE, read_attempts
 from titanlite.tools.cli import main
 from titanlite.utils import parse_json
 
@@ -46,7 +47,7 @@ def _listed(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> st
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [FILE, "metrics.jsonl"])
+@pytest.mark.parametrize("name", [ATTEMPTS, "metrics.jsonl"])
 def test_a_damaged_line_is_named_and_the_rest_is_read(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], name: str, damage: str
 ) -> None:
@@ -62,8 +63,8 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(
     found = {Path(run["run"]).name: run for run in json.loads(_listed(capsys, tmp_path, "--json"))}
     assert len(found["bad"]["problems"]) == 1
     assert found["good"]["problems"] == []
-    if name == FILE:
-        assert f"{FILE}:2: no JSON" in _listed(capsys, tmp_path, "--attempts")
+    if name == ATTEMPTS:
+        assert f"{ATTEMPTS}:2: no JSON" in _listed(capsys, tmp_path, "--attempts")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -72,7 +73,7 @@ def test_a_run_with_a_damaged_line_resumes(
 ) -> None:
     write_metrics(tmp_path, [training_row(1, 8.0), training_row(2, 6.0)])
     start(tmp_path)
-    _insert(tmp_path / FILE, 1, DAMAGES[damage])
+    _insert(tmp_path / ATTEMPTS, 1, DAMAGES[damage])
     _insert(tmp_path / "metrics.jsonl", 2, DAMAGES[damage])
     assert start(tmp_path, step=1, tokens=1000).lines == [  # type: ignore[attr-defined]
         (
@@ -83,7 +84,7 @@ def test_a_run_with_a_damaged_line_resumes(
     MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1]
-    assert f"{tmp_path}/{FILE}:1: no JSON" in caplog.text
+    assert f"{tmp_path}/{ATTEMPTS}:1: no JSON" in caplog.text
     assert "metrics.jsonl:2: no JSON" in caplog.text
     assert [one["attempt"] for one in read_attempts(tmp_path)] == [1, 2]
 
@@ -175,12 +176,12 @@ def test_a_value_of_any_other_type_breaks_neither_the_list_nor_a_resume(
     row: str,
     value: Any,
 ) -> None:
-    (tmp_path / FILE).unlink(missing_ok=True)
+    (tmp_path / ATTEMPTS).unlink(missing_ok=True)
     start(tmp_path).end("failed", 2, reason="disk")
-    entries = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
     entries[0][first] = value
     entries[1][end] = value
-    (tmp_path / FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / ATTEMPTS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     write_metrics(tmp_path, [training_row(1, 8.0), {**training_row(2, 7.0), row: value}])
     _listed(capsys, tmp_path)
     json.loads(_listed(capsys, tmp_path, "--json"))

@@ -20,6 +20,7 @@ import pytest
 from tests.checkpoint.golden import PRINTS, make
 from tests.support.locks import compete
 from tests.support.pool import Pools
+from tests.support.processes import environment
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
@@ -128,7 +129,10 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
     tmp_path: Path, said: list[str]
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"

@@ -17,9 +17,10 @@ from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
-from titanlite.runs import provenance
+from titanlite.runs import ATTEMPTS, provenance
+from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.logs import rank_log
-from titanlite.runs.record import CONFIG, FILE, read_attempts, read_entries
+from titanlite.runs.record import CONFIG
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
 from titanlite.utils import logger
@@ -144,7 +145,7 @@ def test_the_loss_counts_from_the_last_checkpoint_and_a_finished_run_has_none(
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path, start: Start) -> None:
     start(tmp_path).end("done", 40)
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / ATTEMPTS, "a") as file:
         file.write('{"event": "sta')
     start(tmp_path, step=40)
     assert [(e["event"], e["attempt"]) for e in read_entries(tmp_path)] == [
@@ -153,17 +154,17 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, start: Start) -> None:
         ("start", 2),
     ]
     assert _last(tmp_path)["after"] == "done"
-    assert len((tmp_path / FILE).read_text().splitlines()) == 4
+    assert len((tmp_path / ATTEMPTS).read_text().splitlines()) == 4
 
 
 def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "run" / FILE).mkdir(parents=True)
+    (tmp_path / "run" / ATTEMPTS).mkdir(parents=True)
     for folder, warnings in ((tmp_path / "run", 2), (tmp_path / "file" / "run", 2)):
         with listening() as messages:
             start(folder).end("done", 40)
         assert len(messages) == warnings
-        assert f"cannot write {folder / FILE}" in messages[-1]
+        assert f"cannot write {folder / ATTEMPTS}" in messages[-1]
 
 
 def test_the_command_shows_attempts(
@@ -176,8 +177,8 @@ def test_the_command_shows_attempts(
     write_metrics(tmp_path, [training_row(20, 8.0), training_row(29, 7.0)])
     start(tmp_path, 0.5, step=20, tokens=20_000).end("done", 40, 40_000)
     # titanlite 0.1.0 recorded that a finished run without checkpoints had lost everything.
-    text = (tmp_path / FILE).read_text()
-    (tmp_path / FILE).write_text(text.replace('"lost_tokens": 0}\n', '"lost_tokens": 99}\n'))
+    text = (tmp_path / ATTEMPTS).read_text()
+    (tmp_path / ATTEMPTS).write_text(text.replace('"lost_tokens": 0}\n', '"lost_tokens": 99}\n'))
     assert main(["runs", str(tmp_path), "--attempts"]) == 0
     out = capsys.readouterr().out
     cells = [line.split() for line in out.splitlines()]
@@ -227,7 +228,7 @@ def test_secrets_are_not_written_down(
         start(
             tmp_path, argv=["train.py", *flags], more_config=resolved[resolved.index("[launch]") :]
         )
-    for name in (FILE, CONFIG):
+    for name in (ATTEMPTS, CONFIG):
         assert "s3cret" not in (tmp_path / name).read_text()
     entry = read_entries(tmp_path)[0]
     assert kept.items() <= entry["environment"].items()

@@ -1,10 +1,19 @@
-"""docs/cli.md says what the command has, and how each of its commands ends."""
+"""docs/cli.md says what the command has, and how each of its commands ends.
+
+`python tests/scripts/test_cli_docs.py --write` renews the options.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
+from pathlib import Path
 
 import pytest
+
+if __name__ == "__main__":  # the folder of a script is the first to look in, not the repository
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.support.commands import commands
 from tests.support.processes import ROOT
@@ -22,6 +31,55 @@ ROWS = {
 CODES = {
     value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)
 }
+
+
+#: The part of the page that the parsers write.
+OPTIONS = re.compile(r"(<!-- options: [^>]* -->\n)(.*?)(<!-- /options -->)", re.DOTALL)
+
+
+def options() -> str:
+    """Return a section for each command: what it does, its arguments and options."""
+    found = reversed(commands(make_parser()).items())  # in the order of `titanlite --help`
+    return "\n".join(section(name, parser) for name, parser in found)
+
+
+def section(name: str, parser: argparse.ArgumentParser) -> str:
+    text = f"### titanlite {name}\n{described(parser.description or '')}\n"
+    rows = [
+        f"| {written(action)} | {cell(action.help or '')} |\n"
+        for action in parser._actions
+        if "--help" not in action.option_strings and action.help != argparse.SUPPRESS
+    ]
+    return f"{text}\n| argument | meaning |\n|---|---|\n{''.join(rows)}" if rows else text
+
+
+def described(text: str) -> str:
+    """Return a description; its indented lines become code."""
+    blocks = [block.strip("\n") for block in text.split("\n\n")]
+    return "\n\n".join(
+        f"```\n{block}\n```" if block.startswith("  ") else cell(block) for block in blocks
+    )
+
+
+def written(action: argparse.Action) -> str:
+    """Return an argument as it is written on the command line."""
+    values = action.metavar or " or ".join(map(str, action.choices or ()))
+    if not action.option_strings:
+        return f"`{values or action.dest}`"
+    value = f" {values}" if action.nargs != 0 else ""
+    return ", ".join(f"`{word}{value}`" for word in action.option_strings)
+
+
+def cell(text: str) -> str:
+    """Return a text on one line, without what closes a cell or begins a tag."""
+    line = " ".join(text.replace("%%", "%").split())
+    return re.sub(r"[|<*\[]", lambda sign: f"\\{sign[0]}", line)
+
+
+def test_the_page_has_the_options_of_every_command() -> None:
+    match = OPTIONS.search((DOCS / "cli.md").read_text(encoding="utf-8"))
+    assert match
+    assert match[2] == options(), "run: python tests/scripts/test_cli_docs.py --write"
 
 
 def codes(command: str) -> set[int]:
@@ -88,3 +146,9 @@ def test_what_is_not_there_ends_with_a_documented_code(
     assert "/no" in err or "--no.key" in err
     if command.startswith("checkpoint"):
         assert main([*command.split(), *words, "--training.steps", "3"]) == exit_codes.CONFIG
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    page = DOCS / "cli.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(OPTIONS.sub(lambda match: match[1] + options() + match[3], text))

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def house() -> Any:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["house"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("house")
 
 
 def missed(figures: list[Any]) -> list[str]:
@@ -47,11 +40,16 @@ def test_a_run_keeps_its_limits(house: Any) -> None:
 
 #: What a run imports when it turns it on: packages, and files.
 OFF = [
+    "config/claims",
+    "config/descriptions",
+    "config/dialect",
     "config/dotted_names",
     "config/signatures",
+    "config/unknown_keys",
     "start/folder_shape",
     "checkpoint/async_save",
     "checkpoint/dcp_index",
+    "checkpoint/go_back",
     "checkpoint/hf",
     "checkpoint/load",
     "checkpoint/manager",
@@ -61,9 +59,11 @@ OFF = [
     "checkpoint/retention",
     "checkpoint/schedule",
     "checkpoint/storage",
+    "checkpoint/weights_only",
     "data/chat",
     "data/chat_worker",
     "data/mixture",
+    "data/own_text",
     "data/phases",
     "data/remote",
     "data/stream",
@@ -81,30 +81,41 @@ OFF = [
     "metrics/profiler",
     "metrics/samples",
     "models/hf",
+    "models/linears",
     "models/mistral",
+    "models/mixtral",
     "models/moe",
     "models/qwen3",
     "optim/adamw",
     "optim/gated",
+    "optim/in_backward",
     "optim/muon",
+    "optim/own",
+    "parallel/activation_checkpoint",
     "parallel/compile",
     "parallel/divided_loss",
+    "parallel/interfaces",
     "parallel/policy_check",
+    "parallel/run_store",
     "parallel/tensor",
+    "parallel/wrapping",
     "plan/hardware",
     "plan/peak",
     "plan/plan",
     "plan/runtime",
     "plan/speed",
     "plan/text",
+    "runs/attempts",
     "start/rank_checks",
     "start/saves",
     "tools",
     "training/document_log",
     "training/generate",
     "training/nonfinite",
+    "training/regularized_loss",
     "training/resume",
     "training/spikes",
+    "training/stopped",
     "training/token_hashes",
     "training/verify_resume",
 ]

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.scripts import load_script
 
 LONG = "This sentence has " + "very " * 17 + "many words."
 
 
 @pytest.fixture(scope="module")
 def prose() -> Any:
-    spec = importlib.util.spec_from_file_location("prose", ROOT / "scripts" / "prose.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prose"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("prose")
 
 
 def test_few_sentences_are_long(prose: Any) -> None:

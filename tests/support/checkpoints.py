@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.support.harness import Run, batches, build_tiny, full, stepper
+from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
@@ -175,3 +176,18 @@ def sign(folder: Path, **changes: object) -> None:
     content.pop("digest")
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))
+
+
+def two_and_two(pool: Pools, run: Run, folder: Path) -> dict[str, Any]:
+    """Train steps 1 and 2, and 3 and 4 after a resume.
+
+    Losses, state and checkpoint must equal those of four steps in a row, which are returned. The
+    two parts save in `run` below the folder.
+    """
+    straight: dict[str, Any] = pool(2).run(train, run, folder / "straight", 1, 4)[0]
+    first = pool(2).run(train, run, folder / "run", 1, 2)[0]
+    second = pool(2).run(train, run, folder / "run", 3, 4)[0]
+    assert [*first["losses"], *second["losses"]] == straight["losses"]
+    assert_equal(second["state"], straight["state"])
+    assert unequal(folder / "run" / "step-4", folder / "straight" / "step-4") == []
+    return straight

@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.runs import record
+from titanlite.runs import ATTEMPTS, attempts
+from titanlite.runs.record import AttemptRecord
 
-Start = Callable[..., record.AttemptRecord]
+Start = Callable[..., AttemptRecord]
 
 
 def change_start(folder: Path, number: int, **values: Any) -> None:
     """Change the recorded start of an attempt; `ended` is the time of its end."""
-    entries = record.read_entries(folder)
+    entries = attempts.read_entries(folder)
     for entry in entries:
         if entry["attempt"] == number and entry["event"] == "start":
             entry.update({name: value for name, value in values.items() if name != "ended"})
         elif entry["attempt"] == number and "ended" in values:
             entry["time"] = values["ended"]
-    (folder / record.FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (folder / ATTEMPTS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def training_row(

@@ -17,13 +17,13 @@ from titanlite.assembly import build
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
 from titanlite.data.rows import Rows
-from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import fitted
 from titanlite.start.run_text import read_datasets
 from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
+from titanlite.training.bad_steps import BadStepError
 
 
 def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:

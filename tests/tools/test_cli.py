@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, environment, python
 from titanlite import exit_codes
 from titanlite.config.entries import value_words
 from titanlite.tools.cli import main, split_flags
@@ -191,7 +191,7 @@ def test_bash_completes_words(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
     )
     answers = [line.split("|")[:-1] for line in found.stdout.splitlines()]
     assert dict(zip(COMPLETED, answers, strict=True)) == COMPLETED, found.stderr
@@ -212,7 +212,8 @@ def test_a_normal_start_imports_no_completion() -> None:
         "import sys; from titanlite.tools.cli import main; main(['--version']); "
         "print('argcomplete' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = python("-c", code)
+    assert found.returncode == 0, found.stderr
     assert found.stdout.endswith("False\n")
 
 
@@ -240,35 +241,44 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+#: Command → exit code and text, on a machine without torch.
+WITHOUT_TORCH = {
+    "train debug_model.toml": (exit_codes.CONFIG, "torch is not installed"),
+    "train debug_model.toml --nproc-per-node 2": (exit_codes.CONFIG, "torch is not installed"),
+    "run debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
+    # Wrong paths are told first.
+    "train nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
+    "sample nowhere text": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "sample mine.toml text": (
+        exit_codes.CHECKPOINT,
+        "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
+    ),
+    "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "evaluate nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "evaluate mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
+    "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
+    "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "data prepare nowhere.txt --out there": (exit_codes.CONFIG, "nowhere.txt does not exist"),
+    "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
+    "drill nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
+}
+
+
 def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
-    wanted = {
-        "train debug_model.toml": "torch is not installed",
-        "train debug_model.toml --nproc-per-node 2": "torch is not installed",
-        "run debug_model.toml --nproc 1": "torch is not installed",
-        # Wrong paths are told first.
-        "train nowhere.toml": 'no file "nowhere.toml"',
-        "sample nowhere text": "error: nowhere: no such folder",
-        "sample mine.toml text": "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",  # noqa: E501
-        "eval nowhere --tasks x": "error: nowhere: no such folder",
-        "evaluate nowhere": "error: nowhere: no such folder",
-        "evaluate mine.toml": "it is a config",
-        "export nowhere there": "error: nowhere: no such folder",
-        "import nowhere there": "error: nowhere: no such folder",
-        "checkpoint convert mine.toml there --to hf": "it is a config",
-        "checkpoint diff nowhere nowhere": "error: nowhere: no such folder",
-        "data prepare nowhere.txt --out there": "nowhere.txt does not exist",
-        "benchmark nowhere.toml": 'no file "nowhere.toml"',
-        "drill nowhere.toml": 'no file "nowhere.toml"',
-    }
     done = subprocess.run(
-        [sys.executable, "-S", "-c", RUN_ALL, json.dumps([*wanted])],
+        [sys.executable, "-S", "-c", RUN_ALL, json.dumps([*WITHOUT_TORCH])],
         capture_output=True,
         text=True,
         env=without_torch,
         cwd=tmp_path,
     )
-    found = dict(zip(wanted, map(json.loads, done.stdout.splitlines()), strict=True))
-    for command, (code, text) in found.items():
-        assert code in (exit_codes.CONFIG, exit_codes.CHECKPOINT), f"{command}: {code}, {text}"
-        assert wanted[command] in text and "Traceback" not in text, f"{command}: {text}"
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(WITHOUT_TORCH), done.stderr
+    for (command, (code, wanted)), (found, text) in zip(
+        WITHOUT_TORCH.items(), answers, strict=True
+    ):
+        assert found == code, f"{command}: {found}, {text}"
+        assert wanted in text and "Traceback" not in text, f"{command}: {text}"

@@ -5,8 +5,6 @@ is.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from tests.support.commands import evaluate_run
 from tests.support.pool import Pools
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, python
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
@@ -95,17 +93,8 @@ def test_the_command_prints_one_json_object(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, row = trained
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite",
-        "evaluate",
-        str(folder / "checkpoint" / "step-2"),
-        "--json",
-    ]
-    done = subprocess.run(
-        [*command, "--validation.batch_size=8"], capture_output=True, text=True, cwd=tmp_path
-    )
+    words = ["evaluate", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
+    done = python("-m", "titanlite", *words, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert (found["step"], found["ranks"]) == (2, 1)
@@ -123,8 +112,8 @@ def test_the_command_prints_one_json_object(
 def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "titanlite", "evaluate", str(trained[0]), "--nproc-per-node=2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    words = ["evaluate", trained[0], "--nproc-per-node=2"]
+    done = python("-m", "titanlite", *words, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
     assert done.returncode == 0
     assert title.endswith("step-2")

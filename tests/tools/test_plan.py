@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import python
 from titanlite import exit_codes, main
 from titanlite.plan.text import print_plan
 from titanlite.start.fit import check_config
@@ -178,10 +177,8 @@ def test_a_plan_needs_no_torch() -> None:
         f"import sys; from titanlite.tools.cli import main; main({words}); sys.exit('torch' in "
         "sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
-        == 0
-    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_estimation_prints_the_plan_instead_of_a_run(

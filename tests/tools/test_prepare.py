@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.commands import Command
 from tests.support.hub_server import HubServer
-from tests.support.processes import ended, python
+from tests.support.processes import ended, environment, python
 from tests.support.shards import TEXTS, write_c4
 from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
@@ -179,7 +179,8 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"]
+        [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"],
+        env=environment(),
     )
     deadline = time.monotonic() + 300
     while len(list(killed.glob("part-*.json"))) < 8:

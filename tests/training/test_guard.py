@@ -15,10 +15,11 @@ import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
-from titanlite.guard import BadStepError, FiniteGuard
+from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
+from titanlite.training.bad_steps import BadStepError
 from titanlite.training.nonfinite import find_nonfinite
 
 CPU = torch.device("cpu")

@@ -32,13 +32,13 @@ from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.config.sections import Checkpoint
-from titanlite.guard import WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.start.fit import load_config
 from titanlite.start.run_text import read_datasets
 from titanlite.tools.hub.tensors import Contents, compare
+from titanlite.training.bad_steps import WeightsError
 
 NAN = float("nan")
 

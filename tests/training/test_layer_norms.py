@@ -50,17 +50,22 @@ def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float]
     )
 
 
+def _compare_with_one_rank(pool: Pools, alone: Run, ranks: int, shared: Run) -> None:
+    """The norms that ranks tell are those of the whole gradient, and those of a rank alone."""
+    (expected, _, _), *_ = pool(1).run(_norms, alone)
+    for told, true, norm in pool(ranks).run(_norms, shared):
+        assert list(told) == LAYERS
+        assert told == pytest.approx(true, rel=1e-6)
+        assert told == pytest.approx(expected, rel=1e-5)
+        assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
+        assert min(told.values()) > 0
+
+
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)], ids=["FSDP", "HSDP"])
 def test_norms_by_layer_are_those_of_the_whole_gradient(
     pool: Pools, ranks: int, replicas: int
 ) -> None:
-    (alone, _, _), *_ = pool(1).run(_norms, RUN)
-    for told, true, norm in pool(ranks).run(_norms, replace(RUN, replicas=replicas)):
-        assert list(told) == LAYERS
-        assert told == pytest.approx(true, rel=1e-6)
-        assert told == pytest.approx(alone, rel=1e-5)
-        assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
-        assert min(told.values()) > 0
+    _compare_with_one_rank(pool, RUN, ranks, replace(RUN, replicas=replicas))
 
 
 def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
@@ -70,12 +75,7 @@ def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
         64, 2, 4, n_kv_heads=2, ffn_dim=48, vocab_size=192, n_experts=4, aux_loss=0.0
     )
     mixture = replace(RUN, family="mixtral", args=args)
-    (alone, _, _), *_ = pool(1).run(_norms, mixture)
-    for told, true, norm in pool(2).run(_norms, replace(mixture, expert=2)):
-        assert list(told) == LAYERS
-        assert told == pytest.approx(true, rel=1e-6)
-        assert told == pytest.approx(alone, rel=1e-5)
-        assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
+    _compare_with_one_rank(pool, mixture, 2, replace(mixture, expert=2))
 
 
 def test_ranks_of_a_pipeline_name_the_same_layers_of_a_nested_model() -> None:

@@ -23,10 +23,11 @@ from tests.support.pool import Pools
 from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
 from titanlite.config.sections import Compile
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
-from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
+from titanlite.loss import batch_loss, cross_entropy_sum
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
+from titanlite.training.regularized_loss import objective_of, regularized
 
 IGNORE = -100
 BATCH = 4

@@ -22,8 +22,8 @@ from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.attempts import read_attempts
 from titanlite.runs.read import read_run
-from titanlite.runs.record import read_attempts
 from titanlite.tools.drill.ranks import train
 
 #: The flags with which a resumed `golden` run trains as it did.

@@ -30,6 +30,7 @@ from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
 from titanlite.start import opening, report
+from titanlite.start.derive import MeshSizes
 from titanlite.start.report import Setup
 
 CPU = "CPU (some model)"
@@ -37,10 +38,10 @@ H100 = "NVIDIA H100"
 
 
 def _setup(device: str = CPU, **changes: Any) -> Setup:
-    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    mesh = MeshSizes(world_size=2, dp_shard=2)
     parameters = {"tok_embeddings": 1000, "layers": 5000, "norm": 10, "output": 1000}
     return replace(
-        Setup(device, device == CPU, degrees, parameters, 4, 1, 2048, 128, 7, 163_840), **changes
+        Setup(device, device == CPU, mesh, parameters, 4, 1, 2048, 128, 7, 163_840), **changes
     )
 
 
@@ -61,8 +62,8 @@ def test_derived_numbers_and_the_singular() -> None:
     assert rows["length"] == "10,000 steps, 163,840,000 tokens = 1e+03 epochs"
     assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
     assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
-    tensor = _setup(degrees={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
-    assert report.mesh_row(tensor, 4, 1)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
+    tensor = MeshSizes(world_size=4, dp_shard=2, tensor=2)
+    assert report.mesh_row(tensor)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
     assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )
@@ -81,9 +82,7 @@ def _compute(
     device: str, peak: float | None, given: bool = False, float8: bool = False
 ) -> dict[str, str]:
     metrics = Metrics(peak_tflops=989.0 if given else None)
-    return dict(
-        report.compute_rows(metrics, float8, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
-    )
+    return dict(report.compute_rows(metrics, float8, _setup(device), 42_000_000, peak, 2 * 1024**3))
 
 
 def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
@@ -136,8 +135,8 @@ def test_float8_has_a_row_for_each_kind_of_linear() -> None:
 
 
 def _sharding(device: str = CPU, shards: int = 2, **keys: Any) -> str:
-    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 1}
-    setup = _setup(device, degrees=degrees, parameters={"all": 8_030_261_248}, accumulation=4)
+    mesh = MeshSizes(world_size=shards, dp_shard=shards)
+    setup = _setup(device, mesh=mesh, parameters={"all": 8_030_261_248}, accumulation=4)
     return "".join(text for _, text in report.sharding_rows(Training(**keys), setup))
 
 

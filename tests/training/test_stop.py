@@ -27,7 +27,7 @@ from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_entries
+from titanlite.runs.attempts import read_entries
 from titanlite.start import signals
 from titanlite.start.signals import SIGNALS, StopRequested, StopSignal
 from titanlite.tools.hub.tensors import Contents

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, new_group
-from titanlite.guard import WeightsError
+from titanlite.training.bad_steps import WeightsError
 from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
@@ -45,8 +45,8 @@ class AsyncSave:
 
     All ranks make one together and make the same calls.
 
-    The thread also checks and copies the tensors, while the next forward and backward pass run:
-    call `await_copy` before they change. The first save takes host memory for one copy of this
+    The thread also checks and copies the tensors, while the next forward and backward pass run.
+    Call `await_copy` before they change. The first save takes host memory for one copy of this
     rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.

@@ -160,7 +160,10 @@ class Chooser:
     def _refuse_ended(self, newest: Manifest | None) -> None:
         """Raise CheckpointError where the last save of this run is a folder of Hugging Face's."""
         done = last_hf_step(self.root)
-        if done >= (newest.step if newest is not None else 0):
+        before = 0
+        if newest is not None:
+            before = newest.step
+        if done >= before:
             raise CheckpointError(f"{hf_folder(self.root, done)} {_ENDED}")
 
     # Judgements

@@ -119,9 +119,11 @@ class WeightsReader(StorageReader):
         """Read the slices that this rank needs, one at a time, in the order of the files."""
         items = [(self._parts[item.storage_index], item) for item in plan.items]
         for part, item in sorted(items, key=lambda entry: (entry[0].file, entry[0].name)):
-            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            slices = []
+            for start, length in zip(item.storage_offsets, item.lengths, strict=True):
+                slices.append(slice(start, start + length))
             target = planner.resolve_tensor(item).detach()
-            target.copy_(part.read(tuple(slice(start, start + length) for start, length in spans)))
+            target.copy_(part.read(tuple(slices)))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

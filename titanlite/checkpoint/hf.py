@@ -67,8 +67,10 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
         part = found.pop(name, None)
         if part is None:
             missing.append(name)
+        elif isinstance(theirs, str):
+            parts.append(part.at_start())
         else:
-            parts.append(part.at_start() if isinstance(theirs, str) else part.stacked(place))
+            parts.append(part.stacked(place))
     if parts and missing:
         raise CheckpointError(
             f"{path} lacks {missing[0]}, a part of {ours}: files are missing, or the model has "
@@ -202,11 +204,15 @@ def _dequantized(
     A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole
     tensor. Raises ValueError for others.
     """
-    grid = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
+    grid = scale.float()
+    if grid.numel() == 1:
+        grid = grid.reshape(1, 1)
     if grid.ndim == 1:
         grid = grid[:, None]
-    if block is None and grid.shape in ((1, 1), (shape[0], 1)):
-        block = (shape[0] if grid.size(0) == 1 else 1, shape[-1])
+    if block is None and grid.shape == (1, 1):
+        block = (shape[0], shape[-1])
+    elif block is None and grid.shape == (shape[0], 1):
+        block = (1, shape[-1])
     if len(shape) != 2 or block is None or tuple(grid.shape) != tuple(map(_ceil_div, shape, block)):
         raise ValueError(
             f"{list(shape)} in float8 has scales {list(scale.shape)}, and config.json "

@@ -6,8 +6,8 @@ gather one tensor at a time, and its owner writes it in a thread. So a rank has 
 tensors in memory.
 
 torch's HuggingFaceStorageWriter (2.13) is no replacement. Each rank writes its own file, and rank 0
-alone joins them: twice the time, twice the disk. It syncs no joined file, takes the URL of a store
-for a folder, and has one name for a stack of experts. docs/log.md has the measurements.
+alone joins them: twice the time, twice the disk. It syncs no joined file, and takes the URL of a
+store for a folder. A stack of experts has one name there. docs/log.md has the measurements.
 """
 
 from __future__ import annotations
@@ -305,6 +305,25 @@ class HFWeights:
     entries: Entries
     #: Gives name → content of the tokenizer's files.
     beside: Callable[[], Mapping[str, bytes]]
+
+    @classmethod
+    def saved(
+        cls,
+        spec: ModelSpec,
+        args: Any,
+        tensors: Mapping[str, torch.Tensor],
+        entries: Entries,
+        beside: Callable[[], Mapping[str, bytes]],
+    ) -> HFWeights:
+        """Return the weights of a checkpoint's tensors, whose names begin with `model.`."""
+        strip = len("model.")
+        return cls(
+            spec,
+            args,
+            tensors={name[strip:]: tensor for name, tensor in tensors.items()},
+            entries={name[strip:]: entry for name, entry in entries.items()},
+            beside=beside,
+        )
 
 
 def save_hf(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
 
-#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule
-#: began, the place in the text, torch's random generators, averages of the weights.
+#: Parts of a checkpoint by name: weights, state of the optimizer, first step of the schedule, place
+#: in the text, random generators, averages of the weights.
 GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 #: Prefix of the names of weights.
 WEIGHT = "model."

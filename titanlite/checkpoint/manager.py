@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, find, hf_folder, step_folder
+from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -31,7 +32,6 @@ from titanlite.checkpoint.retention import (
     prune,
     publish,
     put_back_pinned,
-    quarantine,
 )
 from titanlite.checkpoint.storage import (
     RNG,
@@ -39,7 +39,6 @@ from titanlite.checkpoint.storage import (
     HashingWriter,
     Tensors,
     Written,
-    converted,
     dcp_errors,
     describe,
     gather,
@@ -50,10 +49,10 @@ from titanlite.checkpoint.storage import (
     rng_state,
     verify_files,
 )
-from titanlite.guard import WeightsError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
+from titanlite.training.bad_steps import WeightsError
 from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import logger
 
@@ -172,33 +171,11 @@ class Checkpointer:
 
         Raises CheckpointError, on all ranks, when there is none.
         """
-        loaded = None
-        step = self._on_rank_0(lambda: self._exclude_newest(suspect)) if suspect else None
-        if step is not None:
-            with contextlib.suppress(CheckpointError):
-                loaded = self._loader.load_newest(model, optimizer)
-            replaced = loaded is not None
-            self._on_rank_0(lambda: self._settle(step, replaced))
-        loaded = loaded or self._loader.load_newest(model, optimizer)
+        from titanlite.checkpoint.go_back import load_newest
+
+        loaded = load_newest(self._loader, self._on_rank_0, model, optimizer, suspect)
         self._resumed = loaded.step
         return loaded
-
-    def _exclude_newest(self, suspect: Callable[[int], str]) -> int | None:
-        """On rank 0: exclude the newest checkpoint from loading if it is suspect, and return its
-        step.
-        """
-        newest = find(self.root, known_bad=self._bad).manifest
-        reason = suspect(newest.step) if newest is not None else ""
-        if newest is None or not reason:
-            return None
-        self._bad[newest.step] = reason
-        return newest.step
-
-    def _settle(self, step: int, replaced: bool) -> None:
-        """On rank 0: quarantine the suspect one; without another, use it after all."""
-        reason = self._bad.pop(step)
-        if replaced:
-            quarantine(step_folder(self.root, step), reason)
 
     def save(  # noqa: PLR0913
         self,
@@ -307,9 +284,7 @@ class Checkpointer:
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
-        saving.start(
-            save.draft.step, save.folder, lambda copy, group: self._write(save, copy, group)
-        )
+        saving.start(save.draft.step, save.folder, partial(self._write, save))
 
     def _report_foreground(self, save: Save) -> None:
         """Tell `poll` of a save that did not run in the background."""
@@ -322,30 +297,23 @@ class Checkpointer:
         from titanlite.checkpoint.hf_save import HFWeights, save_hf
 
         _check_finite(save, group)
-        strip = len("model.")
         spec, args = self._loader.model()
-        weights = HFWeights(
-            spec,
-            args,
-            tensors={name[strip:]: tensor for name, tensor in save.tensors.items()},
-            entries={name[strip:]: entry for name, entry in save.draft.tensors.items()},
-            beside=self._tokenizer_files,
-        )
+        entries = save.draft.tensors
+        weights = HFWeights.saved(spec, args, save.tensors, entries, self._tokenizer_files)
         self._on_rank_0(self._owner.look)
         save_hf(save.folder, weights, group, self._on_rank_0)
 
     def _tensors_to_save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
     ) -> Tensors:
-        tensors = gather(model, optimizer if weights_only is None else None)
         if weights_only is None:
+            tensors = gather(model, optimizer)
             generators = rng_state(self._world.device, self._world.size)
             return {**tensors, **self._averages, RNG: generators}
-        if self.config.export_ema:
-            from titanlite.features.ema.names import weight_of
+        from titanlite.checkpoint.weights_only import weights_to_save
 
-            tensors |= {weight_of(name): average for name, average in self._averages.items()}
-        return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
+        averages = self._averages if self.config.export_ema else {}
+        return weights_to_save(model, averages, weights_only)
 
     def _mark(self, step: int) -> None:
         """On rank 0: mark the folder of a save, when what has its place is gone."""
@@ -440,7 +408,9 @@ class Checkpointer:
 
         It neither waits nor communicates, so a loop may call it in every step.
         """
-        return self._async.poll() if self._async and self._world.rank == 0 else None
+        if self._async is None or self._world.rank != 0:
+            return None
+        return self._async.poll()
 
     def wait(self) -> None:
         """Wait until nothing is being saved or deleted, on all ranks.
@@ -448,14 +418,18 @@ class Checkpointer:
         Raises CheckpointError, on all of them, when the latest save failed, and WeightsError as
         `await_copy` does.
         """
-        outcome = self._async.wait() if self._async else None
-        timeout = self._world.timeout
+        outcome = None
+        if self._async:
+            outcome = self._async.wait()
+        patience = 60.0
+        if self._world.timeout is not None:
+            patience = self._world.timeout.total_seconds() / 2
 
         def ended() -> None:
             if outcome is not None and outcome.problem:
                 raise CheckpointError(outcome.problem)
             # The other ranks wait in a collective: a longer deletion is left to the next start.
-            self._deleter.wait(60.0 if timeout is None else timeout.total_seconds() / 2)
+            self._deleter.wait(patience)
 
         self._on_rank_0(ended)
         if self._async:

@@ -2,10 +2,10 @@
 
 No torch here.
 
-A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format,
-carries the hash of its own content, and lists only files that exist with their sizes. A save writes
-it last, a deletion removes it first. All other folders are reported with the reason, and never
-loaded.
+A folder `step-N` is a checkpoint only if its `manifest.json` can be read and has a known format.
+The manifest also carries the hash of its own content, and lists only files that exist with their
+sizes. A save writes it last, a deletion removes it first. All other folders are reported with the
+reason, and never loaded.
 
 While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or
 `.deleted-step-N-…`. A folder with a mark and without a manifest is a leftover of a killed process.
@@ -56,7 +56,7 @@ _MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
 #: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
-#: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing;
+#: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing.
 #: SHA-256 is for the index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 FAST_HASH = "xxh3"
@@ -519,11 +519,15 @@ def refuse_older(path: AnyPath) -> None:
     format.
     """
     for root in (path, path / "checkpoint"):
-        if (done := last_hf_step(root)) < 0:
+        done = last_hf_step(root)
+        if done < 0:
             continue
         manifest, _ = find(root)
-        if done > (manifest.step if manifest else -1):
-            other = f", or step-{manifest.step}" if manifest else ""
-            raise CheckpointError(
-                f"the newest weights are in {hf_folder(root, done)}: name that folder{other}"
-            )
+        other = ""
+        if manifest:
+            if done <= manifest.step:
+                continue
+            other = f", or step-{manifest.step}"
+        raise CheckpointError(
+            f"the newest weights are in {hf_folder(root, done)}: name that folder{other}"
+        )

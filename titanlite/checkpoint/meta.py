@@ -120,7 +120,10 @@ def _row_order(
 
 
 def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:
-    return tensor[slices] if order is None else tensor[order[slices[0]]][:, slices[1]]
+    if order is None:
+        return tensor[slices]
+    rows, columns = slices
+    return tensor[order[rows]][:, columns]
 
 
 def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tensor]]) -> LlamaArgs:
@@ -131,7 +134,9 @@ def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tenso
     """
     args = meta_args(config)
     embedding = states[0]["tok_embeddings.weight"]
-    vocabulary = embedding.size(0) * (1 if embedding.size(1) != args.dim else len(states))
+    vocabulary = embedding.size(0)
+    if embedding.size(1) == args.dim:  # the files divide its rows
+        vocabulary *= len(states)
     # Llama 3.2: the files hold the tied head once more.
     tied = all(_is_tied(state) for state in states)
     return replace(args, vocab_size=vocabulary, tied=tied)

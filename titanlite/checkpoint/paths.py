@@ -306,7 +306,9 @@ def _stat(info: Mapping[str, Any]) -> Stat:
     # Of Google's store.
     if isinstance(value, str):
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-    return Stat(info["size"], value.timestamp() if isinstance(value, datetime) else float(value))
+    if isinstance(value, datetime):
+        return Stat(info["size"], value.timestamp())
+    return Stat(info["size"], float(value))
 
 
 @functools.cache

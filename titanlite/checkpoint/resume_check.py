@@ -86,14 +86,20 @@ class ResumeCheck:
         state = loaded.train.get(RESUME) or {}
         identity = state.get("id")
         before = state.get("next_batch")
-        self._same_batch = None if None in (before, next_batch) else before == next_batch
-        records = read_lines(self.file) if self._rank == 0 and identity else []
+        self._same_batch = None
+        if before is not None and next_batch is not None:
+            self._same_batch = before == next_batch
+        records = []
+        if self._rank == 0 and identity:
+            records = read_lines(self.file)
         self._earlier = next(
             (record for record in reversed(records) if record.get("id") == identity), None
         )
         # Without numbers yet, this attempt records them.
         if identity:
-            self._next = (loaded.step + 1, identity) if self._earlier is None else None
+            self._next = None
+            if self._earlier is None:
+                self._next = loaded.step + 1, identity
 
     def forget(self) -> None:
         """Neither record nor compare the next step: it trains on other data. All ranks call it."""
@@ -108,8 +114,9 @@ class ResumeCheck:
         self.flush()
         loaded = self._loaded
         self._loaded = None
-        save = self._next if self._next is not None and step >= self._next[0] else None
-        if save is not None:
+        save = None
+        if self._next is not None and step >= self._next[0]:
+            save = self._next
             self._next = None
         if self._rank or not (save or loaded):
             return None
@@ -142,7 +149,10 @@ class ResumeCheck:
         if loaded.verified:
             found = ["every file is as it was written"]
         is_same, text = self._next_batch(loaded)
-        (found if is_same else problems).append(text)
+        if is_same:
+            found.append(text)
+        else:
+            problems.append(text)
         step = loaded.step + 1
         if self._earlier is None:
             found.append(f"no earlier attempt has left figures of step {step}")
@@ -151,7 +161,10 @@ class ResumeCheck:
         else:
             same, text = self._compare_numbers(numbers, self._earlier)
             text = f"loss {numbers[0]:.9g} and gradient norm {numbers[1]:.9g} of step {step}{text}"
-            (found if same else problems).append(text)
+            if same:
+                found.append(text)
+            else:
+                problems.append(text)
         lead = "RESUME NOT VERIFIED at step" if problems else "resume verified at step"
         return ResumeResult(not problems, f"{lead} {loaded.step}: {'; '.join(problems + found)}")
 
@@ -175,8 +188,10 @@ class ResumeCheck:
         changed = []
         for name, value in self.setting.items():
             before = earlier["setting"].get(name)
+            if before is None:
+                before = "?"
             if before != value:
-                changed.append(f"{name} {'?' if before is None else before} then, {value} now")
+                changed.append(f"{name} {before} then, {value} now")
         differ = ", ".join(changed)
         gap = max(_relative_difference(a, b) for a, b in zip(now, then, strict=True))
         text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
@@ -185,7 +200,9 @@ class ResumeCheck:
         if gap <= tolerance and (differ or not self.exact):
             reason = differ or "kernels here are not deterministic"
             return ResumeResult(True, f"{text}, which is rounding ({reason})")
-        return ResumeResult(False, text + (f" ({differ})" if differ else " with the same setting"))
+        if differ:
+            return ResumeResult(False, f"{text} ({differ})")
+        return ResumeResult(False, f"{text} with the same setting")
 
     def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -1,9 +1,9 @@
 """How a checkpoint is published and deleted, and which ones stay. No torch here.
 
 A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`,
-`publish`). A deletion renames the folder first; in a store, which cannot rename, it writes a mark
-and removes the manifest (`unpublish`, `delete`). So a process that is killed at any moment leaves
-either a whole checkpoint, or a leftover for the next start or save. One rank does all this.
+`publish`). A deletion renames the folder first. In a store, which cannot rename, it writes a mark
+and removes the manifest (`unpublish`, `delete`). So a process killed at any moment leaves a whole
+checkpoint, or a leftover for the next start or save. One rank does all this.
 
 A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a
 folder either that file comes first and the checkpoint stays, or the file cannot be made any more
@@ -208,7 +208,7 @@ def _forbid_pin(folder: Path) -> bool:
 
     Return False where it is in use.
 
-    A process that had found the folder under its old name can still make a file in it; over NFS for
+    A process that found the folder under its old name can still make a file in it, over NFS for
     seconds. A link takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
     """
     pin = folder / PIN
@@ -411,8 +411,8 @@ def prune(
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and
     only such go. One whose files are not whole takes no place among the latest. These stay: the
     latest `keep_latest_k` (0: all), multiples of `keep_every`, milestones, the `keep_best` of
-    lowest validation loss on each held-out text that the run had, `keep`, pinned ones, folders
-    without a good manifest, and checkpoints of weights only, from which no run could resume.
+    lowest validation loss on each held-out text that the run had, `keep`, pinned ones, and folders
+    without a good manifest. Checkpoints of weights only stay too: no run could resume from them.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss
     was measured (`Manifest.validation_loss`), else the one before it: the steps since then have
@@ -425,7 +425,9 @@ def prune(
     head = read_manifest(step_folder(root, newest))
     if head.weights_only:
         return []
-    latest = max(config.keep_latest_k, 1 if head.validation_loss is not None else 2)
+    latest = config.keep_latest_k
+    if head.validation_loss is None:
+        latest = max(latest, 2)
     older = [step for step in steps_in(root) if step < newest and step not in known_bad]
     counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
     stay = {*keep, *sorted(counted)[-latest:], *_best(root, counted, config.keep_best)}

@@ -32,8 +32,8 @@ class SaveSchedule:
 
     Call `due` after each step, and `begin` before a save. An interval in steps needs no
     communication. For one in seconds the clock of rank 0 decides. The ranks synchronize at a step
-    that they agreed on the last time: a sixteenth of the interval ahead by the pace so far, or the
-    rest of it if that is less. That is a small broadcast on the hosts now and then, and waits for
+    that they agreed on the last time. By the pace so far it is a sixteenth of the interval ahead,
+    or the rest if that is less. That is a small broadcast on the hosts now and then, and waits for
     no device. If steps become slower meanwhile, a save is late by a sixteenth of the interval's
     steps at most. The first interval begins with the first question.
 
@@ -87,9 +87,11 @@ class SaveSchedule:
         syncs = config.interval_type == "seconds" and step >= self._next_sync
         if not (judged or syncs):
             return False
+        if not judged:
+            validation_loss = None
         answer = False, step + 1
         if self._world.rank == 0:
-            answer = self._decide(step, validation_loss if judged else None)
+            answer = self._decide(step, validation_loss)
         due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
         if syncs:
             self._next_sync = next_sync
@@ -115,8 +117,10 @@ class SaveSchedule:
         self._synced = (step, now)
         left = self.config.interval - (now - self._begun)
         pace = (now - then) / max(step - before, 1)
-        ahead = int(min(left, self.config.interval / _SYNCS) / pace) if pace > 0 else 1
-        return better or left <= 0, step + max(ahead, 1)
+        ahead = 1
+        if pace > 0:
+            ahead = max(int(min(left, self.config.interval / _SYNCS) / pace), 1)
+        return better or left <= 0, step + ahead
 
     def _compares(self, manifest: Manifest) -> bool:
         """Return whether a checkpoint of this run has a loss on the same held-out text."""

@@ -124,8 +124,10 @@ def _must_match(
 
 def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
     """Compare [dtype, shape] of a tensor in a checkpoint and a model; "": they are equal."""
-    if saved is None or wanted is None:
-        return MISSING if saved is None else UNEXPECTED
+    if saved is None:
+        return MISSING
+    if wanted is None:
+        return UNEXPECTED
     if list(saved[1]) != list(wanted[1]):
         return SHAPE
     return DTYPE if saved[0] != wanted[0] else ""
@@ -133,7 +135,13 @@ def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort key of names that puts layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts: list[tuple[int, str]] = []
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            parts.append((int(part), ""))
+        else:
+            parts.append((-1, part))
+    return parts
 
 
 def difference_table(

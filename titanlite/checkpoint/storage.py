@@ -66,8 +66,8 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
     is None.
 
-    An optimizer that has not stepped yet first gets the state of a step without gradients, as a
-    target of the load.
+    An optimizer without a step first gets the state of a step without gradients, as a target of the
+    load.
     """
     weights = cast(Tensors, state_dicts.get_model_state_dict(model))
     if "torchao" in sys.modules:
@@ -404,6 +404,13 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
+def _in_words(error: BaseException) -> str:
+    """Return an error's message; for one that is not meant for users its class, too."""
+    if isinstance(error, (CheckpointError, OSError)):
+        return str(error)
+    return repr(error)
+
+
 def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run on rank 0 only; all ranks of `group` get its result, or its error as a
     CheckpointError.
@@ -415,7 +422,7 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
             result = action()
         except Exception as error:
             # The other ranks wait for an answer in any case.
-            problem = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
+            problem = _in_words(error)
     answer = [(result, problem)]
     dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
     result, problem = cast("tuple[T, str | None]", answer[0])
@@ -453,8 +460,7 @@ def dcp_errors(action: str) -> Iterator[None]:
     except CheckpointException as error:
         causes = set()
         for rank, (cause, _) in error.failures.items():
-            speaks = isinstance(cause, (OSError, CheckpointError))
-            causes.add(f"rank {rank}: {cause if speaks else repr(cause)}")
+            causes.add(f"rank {rank}: {_in_words(cause)}")
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 

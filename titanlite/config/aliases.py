@@ -8,14 +8,15 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from titanlite.config.keys import keys
-from titanlite.config.run_sections import Count
 from titanlite.config.toml import quote
-from titanlite.config.unsupported_keys import NAMES
+from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
+from titanlite.config.value_types import Count
 
 
 class Refused(ValueError):
@@ -66,12 +67,12 @@ def _converters(value: list[str]) -> bool:
 
 def _split_points(parts: list[list[str]]) -> list[str]:
     """Return the first module of each part but the first; parts must cover the layers in order."""
-    layers = [
-        int(n.split(".")[1])
-        for part in parts
-        for n in part
-        if n.startswith("layers.") and n[7:].isdecimal()
-    ]
+    layers = []
+    for part in parts:
+        for name in part:
+            number = name.removeprefix("layers.")
+            if number != name and number.isdecimal():
+                layers.append(int(number))
     if layers != list(range(len(layers))):
         raise Refused("the parts must hold layers.0, layers.1, … in order, none left out")
     return [part[0] for part in parts[1:]]
@@ -127,6 +128,30 @@ COMMA_LISTS = frozenset(
 """Names of lists of strings that files of other versions also write as one string, with commas
 between its words.
 """
+
+
+@cache
+def known_names() -> frozenset[str]:
+    """Return every name that can be written: keys, other names, unsupported keys."""
+    return frozenset([*keys(), *ALIASES, *UNSUPPORTED])
+
+
+@cache
+def known_sections() -> frozenset[str]:
+    """Return every section and subsection that holds a known name."""
+    found = set()
+    for name in known_names():
+        while "." in name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return frozenset(found)
+
+
+def is_subsection(name: str) -> bool:
+    """Return whether the entries of a table under this name have names themselves."""
+    if name in keys():
+        return keys()[name].is_table
+    return name in known_sections() and name not in known_names()
 
 
 def key_of(name: str) -> str:
@@ -196,23 +221,3 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
     },
 }
 """(key, value) → why a value that other trainers know is not taken."""
-
-LATER_DEFAULTS: dict[str, Any] = {
-    "checkpoint.keep_latest_k": 10,
-    "optimizer.implementation": "fused",
-    "metrics.enable_color_printing": True,
-    _MICROBATCHES: MicrobatchSize(1),
-    "lr_scheduler.style": "titan-0.2",
-}
-"""Defaults of torchtitan 0.2.x where they differ."""
-
-LATER_FLAVORS: dict[str, tuple[str, str]] = {
-    "debugmodel": (
-        "3.1-debugmodel",
-        "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048",
-    ),
-    "8B": ("3.1-8B", "RoPE scaled by 8"),
-    "70B": ("3.1-70B", "RoPE scaled by 8"),
-    "405B": ("3.1-405B", "RoPE scaled by 8"),
-}
-"""Flavor of llama3 in torchtitan 0.2.x → the flavor here, and what it is."""

@@ -454,8 +454,9 @@ def _texts(value: Any) -> Iterator[str]:
         value = asdict(value)
     if isinstance(value, dict):
         value = list(value.values())
-    for item in value if isinstance(value, (list, tuple)) else ():
-        yield from _texts(item)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
 
 
 def missing_packages(config: LoadedConfig) -> list[Problem]:
@@ -470,7 +471,9 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
     if config.sections.checkpoint.enable_checkpoint:
         for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
             url = config.value(key)
-            problem = url_problem(url) if url is not None and is_url(url) else None
+            if url is None or not is_url(url):
+                continue
+            problem = url_problem(url)
             if problem is not None:
                 what, hint = problem
                 found.append(("url", key, f"{quote(url)} {what}", hint))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from titanlite.config.run_sections import (
+from titanlite.config.value_types import (
     Count,
     CountOrRest,
     Location,

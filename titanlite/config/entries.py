@@ -9,14 +9,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, get_args, get_origin
 
-from titanlite.config.aliases import ALIASES
-from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest, nearest_key
-from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
+from titanlite.config.aliases import ALIASES, is_subsection, known_names, known_sections
+from titanlite.config.errors import COMMAND_LINE, Problem, Source
+from titanlite.config.key_types import base, choices, members
+from titanlite.config.keys import fits, keys, table_of, type_of
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
-from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED, unsupported_type
+from titanlite.config.unsupported_keys import UNSUPPORTED, unsupported_type
 from titanlite.utils import parse_json
 
 
@@ -41,30 +41,6 @@ class Entry:
         if not path:
             return self.source.place
         return replace(self.source, line=self.lines[self.name + path]).place
-
-
-@cache
-def known_names() -> frozenset[str]:
-    """Return every name that can be written: keys, other names, unsupported keys."""
-    return frozenset([*keys(), *ALIASES, *UNSUPPORTED])
-
-
-@cache
-def known_sections() -> frozenset[str]:
-    """Return every section and subsection that holds a known name."""
-    found = set()
-    for name in known_names():
-        while "." in name:
-            name = name.rpartition(".")[0]
-            found.add(name)
-    return frozenset(found)
-
-
-def is_subsection(name: str) -> bool:
-    """Return whether the entries of a table under this name have names themselves."""
-    if name in keys():
-        return keys()[name].is_table
-    return name in known_sections() and name not in known_names()
 
 
 #: A file with more unknown keys than this, and with more of them than of others, is taken for
@@ -117,70 +93,13 @@ class _FileEntries:
             message = f"is a section, not a value; got {quote(value)}"
             self.problems.append(Problem(source.place, name, message, code="wrong-type"))
         else:
+            from titanlite.config.unknown_keys import unknown, unknown_section
+
             self.strange += len(value) if is_table else 1
             if is_table and is_top:
-                self.problems.append(_unknown_section(name, source))
+                self.problems.append(unknown_section(name, source))
             else:
                 self.problems.append(unknown(name, source))
-
-
-def _unknown_section(name: str, source: Source) -> Problem:
-    top = [section for section in known_sections() if "." not in section]
-    close = nearest(name, top)
-    hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
-    return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
-
-
-def unknown(name: str, source: Source) -> Problem:
-    """Return the problem of an unknown key, with the nearest one or the place where it lives."""
-    section = name.rpartition(".")[0]
-    hint = _nearest_thing(name)
-    if not section:
-        message = "unknown key outside any section"
-        return Problem(source.place, name, message, hint, code="unknown-key")
-    if section not in known_sections():
-        message = f"unknown section [{section}]"
-        return Problem(source.place, name, message, hint, code="unknown-section")
-    return Problem(source.place, name, "unknown key", hint, code="unknown-key")
-
-
-def _nearest_thing(name: str) -> str:
-    """Return what a user may have meant by an unknown name."""
-    section, _, last = name.rpartition(".")
-    if name in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[name]}"
-    same_name = [known for known in known_names() if known.rpartition(".")[2] == last]
-    elsewhere = sorted(set(same_name) - UNSUPPORTED.keys())
-    if elsewhere:
-        # A key before another name of one.
-        ours = [known for known in elsewhere if known in keys()]
-        return f"{last} belongs to another section: {(ours or elsewhere)[0]}"
-    if last in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[last]}"
-    close = nearest_key(name, known_names()) or _in_like_section(name)
-    if close:
-        return f"nearest: {close}"
-    siblings = []
-    for known in known_names():
-        above, _, key = known.rpartition(".")
-        if above == section:
-            siblings.append(key)
-    if siblings:
-        return f"keys of [{section}]: {', '.join(sorted(siblings))}"
-    return "`titanlite config explain` lists the keys"
-
-
-def _in_like_section(name: str) -> str:
-    """Return the key of a section that looks like an unknown one, or that section; "": none
-    does.
-    """
-    section = name.rpartition(".")[0]
-    if section in known_sections():
-        candidates = [one for one in known_sections() if one.startswith(f"{section}.")]
-    else:
-        candidates = list(known_names())
-    close = nearest(name, candidates)
-    return close[0] if close else ""
 
 
 def begins_option(word: str) -> bool:
@@ -284,6 +203,8 @@ def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
     """
     name, negated = _flag_name(flag)
     if name is None:
+        from titanlite.config.unknown_keys import unknown
+
         return unknown(flag.replace("-", "_"), COMMAND_LINE)
     table = table_of(name)
     if table and not _is_one_name(name[len(table) + 1 :]):
@@ -373,7 +294,10 @@ def _read_list(type_: Any, words: list[str], has_commas: bool) -> Any:
     (item,) = get_args(type_)
     items = []
     for word in words:
-        for part in word.split(",") if has_commas else [word]:
+        parts = [word]
+        if has_commas:
+            parts = word.split(",")
+        for part in parts:
             part = part.strip()
             if part:
                 items.append(_read_one(item, part))

@@ -26,19 +26,19 @@ class Source:
     def __str__(self) -> str:
         if self.kind == "dialect":
             return f'default of dialect "2026" ({self.place})'
-        with_variables = (
-            f" with {', '.join(f'${{{name}}}' for name in self.variables)}"
-            if self.variables
-            else ""
-        )
-        return (self.kind if self.file is None else self.place) + with_variables
+        if not self.variables:
+            return self.place
+        variables = ", ".join(f"${{{name}}}" for name in self.variables)
+        return f"{self.place} with {variables}"
 
     @property
     def place(self) -> str:
         """`file:line`, or the kind where there is no file."""
         if self.file is None:
             return self.kind
-        return self.file if self.line is None else f"{self.file}:{self.line}"
+        if self.line is None:
+            return self.file
+        return f"{self.file}:{self.line}"
 
 
 DEFAULT = Source("default")
@@ -61,9 +61,13 @@ class Problem:
     code: str = "does-not-fit"
 
     def __str__(self) -> str:
-        lead = ": ".join(part for part in (self.where, self.key) if part)
-        text = f"{lead}: {self.message}" if lead else self.message
-        return f"{text}\n    {self.hint}" if self.hint else text
+        text = ": ".join(part for part in (self.where, self.key) if part)
+        if text:
+            text += ": "
+        text += self.message
+        if self.hint:
+            text += f"\n    {self.hint}"
+        return text
 
 
 class ConfigError(ValueError):
@@ -79,7 +83,9 @@ class ConfigError(ValueError):
             names_key = "." in problem.key
             if names_key or problem.where != "command line":
                 place = "in the config"
-        lines = [f"1 problem {place}:" if count == 1 else f"{count} problems {place}:"]
+        lines = [f"{count} problems {place}:"]
+        if count == 1:
+            lines = [f"1 problem {place}:"]
         for problem in self.problems:
             lines.append("  " + str(problem).replace("\n", "\n  "))
         super().__init__("\n".join(lines))
@@ -95,7 +101,9 @@ def _by_place(problem: Problem) -> tuple[bool, str, int]:
     file, _, line = problem.where.rpartition(":")
     if line.isdigit():
         return not file, file, int(line)
-    return True, "" if problem.where else "~", 0
+    if problem.where:
+        return True, "", 0
+    return True, "~", 0
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
@@ -123,10 +131,14 @@ def nearest_key(name: str, known: Iterable[str]) -> str:
     for key in sorted(known):
         place, _, word = key.lower().rpartition(".")
         likeness = max(_of_words(last, word), _of_letters(last, word))
-        has_word = place == section and _of_words(last, word) > 0
-        if likeness < (_ALIKE if place == section else _ALIKE_ELSEWHERE) and not has_word:
-            continue
-        total = likeness + (0.5 if place == section else 0.25 * _of_letters(section, place))
+        if place == section:
+            if likeness < _ALIKE and not _of_words(last, word) > 0:
+                continue
+            total = likeness + 0.5
+        else:
+            if likeness < _ALIKE_ELSEWHERE:
+                continue
+            total = likeness + 0.25 * _of_letters(section, place)
         if total > best:
             best = total
             found = key

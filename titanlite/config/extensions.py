@@ -48,11 +48,10 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Yield each dotted path in a config with its key."""
     for key in KEYS:
         value = config.value(key)
-        yield from (
-            (key, path)
-            for path in ([value] if isinstance(value, str) else value)
-            if is_dotted(path)
-        )
+        paths = [value] if isinstance(value, str) else value
+        for path in paths:
+            if is_dotted(path):
+                yield key, path
 
 
 def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
@@ -60,11 +59,10 @@ def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     remedy).
     """
     foreign = {claim.key for claim in config.claims}  # such a file is not even read
-    paths = [
-        (key, path)
-        for key, path in dotted_paths(config)
-        if key != "model.name" and key not in foreign
-    ]
+    paths = []
+    for key, path in dotted_paths(config):
+        if key != "model.name" and key not in foreign:
+            paths.append((key, path))
     if not paths:
         return []
     from titanlite.config.dotted_names import unresolved

@@ -19,8 +19,6 @@ import msgspec
 from titanlite.config import extensions
 from titanlite.config.aliases import (
     ALIASES,
-    LATER_DEFAULTS,
-    LATER_FLAVORS,
     VALUE_NOTES,
     MicrobatchSize,
     Refused,
@@ -29,7 +27,7 @@ from titanlite.config.aliases import (
 )
 from titanlite.config.checks import contradictions
 from titanlite.config.entries import Entry, command_line_entries, file_entries, type_of_name
-from titanlite.config.errors import DEFAULT, ConfigError, Problem, Source, nearest
+from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
@@ -37,10 +35,7 @@ from titanlite.config.toml import loads, quote
 from titanlite.config.trust import (
     Claim,
     Origin,
-    config_claims,
-    file_claim,
     refusals,
-    variable_claim,
 )
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.config.variables import is_deferred, names_in, resolved
@@ -88,7 +83,7 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
         print(USAGE)
         raise SystemExit(0)
     entries, problems = command_line_entries(argv)
-    layers = _Layers(problems, defer)
+    layers = Layers(problems, defer)
     entries = layers.resolved(entries)
     for path in _named_files(entries):
         found = find_config(path)
@@ -119,7 +114,7 @@ def read_text(
     variables and other files are problems, and the config's `claims` list the code that it names.
     """
     entries, problems = command_line_entries(flags)
-    layers = _Layers(problems, origin=origin)
+    layers = Layers(problems, origin=origin)
     layers.read_text(text, path, chain=())
     layers.add(layers.resolved(entries), file=None)
     return layers.finish(), layers.problems
@@ -190,7 +185,7 @@ class _Value:
 
 
 @dataclass
-class _Layers:
+class Layers:
     """Puts layers over each other and collects what is wrong."""
 
     problems: list[Problem]
@@ -245,6 +240,8 @@ class _Layers:
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
         """Add a file that the file `path` extends. place: of its name."""
         file = path.parent / os.path.expanduser(name)
+        from titanlite.config.claims import file_claim
+
         claim = file_claim(place, "job.extends", name, file)
         if refused := refusals([claim], self.origin):
             self.problems += refused
@@ -256,9 +253,8 @@ class _Layers:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
-            names = names_in(entry.value)
-            claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
-            if refused := refusals(claims, origin):
+            refused = _refused_variables(entry, origin)
+            if refused:
                 self.problems += refused
                 found.append(entry)
                 continue
@@ -346,6 +342,8 @@ class _Layers:
         renamed = _renamed(name, normal)
         value = _Value(_anchored(key, renamed, folder), entry.source, entry.value)
         if file and self.origin is not Origin.OWN:
+            from titanlite.config.claims import config_claims
+
             claims = config_claims(entry.source.place, key, renamed, value.value)
             value.claims = tuple(claims)
         if entry.raw is not None:
@@ -370,14 +368,22 @@ class _Layers:
     def _replace_others(self, key: str, group: Sequence[str], layer: dict[str, _Value]) -> None:
         """Take the other keys of a group from the layers below."""
         for other in group:
-            gone = self.values.pop(other, None) if other != key else None
+            if other == key:
+                continue
+            gone = self.values.pop(other, None)
             if gone is not None and gone.value is not None:
                 replaced = _assignment(other, gone)
                 self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
 
     def finish(self) -> LoadedConfig:
         """Return the config of all layers."""
-        self._apply_later_defaults()
+        sign, why = self._sign_of_later()
+        if sign is None:
+            self._note_scaled_405b()
+        else:
+            from titanlite.config.dialect import apply_later
+
+            apply_later(self, sign, why)
         self._apply_microbatch_size()
         sources: dict[str, Source] = {}
         deferred: dict[str, Any] = {}
@@ -412,46 +418,13 @@ class _Layers:
                 tree[section][key] = settled.value
         return tree
 
-    def _get(self, key: str) -> Any:
-        return self.values[key].value if key in self.values else keys()[key].default
+    def put(self, key: str, value: Any, source: Source) -> None:
+        """Set a key, over all layers so far."""
+        self.values[key] = _Value(value, source)
 
-    def _apply_later_defaults(self) -> None:
-        """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no
-        layer sets.
-        """
-        sign, why = self._sign_of_later()
-        if sign is None:
-            self._note_scaled_405b()
-            return
-        source = Source("dialect", sign.file, sign.line)
-        self.values.setdefault("job.dialect", _Value("2026", source))
-        taken = [key for key in LATER_DEFAULTS if key not in self.values]
-        for key in taken:
-            self.values[key] = _Value(LATER_DEFAULTS[key], source)
-        if taken:
-            self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
-        if "lr_scheduler.style" in taken:
-            self.notes.append(
-                "the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "
-                '"titan-0.2"'
-            )
-        name = self._get("model.name")
-        flavor = self._get("model.flavor")
-        if name == "qwen3" and flavor == "debugmodel":
-            self.notes.append(
-                'the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another '
-                "shape"
-            )
-        if name != "llama3" or flavor not in LATER_FLAVORS:
-            return
-        if self._is_of_0_1_0(sign):
-            self._apply_0_1_0(flavor, source)
-        else:
-            self._take_later_flavor(flavor, sign)
-            ours, difference = LATER_FLAVORS[flavor]
-            self.notes.append(
-                f"model.flavor {quote(flavor)} of torchtitan 0.2.x is {quote(ours)}: {difference}"
-            )
+    def get(self, key: str) -> Any:
+        """Return the value of a key so far, or its default."""
+        return self.values[key].value if key in self.values else keys()[key].default
 
     def _sign_of_later(self) -> tuple[Source | None, str]:
         """Return what says that a file is of torchtitan 0.2.x, and what it says; None: nothing
@@ -459,57 +432,23 @@ class _Layers:
         """
         said = self.values.get("job.dialect")
         if said is not None:
-            return (said.source if said.value == "2026" else None), 'says dialect "2026"'
+            if said.value != "2026":
+                return None, ""
+            return said.source, 'says dialect "2026"'
         if self.later is not None:
             return self.later, f"uses the later name {self.later.written}"
         return None, ""
 
-    def _take_later_flavor(self, flavor: str, sign: Source) -> None:
-        """Replace a flavor of torchtitan 0.2.x by ours. sign: what says that it is one."""
-        given = self.values.get("model.flavor", _Value(flavor, DEFAULT)).source
-        source = Source("dialect", sign.file, sign.line)
-        if given.file == sign.file or given.kind == "command line":
-            source = replace(given, written=f"model.flavor = {quote(flavor)}")
-        self.values["model.flavor"] = _Value(LATER_FLAVORS[flavor][0], source)
-
-    def _is_of_0_1_0(self, sign: Source) -> bool:
-        """Return whether a file with later names is of torchtitan 0.1.0 (spring 2025).
-
-        That names the tokenizer model.tokenizer_path, and 0.2.x names it model.hf_assets_path: so
-        do all their files.
-        """
-        if "job.dialect" in self.values and self.values["job.dialect"].source.kind != "dialect":
-            return False
-        told = self.tokenizer_path
-        return told is not None and told.file == sign.file and self.hf_assets_path is None
-
-    def _apply_0_1_0(self, flavor: str, source: Source) -> None:
-        """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the
-        debug model.
-        """
-        if flavor == "debugmodel":
-            self._take_later_flavor(flavor, source)
-            source = self.values["model.flavor"].source
-        is_scaled = flavor in ("debugmodel", "405B")
-        if is_scaled and not self._gives_scaling():
-            # It follows from the flavor, where that is given.
-            scaling = Source("dialect", source.file, source.line)
-            self.values["model.rope_scaling"] = _Value("none", scaling)
-        place = self.tokenizer_path.place if self.tokenizer_path else ""
-        self.notes.append(
-            f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
-            f"model.hf_assets_path: model.flavor {quote(flavor)} has RoPE without scaling. "
-            '[job] dialect = "2026" gives it that of 0.2.x'
-        )
-
-    def _gives_scaling(self) -> bool:
+    @property
+    def gives_scaling(self) -> bool:
+        """Whether a layer says how RoPE is scaled."""
         return "model.rope_scaling" in self.values or (
             "model.overrides.rope_scaling" in self.values
         )
 
     def _note_scaled_405b(self) -> None:
-        is_405b = self._get("model.name") == "llama3" and self._get("model.flavor") == "405B"
-        if is_405b and not self._gives_scaling():
+        is_405b = self.get("model.name") == "llama3" and self.get("model.flavor") == "405B"
+        if is_405b and not self.gives_scaling:
             self.notes.append(
                 'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 '
                 'trained it without: model.rope_scaling = "none"'
@@ -522,7 +461,7 @@ class _Layers:
         settled = self.values.get(_MICROBATCHES)
         if settled is None or not isinstance(settled.value, MicrobatchSize):
             return
-        batch_size = self._get("training.batch_size")
+        batch_size = self.get("training.batch_size")
         size = settled.value.size
         source = settled.source
         self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
@@ -531,6 +470,17 @@ class _Layers:
             name = f"{source.written} ({_MICROBATCHES})"
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
             self.problems.append(Problem(source.place, name, message))
+
+
+def _refused_variables(entry: Entry, origin: Origin) -> list[Problem]:
+    """Return the problems of environment variables in a value. origin: who wrote it."""
+    names = names_in(entry.value)
+    if not names:
+        return []
+    from titanlite.config.claims import variable_claim
+
+    claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
+    return refusals(claims, origin)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from titanlite.config.run_sections import (
+from titanlite.config.value_types import (
     Count,
     Dtype,
     Location,
@@ -61,9 +61,9 @@ class Model(Section, frozen=True):
     @property
     def title(self) -> str:
         """Name and flavor, for messages."""
-        return (
-            f"{self.name} {self.hf_config if self.name == 'hf' and self.hf_config else self.flavor}"
-        )
+        if self.name == "hf" and self.hf_config:
+            return f"{self.name} {self.hf_config}"
+        return f"{self.name} {self.flavor}"
 
 
 class OptimizerGroup(Section, frozen=True):

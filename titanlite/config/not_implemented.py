@@ -73,7 +73,7 @@ _OWN_TEXT = {
     "validation.dataset": _not_bundled,
 }
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
-#: function that is true for it; `bool` is true for any but 0 and none.
+#: function that is true for it. `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
@@ -159,25 +159,53 @@ def not_implemented(config: LoadedConfig) -> list[str]:
 
 def without_effect(config: LoadedConfig) -> list[str]:
     """Return the keys that were written and belong to something that is off, in order."""
-    return [
-        key.name
-        for key in keys().values()
-        if config.is_given(key.name)
-        and config.value(key.name) != key.default
-        and not _is_on(config, key.name)
-    ]
+    found = []
+    for name, key in keys().items():
+        changes = config.is_given(name) and config.value(name) != key.default
+        if changes and not _is_on(config, name):
+            found.append(name)
+    return found
+
+
+def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
+    """Return notes and warnings that name the keys of `without_effect`.
+
+    Keys of a section whose switch is written as off are not named.
+    """
+    turned_off = set()
+    for section, switch in (
+        ("checkpoint", "checkpoint.enable_checkpoint"),
+        ("validation", "validation.enable"),
+    ):
+        if config.is_given(switch) and not config.value(switch):
+            turned_off.add(section)
+    float8 = []
+    others = []
+    for key in without_effect(config):
+        section = key.partition(".")[0]
+        if section == "float8":
+            float8.append(key)
+        elif section not in turned_off:
+            others.append(key)
+    notes = []
+    warnings = []
+    # A run in bf16 looks like one in float8: so this is a warning.
+    if float8:
+        warnings.append(
+            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
+            f"{', '.join(float8)}"
+        )
+    if others:
+        notes.append(f"no effect, as their features are off: {', '.join(others)}")
+    return notes, warnings
 
 
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
-    found = {key: NOT_IMPLEMENTED[key] for key in not_implemented(config)}
-    return [
-        Problem(
-            config.place(key),
-            key,
-            f"{quote(config.value(key))} is not built yet: {missing.feature}",
-            missing.advice or "remove it until then",
-            code="not-implemented",
-        )
-        for key, missing in found.items()
-    ]
+    found = []
+    for key in not_implemented(config):
+        missing = NOT_IMPLEMENTED[key]
+        message = f"{quote(config.value(key))} is not built yet: {missing.feature}"
+        remedy = missing.advice or "remove it until then"
+        found.append(Problem(config.place(key), key, message, remedy, code="not-implemented"))
+    return found

@@ -1,80 +1,23 @@
-"""Types of config values, and the sections about the run around the training;
-`titanlite.config.sections` has the rest.
+"""The sections about the run around the training; `titanlite.config.sections` has the rest.
 
 A class is one `[section]` of a TOML file. Only there stand a key's type, limits, default and
 meaning. The text under a field is its documentation: `titanlite config explain KEY` prints it.
 """
 
-import os
-from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
+from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Ratio = Annotated[float, Meta(ge=0, le=1)]
-Name = Annotated[str, Meta(min_length=1)]
-
-CountOrRest = Annotated[
-    int,
-    Meta(
-        ge=-1,
-        extra={"words": "-1 or an integer >= 1", "refused": 0},
-        extra_json_schema={"anyOf": [{"const": -1}, {"minimum": 1}]},
-    ),
-]
-"""-1 stands for all that is left."""
-
-Dtype = Literal["float32", "bfloat16"]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
-"""Room for a million ranks to add their number to it and still give torch the 64-bit integer that
-it takes.
-"""
-
-HOME = Meta(extra={"home": True})
-"""Marks paths: a leading `~` means the home folder, as in a shell."""
-
-Location = Annotated[str, HOME, Meta(min_length=1)]
-"""A file or folder."""
-
-
-def dotted_or(*names: str, classes: bool = False) -> Meta:
-    """Limit a string to these names and to dotted paths ("package.module:name").
-
-    classes: also to those of `import` ("package.module.Name"), which a load turns into the others.
-    """
-    words = ("one of " if len(names) > 1 else "") + ", ".join(f'"{name}"' for name in names)
-    extra = {"choices": names, "words": f'{words}, or a dotted path "package.module:name"'}
-    imported = r"|^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$" if classes else ""
-    return Meta(pattern=rf"^({'|'.join(names)})$|:{imported}", extra=extra)
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to
-    a float.
-    """
-
-    def __post_init__(self) -> None:
-        for name in paths(type(self)):
-            value = getattr(self, name)
-            if value and value.startswith("~"):
-                force_setattr(self, name, os.path.expanduser(value))
-
-
-@cache
-def paths(section: type[Section]) -> list[str]:
-    """Return the fields that hold paths."""
-
-    def is_path(annotation: Any) -> bool:
-        return HOME in getattr(annotation, "__metadata__", ()) or any(
-            map(is_path, getattr(annotation, "__args__", ()))
-        )
-
-    return [name for name, annotation in section.__annotations__.items() if is_path(annotation)]
+from titanlite.config.value_types import (
+    HOME,
+    Count,
+    Location,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+)
 
 
 class Job(Section, frozen=True):

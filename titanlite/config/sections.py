@@ -13,7 +13,7 @@ from msgspec import Meta, field
 from titanlite.config import run_sections as run
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.model_sections import LrScheduler, Model, Optimizer
-from titanlite.config.run_sections import (
+from titanlite.config.value_types import (
     Count,
     CountOrRest,
     Dtype,

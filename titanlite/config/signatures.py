@@ -66,8 +66,10 @@ def _parsed(file: Path) -> ast.Module | None:
 
 def _definition(file: Path | None, name: str, steps: int) -> tuple[Path, ast.ClassDef] | None:
     """Return the class of a name in a file, and the file that defines it: imports are followed."""
-    tree = None if file is None or steps == 0 else _parsed(file)
-    if file is None or tree is None:
+    if file is None or steps == 0:
+        return None
+    tree = _parsed(file)
+    if tree is None:
         return None
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -112,9 +114,12 @@ def _signature_in(file: Path | None, name: str, steps: int) -> Signature | None:
 
 
 def _of_function(node: ast.FunctionDef) -> Signature:
-    positional = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args]][1:]
-    needed = positional[: max(len(positional) - len(node.args.defaults), 0)]
-    keywords = [argument.arg for argument in node.args.kwonlyargs]
-    defaults = zip(keywords, node.args.kw_defaults, strict=True)
-    needed += [name for name, default in defaults if default is None]
-    return Signature((*positional, *keywords), tuple(needed), node.args.kwarg is not None)
+    args = node.args
+    positional = [argument.arg for argument in (*args.posonlyargs, *args.args)][1:]  # without self
+    with_default = len(args.defaults)
+    needed = positional[: max(len(positional) - with_default, 0)]
+    keywords = [argument.arg for argument in args.kwonlyargs]
+    for name, default in zip(keywords, args.kw_defaults, strict=True):
+        if default is None:
+            needed.append(name)
+    return Signature((*positional, *keywords), tuple(needed), args.kwarg is not None)

@@ -61,11 +61,9 @@ def name_problem(name: str) -> tuple[str, str] | None:
         return None
     known = (*BUNDLED, *REGISTERED)
     close = nearest(name, known)
-    hint = (
-        f'did you mean "{close[0]}"?'
-        if close
-        else "a path or a URL of your own text goes into the path beside it"
-    )
+    hint = "a path or a URL of your own text goes into the path beside it"
+    if close:
+        hint = f'did you mean "{close[0]}"?'
     return (
         f'is no name of text: expected {", ".join(known)}, an id of the hub ("owner/name") or a '
         "dotted path",

@@ -49,7 +49,12 @@ def quote(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
             escaped = escaped.replace(raw, code)
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+        characters = []
+        for one in escaped:
+            if not one.isprintable():
+                one = f"\\U{ord(one):08x}"
+            characters.append(one)
+        return f'"{"".join(characters)}"'
     if isinstance(value, Struct):
         value = {name: item for name, item in asdict(value).items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -156,8 +161,8 @@ class _Scanner:
     def _enter_items(self, name: str, end: int) -> None:
         """Note the lines of the items of an array that starts here and ends on a later line.
 
-        An array is parsed piece by piece: each piece reaches from the last item that ended to a
-        line after which a closing bracket makes it valid.
+        An array is parsed piece by piece. A piece begins where the last item ended, and ends where
+        a closing bracket makes it valid.
         """
         opening = ""
         since = self._start

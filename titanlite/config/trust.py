@@ -10,18 +10,15 @@ values that would run code become `Claim`s, and `admit` refuses them unless the 
 from __future__ import annotations
 
 import enum
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from titanlite.config import extensions
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.toml import quote
-from titanlite.utils import escape, is_dotted
+from titanlite.utils import escape
 
 FLAG = "--trust-code"
 _HINT = f"give {FLAG} if you trust the author of that file (SECURITY.md)"
@@ -91,71 +88,8 @@ def admit(claims: Sequence[Claim], origin: Origin) -> None:
         raise ConfigError(problems)
 
 
-def code_claim(place: str, key: str, path: str, written: str = "") -> Claim:
-    """Return the claim of a dotted path. written: as the file has it, if that is not the same."""
-    return Claim(place, key, written or path, f"imports {_imported(path)}")
-
-
-def variable_claim(place: str, key: str, name: str) -> Claim:
-    """Return the claim of an environment variable in a value."""
-    return Claim(place, key, f"${{{name}}}", f"reads the environment variable {name}")
-
-
-def file_claim(place: str, key: str, written: str, path: Path) -> Claim:
-    """Return the claim of a config file that another one extends."""
-    return Claim(place, key, written, f"reads the file {path}")
-
-
-def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Claim]:
-    """Yield what the value of a config's key would run.
-
-    place: its file and line. written: the value as the file has it, with relative paths.
-    """
-    pairs = zip(_dotted_paths(key, written), _dotted_paths(key, value), strict=True)
-    for shown, path in pairs:
-        yield code_claim(place, key, path, shown)
-    if key in _COMPILED and value:
-        folder = os.path.abspath(os.path.expanduser(value))
-        yield Claim(place, key, value, f"runs compiled code out of {folder}")
-
-
 def add_argument(add: Callable[..., Any]) -> None:
     """Add `--trust-code` to a command that reads checkpoints, weights or kept configs, by its
     `add_argument`.
     """
     add(FLAG, action="store_true", help=_HELP)
-
-
-#: Keys with tables, whose `name` may be a dotted path.
-_TABLES = ("data.source", "validation.sources")
-#: Keys with the name of a module.
-_MODULES = ("experimental.custom_import",)
-#: Keys with a folder of compiled code, which torch loads and runs.
-_COMPILED = ("compile.cache_dir",)
-
-
-def _dotted_paths(key: str, value: Any) -> Iterator[str]:
-    """Yield the dotted paths and modules in the value of a key."""
-    if key in extensions.KEYS:
-        names = [value] if isinstance(value, str) else value or []
-        yield from (name for name in names if is_dotted(name))
-    elif key in _TABLES:
-        names = [table.get("name") for table in value or []]
-        yield from (name for name in names if name and is_dotted(name))
-    elif key in _MODULES and value:
-        yield value
-
-
-def _imported(path: str) -> str:
-    """Return what an import of a dotted path would run, for people. It imports nothing."""
-    name = path.partition(":")[0]
-    if name.startswith((".", "/")):
-        return f"the file {Path(name).resolve()}"
-    package = name.partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(package) if package else None
-    except (ImportError, ValueError):
-        spec = None
-    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
-    where = next((place for place in places if place), None)
-    return f"the module {name} ({where or 'which is not found here'})"

@@ -1,7 +1,7 @@
 """Keys of torchtitan without a counterpart here, and names that other trainers give to keys.
 
-A key without a counterpart is accepted with the values that switch it off, so that a file which
-only spells out defaults still loads. Any other value is refused with the reason.
+A key without a counterpart is accepted with the values that switch it off. So a file that only
+spells out defaults still loads. Any other value is refused with the reason.
 """
 
 from __future__ import annotations

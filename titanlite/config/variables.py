@@ -28,8 +28,9 @@ def names_in(value: Any) -> list[str]:
         return list(dict.fromkeys(found))
     if isinstance(value, dict):
         value = list(value.values())
-    items = value if isinstance(value, list) else []
-    return list(dict.fromkeys(name for item in items for name in names_in(item)))
+    if not isinstance(value, list):
+        return []
+    return list(dict.fromkeys(name for item in value for name in names_in(item)))
 
 
 def is_deferred(key: str) -> bool:
@@ -59,11 +60,9 @@ def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
             return [replaced(item, f"{path}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, dict):
             return {name: replaced(item, f"{path}.{name}") for name, item in value.items()}
-        return (
-            _MARK.sub(lambda match: text_of(match, path), value)
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, str):
+            return _MARK.sub(lambda match: text_of(match, path), value)
+        return value
 
     def text_of(match: re.Match[str], path: str) -> str:
         literal, name = match.groups()
@@ -72,11 +71,9 @@ def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
         if name and (name in os.environ or keep_unset):
             names.append(name)
             return os.environ.get(name, match[0])
-        message = (
-            f"the environment variable {name} is not set"
-            if name
-            else "has ${ without the NAME} of a variable"
-        )
+        message = "has ${ without the NAME} of a variable"
+        if name:
+            message = f"the environment variable {name} is not set"
         problems.append(
             Problem(entry.place(path), entry.name + path, message, _HINT, code="variable")
         )

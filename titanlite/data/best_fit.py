@@ -1,7 +1,7 @@
 """Documents fitted whole into sequences, by best-fit decreasing (Ding et al. 2024, "Fewer
 truncations improve language modeling").
 
-A document longer than a sequence is cut into pieces of seq_len tokens first; a piece's last token
+A document longer than a sequence is cut into pieces of seq_len tokens first. A piece's last token
 predicts the first of the next piece. Pieces form groups in the order of documents, and each group
 is packed by itself. The longest piece goes first. Each goes into the fullest row that has room for
 it. So neighbours in the text stay near each other, and the work is bounded.
@@ -32,8 +32,8 @@ GROUP = 4096
 class BestFitDataset(PackedDataset):
     """Sequences of whole documents by global index; the arguments are those of `PackedDataset`.
 
-    Every token is served once per epoch. Every token but a document's first is a target once:
-    tokens predict those of their own document, and a document's last token predicts nothing. Rows
+    Every token is served once per epoch. Every token but a document's first is a target once.
+    Tokens predict those of their own document, and a document's last token predicts nothing. Rows
     are filled up with padding.
     """
 

@@ -32,8 +32,8 @@ SECONDS = 10
 #: of the conversation.
 CHARACTERS = 1 << 20
 CHARACTERS_EACH = 64
-#: Limit for the bytes of memory beside those of the process itself: the first number, plus the
-#: second for each byte of a request.
+#: Limit for the memory of a request, beside that of the process itself: a number of bytes, plus
+#: more for each byte of the request.
 _MEMORY = 1 << 30
 _MEMORY_EACH = 64
 #: Size of a message between the processes.
@@ -214,7 +214,9 @@ def _limit(seconds: int, memory: int) -> None:
 
 def _lower(limit: int, value: int) -> None:
     hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(limit, (value, hard))
 
 
 def _address_space() -> int:

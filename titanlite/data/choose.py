@@ -57,7 +57,9 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
     if place.split is not None:
         return _listing(texts, passed, place.split)
     splits = Counter(split_of(file.relative) or "no split" for file in found)
-    return _listing(texts, passed, None, splits if are_apart(splits) else {})
+    if not are_apart(splits):
+        return _listing(texts, passed, None)
+    return _listing(texts, passed, None, splits)
 
 
 def listing_of(names: Sequence[str], split: str | None) -> Listing:
@@ -72,10 +74,13 @@ def _listing(
     mixed_splits: Mapping[str, int] | None = None,
 ) -> Listing:
     sizes = [file.size for file in texts]
+    size = None
+    if None not in sizes:
+        size = sum(size for size in sizes if size)
     return Listing(
         files=tuple(file.name for file in texts),
-        kinds=dict(Counter(file.kind.name if file.kind else "another kind" for file in texts)),
-        size=None if None in sizes else sum(size for size in sizes if size),
+        kinds=dict(Counter(file.kind_name for file in texts)),
+        size=size,
         split=split,
         passed_over={reason: tuple(sorted(names)) for reason, names in passed.items()},
         mixed_splits=dict(mixed_splits or {}),
@@ -94,7 +99,9 @@ def _why_empty(passed: _Passed) -> str:
     there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
     endings = ", ".join(suffix for kind in KINDS for suffix in kind.suffixes)
     expected = f"; expected names in {endings}, also with {' or '.join(COMPRESSED)}"
-    return f" (there are {there}){expected}" if there else expected
+    if not there:
+        return expected
+    return f" (there are {there}){expected}"
 
 
 def _without_descriptions(texts: Sequence[FoundFile], passed: _Passed) -> list[FoundFile]:
@@ -158,7 +165,7 @@ def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
     """Whether the files are of several kinds, on two levels, or of splits that do not belong
     together.
     """
-    kinds = {file.kind.name if file.kind else "another kind" for file in texts}
+    kinds = {file.kind_name for file in texts}
     levels = {file.is_direct for file in texts}
     splits = {split_of(file.relative) or "" for file in texts}
     has_several_splits = place.split is None and are_apart(splits)

@@ -35,7 +35,7 @@ REPORT_EVERY = 5.0
 #: Part of the fingerprint. Change it with anything that changes the token stream.
 PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
 
-#: Characters of text that a thread takes at once: a tenth of a second at most, so that an
+#: Characters of text that a thread takes at once. They take a tenth of a second at most, so that an
 #: interrupted run ends quickly.
 _CHUNK = 256 * 1024
 

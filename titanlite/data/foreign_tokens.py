@@ -36,9 +36,14 @@ def foreign_parts(place: Path, thorough: bool = False) -> list[Part]:
     """
     names = [place]
     if place.is_dir():
-        suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
-        names = sorted(place.glob(f"*{suffix}"))
-    return [_npy(name) if name.suffix == ".npy" else _megatron(name, thorough) for name in names]
+        names = sorted(place.glob("*.idx")) or sorted(place.glob("*.npy"))
+    parts = []
+    for name in names:
+        if name.suffix == ".npy":
+            parts.append(_npy(name))
+        else:
+            parts.append(_megatron(name, thorough))
+    return parts
 
 
 def _npy(file: Path) -> Part:

@@ -50,10 +50,8 @@ def step_hash(
     sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
     if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(
-        batch_hash([stack(dataset, [i])])
-        for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
-    )
+    own = sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
+    return add_hashes(batch_hash([stack(dataset, [number])]) for number in own)
 
 
 def add_hashes(hashes: Iterable[str]) -> str:

@@ -76,7 +76,10 @@ def ending_of(name: str) -> str:
     """
     lower = name.lower()
     found = [ending for ending in ENDINGS if lower.endswith(ending)]
-    return name[len(name) - len(max(found, key=len)) :] if found else ""
+    if not found:
+        return ""
+    longest = max(found, key=len)
+    return name[-len(longest) :]
 
 
 def is_hidden(name: str) -> bool:

@@ -217,7 +217,9 @@ class LaneReader:
     def _blocks_of_shard(self, share: _Share, start: Place) -> Iterator[_Block]:
         """Yield the blocks of a shard. Raises StateError for a place behind its end."""
         text = self.text
-        size = max(text.buffer // self.lanes, 1) if text.shuffle else _UNMIXED_BLOCK
+        size = _UNMIXED_BLOCK
+        if text.shuffle:
+            size = max(text.buffer // self.lanes, 1)
         all_records = text.shards.records(share.shard, start.row)
         own = (record for record in all_records if record.number % share.parts == share.part)
         place = start

@@ -52,6 +52,11 @@ class FoundFile(NamedTuple):
         return kind_of_name(self.base)
 
     @property
+    def kind_name(self) -> str:
+        kind = self.kind
+        return "another kind" if kind is None else kind.name
+
+    @property
     def is_direct(self) -> bool:
         """Whether it lies in the folder itself."""
         return "/" not in self.relative

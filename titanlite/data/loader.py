@@ -7,7 +7,7 @@ ranges are passed over: a step takes the next G sequences that are in none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +88,7 @@ class TrainLoader:
         dp_degree: int = 1,
         skip: Iterable[Range] = (),
     ) -> None:
-        _check_rank(rank, dp_degree)
+        check_rank(rank, dp_degree)
         if global_batch_size % (micro_batch_size * dp_degree):
             raise DataError(
                 f"training.global_batch_size: {global_batch_size} is not a multiple of "
@@ -157,7 +157,8 @@ class TrainLoader:
 
         Raises StateError if it is not a loader's state.
 
-        Ranges of this loader that lie before the position have no effect: see `served_already`.
+        Ranges of this loader that lie before the position have no effect: see
+        `skip_ranges.served_already`.
         `phases` in the state, if it is there: where the shares of a mixture change from here on.
         """
         check_loader(state)
@@ -179,51 +180,6 @@ def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
     return {**state, "rows": rows.merge_states(states)}
 
 
-def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
-    """Return the part of these ranges that was served before a loader's `state`."""
-    past = skip_ranges.before(state["next_sequence"], skip_ranges.merged(skip))
-    return skip_ranges.without(past, skip_ranges.merged(state.get("left_out", ())))
-
-
-class ValidationLoader:
-    """The same held-out batches in every pass, the same number on every rank.
-
-    Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 …
-    batch_size - 1; sequences beyond the end of the data have labels -100. With `steps=-1` that is
-    one full pass on any number of ranks. With `steps > 0` it is the first steps * batch_size *
-    dp_degree sequences. So results of different rank counts compare only if that product is equal.
-    `steps` beyond a full pass end with it. Text without an end (`total_sequences` is None) needs
-    `steps > 0`.
-    """
-
-    def __init__(
-        self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
-    ) -> None:
-        _check_rank(rank, dp_degree)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.rank = rank
-        self.dp_degree = dp_degree
-        self._batches = steps
-        total = dataset.total_sequences
-        if total is None and steps == -1:
-            raise DataError(
-                "a full pass (steps = -1) needs a text with an end: give a number of batches"
-            )
-        if total is not None:
-            full_pass = -(-total // (batch_size * dp_degree))
-            self._batches = full_pass if steps == -1 else min(steps, full_pass)
-
-    def __len__(self) -> int:
-        """Batches per pass, the same on all ranks."""
-        return self._batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        stride = self.batch_size * self.dp_degree
-        for start in range(0, self._batches * stride, stride):
-            yield stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
-
-
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     """Return the batch of these sequences; those past the end are padding."""
     total = dataset.total_sequences
@@ -239,7 +195,8 @@ def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     )
 
 
-def _check_rank(rank: int, dp_degree: int) -> None:
+def check_rank(rank: int, dp_degree: int) -> None:
+    """Raise DataError for a rank that is none of `dp_degree`."""
     if not 0 <= rank < dp_degree:
         raise DataError(
             f"data-parallel rank {rank} is not one of {dp_degree}; ranks run from 0 to "

@@ -270,7 +270,13 @@ def _read_state(state: Mapping[str, Any], names: Sequence[str]) -> _Saved:
     number_of = {name: number for number, name in enumerate(state["names"])}
 
     def of_ours(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[number_of[name]] if name in number_of else 0 for name in names)
+        found = []
+        for name in names:
+            value = 0
+            if name in number_of:
+                value = values[number_of[name]]
+            found.append(value)
+        return tuple(found)
 
     segments: list[Segment] = []
     for start, weights, base in state["segments"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanlite.data.state import MOST, mapping, refuse, sequence, whole_number
+from titanlite.data.state import mapping, refuse, sequence, whole_number
 
 
 def check_mixture(state: dict[str, Any]) -> None:
@@ -32,7 +32,10 @@ def _check_plan(plan: object, sources: int) -> None:
     for number, entry in enumerate(sequence(phases, "plan[0]")):
         name = f"plan[0][{number}]"
         start, shares = sequence(entry, name, 2)
-        whole_number(start, name, end=MOST if number else 1)
+        if number == 0:
+            whole_number(start, name, end=1)
+        else:
+            whole_number(start, name)
         _check_shares(shares, name, sources)
     if not phases:
         raise refuse("plan[0]", phases, "empty")
@@ -53,7 +56,10 @@ def _check_segment(entry: object, name: str, before: int, slots: int, sources: i
     It begins with `before` or later, the first one (-1) with sequence 0. Return where it does.
     """
     start, weights, base = sequence(entry, name, 3)
-    whole_number(start, f"{name}, start", least=max(before, 0), end=1 if before < 0 else MOST)
+    if before < 0:
+        whole_number(start, f"{name}, start", end=1)
+    else:
+        whole_number(start, f"{name}, start", least=before)
     _check_shares(weights, name, sources)
     for turns in sequence(base, f"{name}, turns", slots):
         for turn in sequence(turns, f"{name}, turns", sources):

@@ -5,11 +5,11 @@ each other. This endless stream is cut into windows of seq_len + 1 tokens with a
 Window w reads stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every
 token but the very first is a target exactly once, across documents and epochs.
 
-The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of
+The windows of one pass are served in a mixed order. Neighbours are of one document, and a batch of
 them would hold one or two texts. Sequence i depends on i alone: any rank can serve it, and a run
 resumes from a number. All orders are computed from (seed, epoch). Documents of text are put in a
 new order each epoch, too. Token files keep theirs. The order of their windows is computed place by
-place: memory and the time of a resume do not depend on their size.
+place. Memory and the time of a resume do not depend on their size.
 """
 
 from __future__ import annotations

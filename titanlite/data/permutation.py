@@ -67,10 +67,9 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDAr
     """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
 
     Indexes are sorted by a hash of (seed, epoch, index). The hash is SplitMix64 (Steele, Lea and
-    Flood
-    2014) in integer arithmetic. A generator of numpy's may change between versions, and a run
+    Flood 2014) in integer arithmetic. A generator of numpy's may change between versions, and a run
     resumed years later must still find its place. SplitMix64 is a bijection, so no two indexes of
-    an epoch share a hash, and the order does not depend on the sort.
+    an epoch share a hash. The order does not depend on the sort.
     """
     index = np.arange(count, dtype=np.int64)
     if not shuffle:

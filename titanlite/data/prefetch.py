@@ -26,7 +26,7 @@ THREAD = "titanlite-prefetch"
 
 #: Seconds that `close` waits for a thread to finish its item.
 _PATIENCE = 10.0
-#: The same before another state is loaded: a source that fails for a while, or a file that is read
+#: The same before another state is loaded. A source that fails for a while, or a file that is read
 #: again, takes longer.
 _LONG_PATIENCE = 300.0
 
@@ -117,14 +117,11 @@ class Prefetcher:
     meanwhile. After `close` the loader is at the last step handed out, and the prefetcher may be
     used again.
 
-    Args:
-        loader: the source of the steps.
-        depth: steps kept ready; 0: no thread, each step is prepared when it is needed.
-        pin: batches in page-locked memory, from which copies to a GPU do not wait. Without CUDA it
-            has no effect.
-        reserve: steps that are handed out only when no more can be prepared. `on_failure` is called
-            before the first of them, with the error that comes after them: time to ask all ranks to
-            stop, and to save.
+    Args: loader: the source of the steps. depth: steps kept ready; 0: no thread, each step is
+    prepared when it is needed. pin: batches in page-locked memory, from which copies to a GPU do
+    not wait. Without CUDA it has no effect. reserve: steps that are handed out only when no more
+    can be prepared. `on_failure` is called before the first of them, with the error that comes
+    after them. It is time to ask all ranks to stop, and to save.
     """
 
     def __init__(
@@ -149,7 +146,9 @@ class Prefetcher:
     @property
     def steps_left(self) -> int | None:
         """Steps until EndOfData, counted from the last one handed out; None without an end."""
-        return self.loader.steps_left if self._last is None else self._last[1]
+        if self._last is None:
+            return self.loader.steps_left
+        return self._last[1]
 
     def next_step(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the CPU.
@@ -175,7 +174,9 @@ class Prefetcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last step handed out, however many are prepared."""
-        return self.loader.state_dict() if self._last is None else dict(self._last[0])
+        if self._last is None:
+            return self.loader.state_dict()
+        return dict(self._last[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` and drop prepared steps.

@@ -117,8 +117,7 @@ def _is_final(reason: BaseException) -> bool:
     """Whether another try cannot help."""
     if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
-    # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the
-    # next time.
+    # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
     return type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
 
 
@@ -128,7 +127,9 @@ def _wait_after(reason: BaseException, tries: int) -> float:
     headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
     asked = str(headers.get("Retry-After", ""))
     wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
-    return float(asked) + random.random() if asked.isdigit() else wait
+    if asked.isdigit():
+        return float(asked) + random.random()
+    return wait
 
 
 def _reason(error: Exception) -> BaseException:
@@ -167,16 +168,19 @@ class _Checked:
         answer = await self._session.get(url, **options)
         if answer.status in (200, 206):
             total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            self._check(int(total) if total.isdigit() else None, answer.headers)
+            size = None
+            if total.isdigit():
+                size = int(total)
+            self._check(size, answer.headers)
         return answer
 
 
 class _RemoteFile(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
-    A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each
-    answer holds nothing up. From a server without ranges it is read again from its first byte.
-    Raises FileChangedError where an answer is of another file than the first one.
+    After a cut transfer smaller ranges are requested. So a server that cuts each answer does not
+    stop the run. From a server without ranges it is read again from its first byte. Raises
+    FileChangedError where an answer is of another file than the first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:
@@ -198,7 +202,10 @@ class _RemoteFile(io.RawIOBase):
         if reason:
             raise DataError(f"{self._name} {reason}")
         is_http = self._url.startswith(("http://", "https://"))
-        system, path = url_to_fs(self._url, **(self._timeouts() if is_http else {}))
+        timeouts: dict[str, Any] = {}
+        if is_http:
+            timeouts = self._timeouts()
+        system, path = url_to_fs(self._url, **timeouts)
         if self.identity is not None:
             # Its listing may be old.
             system.invalidate_cache(path)

@@ -25,7 +25,7 @@ from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs
-from titanlite.data.sources import TextFiles, key_of
+from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.utils import counted, logger, pip_install
 
@@ -86,6 +86,13 @@ class Shards(TextFiles):
                     raise
                 logger.warning(f"{error}: it is read again, from record {row + 1} on")
                 changed = row
+
+
+def all_records(files: TextFiles) -> Iterator[Record]:
+    """Iterate over the records of all files, in order. Raises DataError if there is none."""
+    shards = Shards.of(files)
+    of_files = [shards.records(number, 0) for number in range(len(shards.names))]
+    return all_of(of_files, shards.names)
 
 
 def remote_files(

@@ -6,6 +6,7 @@ A range is [first, end) by global index of sequences; several ranges are sorted 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from titanlite.config.data_sections import steps_of
 
@@ -83,3 +84,9 @@ def take(position: int, number: int, ranges: Iterable[Range]) -> list[int]:
             return taken
         position = max(position, end)
     return [*taken, *range(position, position + number - len(taken))]
+
+
+def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
+    """Return the part of these ranges that was served before a loader's `state`."""
+    past = before(state["next_sequence"], merged(skip))
+    return without(past, merged(state.get("left_out", ())))

@@ -117,10 +117,14 @@ def columns_of(
     messages.
     """
     if path is None and dataset in BUNDLED:
-        return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
+        if dataset in _PROMPTED:
+            return Columns("completion", "prompt")
+        return Columns()
     source = source or DataSource()
     has_own = bool(source.text_key or source.prompt_key or source.completion_key)
-    messages = source.messages_key or (None if has_own else data.messages_key)
+    messages = source.messages_key
+    if not messages and not has_own:
+        messages = data.messages_key
     if messages:
         from titanlite.data.chat import load_template
 
@@ -157,11 +161,9 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     or other `columns`.
 
     function: its dotted path. It must return the same documents in the same order on each rank and
-    at each start:
-    a document's number is its place in the data order, and a checkpoint's fingerprint is of all
-    texts.
-    Raises DataError, naming the config's `key`, for a document without a text or if there are no
-    documents.
+    at each start. A document's number is its place in the data order, and a checkpoint's
+    fingerprint is of all texts. Raises DataError, naming the config's `key`, for a document without
+    a text or if there are no documents.
     """
     number = 0
     columns = columns or Columns()
@@ -176,8 +178,10 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
         where = f"{key}: document {number} of {function}"
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
-        plain = isinstance(document, str) and columns.chat is None
-        strings = [document] if plain else strings_of(document, columns, where)
+        if isinstance(document, str) and columns.chat is None:
+            strings = [document]
+        else:
+            strings = strings_of(document, columns, where)
         yield Record(function, number, *strings)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")

@@ -7,7 +7,7 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.data import DataError
 
-#: No number of a state is larger: each fits into 64 bits, and so does its product with a small one.
+#: No number of a state is larger. Each fits into 64 bits, and so does its product with a small one.
 MOST = 1 << 53
 
 

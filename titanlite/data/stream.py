@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _READERS = 8
 #: Seconds that the end of the process waits for a read.
 _READ_SECONDS = 30.0
-#: Bytes of rows that stay after they were served: a save and a step that is repeated ask for them
+#: Bytes of rows that stay after they were served. A save, and a step that is repeated, ask for them
 #: again.
 _KEPT_BYTES = 64 << 20
 #: Bytes of a token of a kept row: token, label, number of its document.

@@ -20,7 +20,7 @@ from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
-from titanlite.data.sources import TextFiles, all_of, columns_of, find_text, key_of, own_records
+from titanlite.data.sources import TextFiles, columns_of, find_text, key_of
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_paths import is_tokens
 from titanlite.data.tokenizer import Tokenizer
@@ -141,7 +141,9 @@ class TextReader:
         data = self.data
         order = Order(seq_len, data.seed, data.shuffle, data.mask_documents)
         if source.path is None and is_dotted(source.name or ""):
-            return self._packed(self._own_corpus(source, section), order, epochs)
+            from titanlite.data.own_text import own_corpus
+
+            return self._packed(own_corpus(self, source, section), order, epochs)
         if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
             from titanlite.data.token_files import open_source
 
@@ -166,16 +168,6 @@ class TextReader:
             rows = PackedDataset(corpus, epochs=epochs, **order._asdict())
         rows.listing = listing
         return rows
-
-    def _own_corpus(self, source: DataSource, section: str) -> Corpus:
-        """Tokenize the documents of a function of yours.
-
-        Its code says nothing of its text, so its tokens are not cached.
-        """
-        name = source.name or ""
-        columns = columns_of(self.data, name, None, source, self.tokenizer)
-        records = own_records(name, key_of(section), columns)
-        return tokenize((), self.tokenizer, self.vocab_size, self.data.num_workers or 0, records)
 
     def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""
@@ -214,13 +206,10 @@ class TextReader:
     def _corpus(self, files: TextFiles) -> Corpus:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
-            from titanlite.data.shards import Shards
+            from titanlite.data.shards import all_records
 
-            shards = Shards.of(files)
-            of_files = [shards.records(number, 0) for number in range(len(shards.names))]
-            records = all_of(of_files, shards.names)
             workers = workers_of(self.data.num_workers)
-            return tokenize((), self.tokenizer, self.vocab_size, workers, records)
+            return tokenize((), self.tokenizer, self.vocab_size, workers, all_records(files))
         return load_corpus(
             [Path(name) for name in files.names],
             self.tokenizer,

@@ -119,11 +119,11 @@ def planned_passes(training: Training, data: Data, tokens: int | None) -> dict[s
     tokens: of the whole run; None: the text decides how long it is.
     """
     if data.source:
-        return {
-            source.name or source.path or "": float(source.epochs)
-            for source in data.source
-            if source.epochs
-        }
+        passes = {}
+        for source in data.source:
+            if source.epochs:
+                passes[source.name or source.path or ""] = float(source.epochs)
+        return passes
     name = training.dataset_path or training.dataset
     if training.epochs is not None:
         return {name: float(training.epochs)}

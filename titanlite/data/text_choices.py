@@ -58,7 +58,7 @@ def _grouped(
         group = _Group(
             split=split if by_split else None,
             is_direct=file.is_direct if by_level else None,
-            kind=file.kind.name if file.kind else "another kind",
+            kind=file.kind_name,
         )
         groups.setdefault(group, []).append(file)
     return groups
@@ -86,10 +86,14 @@ def _split_choices(splits: set[str], place: Place) -> Iterator[str]:
 def _about(group: _Group, files: Sequence[FoundFile]) -> str:
     """Return number, kind, split, level and size of a group of files."""
     text = f"{counted(len(files), 'files')} of {group.kind}"
-    if group.split is not None:
-        text += f", split {group.split}" if group.split else ", of no split"
-    if group.is_direct is not None:
-        text += ", directly in the folder" if group.is_direct else ", in its subfolders"
+    if group.split:
+        text += f", split {group.split}"
+    elif group.split is not None:
+        text += ", of no split"
+    if group.is_direct:
+        text += ", directly in the folder"
+    elif group.is_direct is not None:
+        text += ", in its subfolders"
     sizes = [file.size for file in files]
     if None not in sizes:
         text += f", {human_bytes(sum(size for size in sizes if size))}"

@@ -1,9 +1,9 @@
 """Tokenized text on disk: one process of a node tokenizes, the others and later runs map the file.
 
-The name of a file is a hash of all that decides its content: path, size and times of the texts,
-tokenizer, library versions. A file is published atomically and has a checksum. A lock that ends
-with its process keeps others from the same work. When disk or lock fail, the text is tokenized in
-memory instead.
+The name of a file is a hash of what decides its content: path, size and times of texts, tokenizer,
+library versions. A file is published atomically and has a checksum. A lock that ends with its
+process keeps others from the same work. When disk or lock fail, the text is tokenized in memory
+instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger, parse_json
 
-#: "auto" keeps the tokens of texts of at least this many bytes: less is tokenized in a tenth of a
+#: "auto" keeps the tokens of texts of at least this many bytes. Less is tokenized in a tenth of a
 #: second.
 AUTO_BYTES = 1 << 20
 

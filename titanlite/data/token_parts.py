@@ -29,7 +29,7 @@ class SourceSpan(NamedTuple):
 
 @dataclass
 class Part(DocumentArray):
-    """One file of `size` tokens, in which so many documents begin.
+    """One file of `size` tokens, in which `documents` documents begin.
 
     `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`:
     [documents + 1]. `first_byte`: of the first token. `sources`: in order; () where they are not

@@ -98,9 +98,9 @@ class Turns:
 
         turns = _most(fits)
         over: NDArray[np.bool_] = np.any(self._given(segment, turns + 1) > room, axis=0)
-        weights = [
-            0.0 if full else weight for full, weight in zip(over, segment.weights, strict=True)
-        ]
+        weights = list(segment.weights)
+        for source in np.flatnonzero(over):
+            weights[source] = 0.0
         start = segment.start + turns * self.slots
         return Segment(start, tuple(weights), self._given(segment, turns))
 

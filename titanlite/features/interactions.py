@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
+from titanlite.config.rules import Finding, around
 from titanlite.config.sections import ActivationCheckpoint, Config, Experimental, Float8
 from titanlite.config.toml import quote
 
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
+_EP = "parallelism.expert_parallel_degree"
+_TP = "training.tensor_parallel_degree"
+_CP = "experimental.context_parallel_degree"
 
 
 def compiles_halves(
@@ -39,6 +47,19 @@ def compiles_halves(
     )
     divides = ac.by_op or ac.mode == "none"
     return untested or not divides or version("torch") < "2.13"
+
+
+def halving_key(run: RunConfig) -> str | None:
+    """Return the key of the ranks that make halves of compiled blocks; None: blocks are whole."""
+    mesh = run.mesh
+    if not run.compiles_blocks:
+        return None
+    in_halves = compiles_halves(
+        mesh.tensor, mesh.expert, run.activation_checkpoint, run.float8, run.experimental
+    )
+    if not in_halves:
+        return None
+    return _TP if mesh.tensor > 1 else _EP
 
 
 def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
@@ -78,6 +99,22 @@ def needs_whole_groups(d: Config) -> Iterator[str]:
             "activation_checkpoint.offload would send its gathered weights to host memory with "
             "the block's"
         )
+
+
+def uneven_sequences(run: RunConfig) -> Iterator[Finding]:
+    """Find sequences that the ranks of tensor parallelism cannot divide: between products they
+    divide what context parallelism has left of them.
+    """
+    tensor, context = run.mesh.tensor, run.mesh.context
+    ranks = tensor * context
+    for key, length in run.sequence_lengths.items():
+        if length % ranks == 0:
+            continue
+        by = f"{_TP} {tensor}"
+        if context > 1:
+            by += f" * {_CP} {context}"
+        message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
+        yield "divide", key, message, f"these work: {around(length, ranks)}"
 
 
 def is_below_bf16(d: Config) -> bool:

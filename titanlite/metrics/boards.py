@@ -127,8 +127,13 @@ def tags(row: Mapping[str, float]) -> dict[str, float]:
     """Return a row of metrics.jsonl under the tags of dashboards, without the keys that
     have none.
     """
-    names = {key: key if key.startswith(_TAGS) else TAGS.get(key) for key in row}
-    return {tag: row[key] for key, tag in names.items() if tag is not None}
+    found = {}
+    for key, value in row.items():
+        if key.startswith(_TAGS):
+            found[key] = value
+        elif key in TAGS:
+            found[TAGS[key]] = value
+    return found
 
 
 class TensorBoard(BackgroundWriter):
@@ -147,8 +152,10 @@ class TensorBoard(BackgroundWriter):
 
     def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
         dated = list(self.folder.glob("2???????-????"))
-        new = self.folder / datetime.now().strftime("%Y%m%d-%H%M")
-        self.folder = max(dated) if dated and self._purge_step > 1 else new
+        if dated and self._purge_step > 1:
+            self.folder = max(dated)
+        else:
+            self.folder /= datetime.now().strftime("%Y%m%d-%H%M")
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(
@@ -197,8 +204,7 @@ class WandbWriter(BackgroundWriter):
 
         # Silent, it does not ask for a login on the terminal either.
         wandb.setup(settings=wandb.Settings(silent=True))
-        # If wandb captured the console, each line of the log would wait for it on the thread that
-        # writes the line.
+        # If wandb captured the console, the thread that writes a line of the log would wait for it.
         settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_SECONDS)
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _INIT_SECONDS

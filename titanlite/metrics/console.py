@@ -47,8 +47,10 @@ class ConsoleHandler(_StreamHandler):
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self.given = stream
-        super().__init__(sys.stdout if stream is None else stream)
-        self.color = (wants_color(self.target()) if color is None else color) and not is_dumb()
+        super().__init__(self.target())
+        if color is None:
+            color = wants_color(self.target())
+        self.color = color and not is_dumb()
         self.rank = rank
         self.view: LiveView | None = None
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -111,9 +113,13 @@ def folded(text: str, begin: int, width: int) -> str:
         return text
     lines = []
     for number, line in enumerate(text.splitlines()):
-        own = begin if number == 0 else len(line) - len(line.lstrip())
+        own = begin
+        if number > 0:
+            own = len(line) - len(line.lstrip())
         name = _ROW_NAME.match(line, own)
-        indent = name.end() if name else own
+        indent = own
+        if name:
+            indent = name.end()
         if indent > width // 2:  # too little is left for the text
             indent = min(own, width // 2)
         lines += textwrap.wrap(
@@ -144,8 +150,8 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 
 def ensure_console(rank: int) -> None:
-    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without a
-    its own logging.
+    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without its
+    own logging.
 
     A notebook's server may have a handler for warnings alone. A logger with a level is somebody's
     choice, and stays.

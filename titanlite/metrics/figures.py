@@ -1,17 +1,15 @@
-"""Figures that are sums over all ranks: load and losses of the routers in mixtures of experts
-(`titanlite.models.moe`), share and loss of each source of a mixture. A row is of one source, so the
-losses of rows are all that is needed.
+"""Share and loss of each source of a mixture, over all ranks.
+
+A row is of one source, so the losses of rows are all that is needed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.data.rows import IGNORE
@@ -22,65 +20,6 @@ if TYPE_CHECKING:
     from titanlite.data.mixture import MixedRows
     from titanlite.step import ReplicationFactors
     from titanlite.trainer import Trainer
-
-
-class ExpertFigures(Callback):
-    """Tells how even the load of experts has been since the last log. It must run before the log.
-
-    experts: of each mixture in the whole model, by name. The model may be a part, as with a
-    pipeline.
-    """
-
-    def __init__(self, model: nn.Module, experts: Mapping[str, int], device: torch.device) -> None:
-        modules: dict[str, Any] = dict(model.named_modules())
-        self._experts = dict(experts)
-        self._records = {
-            name: torch.zeros(number + 3, dtype=torch.float64, device=device)
-            for name, number in experts.items()
-        }
-        for name in experts.keys() & modules.keys():
-            modules[name].record = self._records[name]
-
-    def on_start(self, trainer: Trainer) -> None:
-        self.sums()
-
-    def on_rollback(self, trainer: Trainer) -> None:
-        self.sums()
-
-    def sums(self) -> Tensor:
-        """Return this rank's records since the last call, one after the other: float64, on the
-        device.
-        """
-        sums = torch.cat(list(self._records.values()))
-        torch._foreach_zero_(list(self._records.values()))
-        return sums
-
-    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return the load of the experts, and the losses of the routers as means over tokens and
-        layers.
-
-        sums: over all ranks. Where several ranks count the same tokens, all figures are the same.
-        """
-        shares, entropies, losses = {}, [], []
-        for name, experts in self._experts.items():
-            rows = sums[:experts]
-            tokens, balance, z = sums[experts : experts + 3]
-            sums = sums[experts + 3 :]
-            total = sum(rows) or 1.0
-            parts = [count / total for count in rows]
-            shares[f"experts/max_share/{name.removesuffix('.feed_forward')}"] = max(parts)
-            entropies.append(
-                -sum(part * math.log(part) for part in parts if part) / math.log(max(experts, 2))
-            )
-            losses.append((balance / (tokens or 1.0), z / (tokens or 1.0)))
-        layers = len(shares)
-        return {
-            "experts/max_share": max(shares.values()),
-            "experts/entropy": sum(entropies) / layers,
-            "experts/aux_loss": sum(balance for balance, _ in losses) / layers,
-            "experts/z_loss": sum(z for _, z in losses) / layers,
-            **shares,
-        }
 
 
 class RowLosses:
@@ -182,8 +121,10 @@ class SourceFigures(Callback):
         rows = torch.cat(self._sums)
         sources = torch.tensor(self._sources, device=rows.device)
         found = rows.new_zeros(len(self._mixture.names), 2).index_add_(0, sources, rows)
-        self._sources, self._sums = [], []
-        return (found / found.new_tensor([self._factors.loss, self._factors.tokens])).flatten()
+        self._sources = []
+        self._sums = []
+        counted_times = found.new_tensor([self._factors.loss, self._factors.tokens])
+        return (found / counted_times).flatten()
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
         """Return `share/NAME` of each source, and `loss/NAME` of each that was served.

@@ -51,11 +51,9 @@ class RankState:
 
     @property
     def name(self) -> str:
-        return (
-            f"rank {self.rank} ({self.host}, process {self.pid})"
-            if self.pid
-            else f"rank {self.rank}"
-        )
+        if not self.pid:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} ({self.host}, process {self.pid})"
 
     @property
     def where(self) -> str:
@@ -73,27 +71,33 @@ class RankState:
                 "lost": "lost its peers",
                 "left": "has left",
             }[self.end]
-        return "no answer" if self.silent else " < ".join(self.stack[:_SHOWN_FRAMES])
+        if self.silent:
+            return "no answer"
+        return " < ".join(self.stack[:_SHOWN_FRAMES])
 
 
 def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> str:
     """Return one line per rank; of many ranks the culprits and some others."""
     shown = sorted(states, key=lambda s: (s not in culprits, s.rank))[:MAX_ROWS]
     shown.sort(key=lambda s: s.rank)
-    rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
-    lines = render(
-        Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False
-    )
-    more = [f"and {len(states) - len(shown)} more"] if len(states) > len(shown) else []
-    return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])
+    rows = []
+    for state in shown:
+        seconds = f"{state.seconds:.1f}"
+        row = (str(state.rank), state.host, str(state.step), state.phase, seconds, state.at())
+        rows.append(row)
+    head = ("rank", "host", "step", "phase", "seconds", "at")
+    lines = render(Table(head, rows, (1, 3, 5)), terminal=False).splitlines()
+    if len(states) > len(shown):
+        lines.append(f"and {len(states) - len(shown)} more")
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
-    A rank that waits in a collective is not to blame. Blamed are, in this order, a rank that
-    raised, one that does not answer, one that has left, and one that is at an earlier place of the
-    program than the others. Among ranks at the same place it is the one that is not in a
+    A rank that waits in a collective is not to blame. The blame goes, in this order, to a rank that
+    raised, one that does not answer, or one that has left. Last comes one at an earlier place of
+    the program than the others. Among ranks at the same place it is the one that is not in a
     collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
@@ -108,11 +112,10 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     if 0 < len(left) < len(states):
         who, where = _who(left, "has", "have"), left[0].where
         return left, f"{who} left the loop, in {where}, and the others wait for collectives"
-    if (
-        culprits := list(states)
-        if len(states) == 1
-        else _behind([s for s in states if not s.end], len(states))
-    ):
+    culprits = list(states)
+    if len(states) > 1:
+        culprits = _behind([s for s in states if not s.end], len(states))
+    if culprits:
         slow = max(culprits, key=lambda s: s.seconds)
         others = ": the others wait" if len(states) > 1 else ""
         who = _who(culprits, "has", "have")
@@ -130,9 +133,9 @@ def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
 
     free = [s for s in earliest(running) if not s.in_collective]
     free = free or earliest([s for s in running if not s.in_collective])
-    return (
-        free if len(free) < size else []
-    )  # all at one place, and none in a collective: no rank stands out
+    if len(free) >= size:  # all at one place, and none in a collective: no rank stands out
+        return []
+    return free
 
 
 def _who(states: Sequence[RankState], one: str, many: str) -> str:

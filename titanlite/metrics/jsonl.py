@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object per line, written at once. No torch here.
 
-Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no such numbers, and
+Numbers that are not finite are the strings "nan", "inf" and "-inf". JSON has no such numbers, and
 Python's `float()` reads these.
 """
 

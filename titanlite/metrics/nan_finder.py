@@ -120,16 +120,16 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
     shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
     stages: tuple[Stage, ...] = ("forward", "backward")
     for stage in stages:
-        if events := {rank: found[stage] for rank, found in enumerate(shared) if stage in found}:
+        events = {rank: found[stage] for rank, found in enumerate(shared) if stage in found}
+        if events:
             first = min(events.values(), key=lambda event: event.order)
             ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
             return Finding(stage, first.module, ranks, first.order[0], first.kind)
         if stage == "forward":
             losses: list[bool] = _gather(loss_is_finite)
-            if not all(losses):
-                return Finding(
-                    "loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite)
-                )
+            bad_ranks = tuple(rank for rank, finite in enumerate(losses) if not finite)
+            if bad_ranks:
+                return Finding("loss", None, bad_ranks)
     gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
     bad = [name for name, parts in gradients.items() if not all(map(_finite, parts))]
     return _parameter_finding("reduction", bad) or Finding("nowhere")
@@ -139,8 +139,10 @@ def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
     """Return a finding about parameters, if any rank names some."""
     names: list[Sequence[str]] = _gather(mine)
     ranks = tuple(rank for rank, found in enumerate(names) if found)
+    if not ranks:
+        return None
     order = dict.fromkeys(name for found in names for name in found)
-    return Finding(stage, None, ranks, parameters=tuple(order)) if ranks else None
+    return Finding(stage, None, ranks, parameters=tuple(order))
 
 
 def _gather(value: Any) -> list[Any]:
@@ -200,13 +202,14 @@ class _Recorder:
 
     def first_events(self) -> dict[Stage, _Event]:
         """Return this rank's first value that was not finite, by stage."""
-        finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
-        bad = [
-            (stage, event)
-            for (stage, event, _), fine in zip(self._checks, finite, strict=True)
-            if not fine
-        ]
-        return dict(reversed(bad))
+        if not self._checks:
+            return {}
+        finite = torch.stack([flag for *_, flag in self._checks]).tolist()
+        first: dict[Stage, _Event] = {}
+        for (stage, event, _), fine in zip(self._checks, finite, strict=True):
+            if not fine:
+                first.setdefault(stage, event)
+        return first
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self._model:
@@ -239,9 +242,13 @@ class _Recorder:
     def _check(
         self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor
     ) -> None:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+        local = local.detach()
         # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
-        local = local._data.float() if hasattr(local, "_data") else local
+        if hasattr(local, "_data"):
+            local = local._data.float()
         event = _Event((micro_batch, self._numbers[stage]), name, kind)
         self._checks.append((stage, event, local.isfinite().all()))
         self._numbers[stage] += 1

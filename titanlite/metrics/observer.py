@@ -191,7 +191,9 @@ class MetricsLogger(Callback):
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
-        return {"wandb": self._tracker.run_id} if self._tracker and self._tracker.run_id else {}
+        if self._tracker is None or not self._tracker.run_id:
+            return {}
+        return {"wandb": self._tracker.run_id}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Write a row to metrics.jsonl, TensorBoard and Weights & Biases."""
@@ -219,7 +221,8 @@ class MetricsLogger(Callback):
         everywhere = not self._metrics.rank_0_only
         if self._metrics.enable_tensorboard and (self._world.rank == 0 or everywhere):
             folder = Path(self._metrics.save_tb_folder)
-            folder = folder / f"rank_{self._world.rank}" if everywhere else folder
+            if everywhere:
+                folder /= f"rank_{self._world.rank}"
             from titanlite.metrics.boards import TensorBoard
 
             self._tensorboard = TensorBoard(folder, purge_step=step + 1)

@@ -126,13 +126,10 @@ def _not_whole(path: Path) -> str:
         file.seek(max(size - _TAIL_BYTES, 0))
         tail = file.read().rstrip()
     # torch ends a trace with its name, and a pickle ends with a dot.
-    whole = (
-        b'"traceName"' in tail and tail.endswith(b"}")
-        if path.suffix == ".json"
-        else tail.endswith(b".")
-    )
-    return (
-        ""
-        if whole
-        else f"only {size:,} bytes of it were written, which are removed; is there space left?"
-    )
+    if path.suffix == ".json":
+        whole = b'"traceName"' in tail and tail.endswith(b"}")
+    else:
+        whole = tail.endswith(b".")
+    if whole:
+        return ""
+    return f"only {size:,} bytes of it were written, which are removed; is there space left?"

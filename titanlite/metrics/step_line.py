@@ -10,8 +10,8 @@ from titanlite.utils import human_count, human_time
 #: Percent of waiting for data above which the step line shows it.
 SLOW_DATA = 5.0
 #: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all
-#: devices), `seconds_left` (if known), and `waits_percent`: share of the time that the rank which
-#: waited longest has waited for data.
+#: devices), `seconds_left` (if known), and `waits_percent`. That is the share of the time in which
+#: the slowest rank waited for data.
 Figures = Mapping[str, float]
 
 

@@ -1,9 +1,9 @@
 """How fast a run is, and what it needs: rates since the last log, peak FLOPS, memory.
 
 Times are the host's. On a GPU the host only issues a step, so single step times say little. A log
-reads values from the device and so waits for it: the window between two logs is right on every
-device. That is why rates are means over a window, and why each step enters the estimate of the time
-left with its window's mean.
+reads values from the device and so waits for it. The window between two logs is right on every
+device. So rates are means over a window, and each step enters the estimate of the time left with
+its window's mean.
 """
 
 from __future__ import annotations
@@ -142,6 +142,17 @@ class Throughput:
         self._cpu: defaultdict[Kind, float] = defaultdict(float)
 
 
+def peak_flops_of(device: torch.device, tflops: float | None) -> float | None:
+    """Return the FLOPS that a device can do: those given, or of a known one; else None."""
+    if tflops:
+        return tflops * 1e12
+    if device.type != "cuda":
+        return None
+    from titanlite.plan.hardware import peak_flops
+
+    return peak_flops(device_name(device))
+
+
 def device_name(device: torch.device) -> str:
     """Return CUDA's name of the device; `CPU (its model)` for the CPU."""
     if device.type == "cuda":
@@ -201,10 +212,13 @@ def _proc_field(path: str, name: str) -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(path).read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    for line in lines:
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
-#: A rank so far behind the median, in percent, in this many logs in a row is reported in a warning.
+#: A warning names a rank that is so far behind the median, in percent, in this many logs in a row.
 BEHIND_PERCENT = 20.0
 LOGS_IN_A_ROW = 5
 #: Logs between two warnings about the same rank.
@@ -215,12 +229,12 @@ class StragglerDetector:
     """Finds the rank that the others wait for, by each rank's own work without the time that it
     waits for others.
 
-    Ranks of a synchronous run all take the same time for a step: a rank that is late in one
+    Ranks of a synchronous run all take the same time for a step. A rank that is late in one
     collective makes every other rank wait there. So step times tell nothing; the time that a rank
-    would take alone does. On a CPU that is the CPU time of its training thread (waiting in a
-    collective takes none) plus its waiting for data. On a GPU it is the waiting for data, and the
-    time that the model's head took on the device for the latest micro-batch: all ranks multiply the
-    same matrices there, without communication.
+    would take alone does. On a CPU that is the CPU time of its training thread plus its waiting for
+    data. Waiting in a collective takes no CPU time. On a GPU it is the waiting for data, and the
+    time of the model's head on the device for the latest micro-batch. All ranks multiply the same
+    matrices there, without communication.
 
     device: of this rank. head: the module that computes the logits; without one only the data waits
     of a GPU's rank are known.
@@ -249,13 +263,16 @@ class StragglerDetector:
         """Compare the readings of all ranks since the last log.
 
         Return the figures under the keys of metrics.jsonl, none for a rank alone, or where all
-        readings are zero; and a warning about a rank that was behind in each of the latest logs, or
-        "".
+        readings are zero. Also return a warning about a rank that was behind in each of the latest
+        logs, or "".
         """
         if self._cuda:
             usual = median_low(work)
             rest = max(seconds_per_step - median_low(data), 0.0)
-            work = [rest * sample / usual if usual else rest for sample in work]
+            samples = work
+            work = [rest] * len(samples)
+            if usual:
+                work = [rest * sample / usual for sample in samples]
         own = [w + d for w, d in zip(work, data, strict=True)]
         middle = median_low(own)
         if len(own) < 2 or not middle:
@@ -270,8 +287,12 @@ class StragglerDetector:
             "lag_percent": percent,
         }
         before, times = self._behind
-        behind = slowest if percent > BEHIND_PERCENT else None
-        times = times + 1 if behind == before else 1
+        behind = None
+        if percent > BEHIND_PERCENT:
+            behind = slowest
+        times += 1
+        if behind != before:
+            times = 1
         self._behind = behind, times
         if behind is None or times < LOGS_IN_A_ROW or (times - LOGS_IN_A_ROW) % _LOGS_BETWEEN:
             return figures, ""

@@ -13,7 +13,7 @@ does not read the device.
 
 Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second.
 From 1,000 ranks on both come less often, so that the store gets no more than 3,000 requests a
-second. Only rank 0 reads the states of others, and only when it has stood still itself: ranks of
+second. Only rank 0 reads the states of others, and only when it has stood still itself. Ranks of
 one run stand still together.
 """
 
@@ -44,10 +44,10 @@ from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.exit_codes import is_of_collectives
-from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, table, verdict
 from titanlite.start.signals import StopRequested
+from titanlite.training.bad_steps import BadStepError
 from titanlite.utils import logger
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
@@ -101,7 +101,7 @@ class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
-    it logs a table of all ranks and a sentence that names the culprit; the report ends no process.
+    it logs a table of all ranks and a sentence that names the culprit. The report ends no process.
     The deadline is longer where phases are slow. When an exception leaves the block on one rank
     alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is
     that exception. A stop or the guard raises on all ranks, which ends no other rank. A collective
@@ -427,7 +427,9 @@ class HangWatchdog:
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
         beat = self._beat(rank)
-        state = RankState.load(beat.partition(" ")[2]) if beat else RankState(rank)
+        state = RankState(rank)
+        if beat:
+            state = RankState.load(beat.partition(" ")[2])
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.trust import Origin, admit, code_claim
+from titanlite.config.trust import Origin, admit
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
@@ -168,6 +168,8 @@ def from_record(
     values = dict(record)
     family = str(values.pop("family", None))
     if is_dotted(family):
+        from titanlite.config.claims import code_claim
+
         admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class
     checked = checked_fields(cls, values, "")

@@ -14,9 +14,9 @@ def document_begins(doc_ids: Tensor) -> Tensor:
 
     A row begins with one.
     """
-    return torch.cat(
-        [torch.ones_like(doc_ids[:, :1], dtype=torch.bool), doc_ids[:, 1:] != doc_ids[:, :-1]], 1
-    )
+    first = torch.ones_like(doc_ids[:, :1], dtype=torch.bool)
+    others = doc_ids[:, 1:] != doc_ids[:, :-1]
+    return torch.cat([first, others], 1)
 
 
 def document_positions(doc_ids: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ def _counts(args: LlamaArgs) -> tuple[int, int, int, int]:
     of the last norm.
     """
     norm = 0 if args.norm_type == "np_layernorm" else args.dim
-    attention = 2 * args.dim * args.head_dim * (args.n_heads + args.kv_heads)
-    shared = attention + 2 * norm + (2 * args.head_dim if args.qk_norm else 0)
+    shared = 2 * args.dim * args.head_dim * (args.n_heads + args.kv_heads)
+    shared += 2 * norm
+    if args.qk_norm:
+        shared += 2 * args.head_dim
     whole, active = args.feed_forward_parameters()
     return args.n_vocab * args.dim, shared + whole, shared + active, norm
 

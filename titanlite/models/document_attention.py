@@ -1,7 +1,7 @@
 """Causal attention within documents and windows of packed sequences, by torch's attention of
 variable lengths.
 
-A mask [seq, seq] does not exist: a kernel is told where documents begin, and how far back a token
+A mask [seq, seq] does not exist. A kernel is told where documents begin, and how far back a token
 sees. torch has one for GPUs (fp16 and bf16); the one for CPUs is below, and its masks are [window,
 2 * window]. To `torch.compile` and to selective activation checkpointing both are the same
 operator. A run without either does not import this file.
@@ -37,9 +37,8 @@ class DocumentMask(NamedTuple):
         """
         if _no_kernel(q):
             same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
-            return attend(
-                q, k, v, (same & band(q.size(2), q.size(2), window, q.device)).unsqueeze(1)
-            )
+            seen = same & band(q.size(2), q.size(2), window, q.device)
+            return attend(q, k, v, seen.unsqueeze(1))
         return _attend(q, k, v, self.begins, window)
 
 

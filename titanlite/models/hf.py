@@ -357,17 +357,22 @@ def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
     """
     known = args.skeleton
     blocks: list[tuple[str, ...]] = [(name,) for name in known.blocks]
-    return blocks if known.tied or not known.head else [(known.embedding,), *blocks, (known.head,)]
+    if known.tied or not known.head:
+        return blocks
+    return [(known.embedding,), *blocks, (known.head,)]
 
 
 def linears(args: HFArgs) -> dict[str, Size]:
     """Return name → size of every linear, but not of a head with another name than `lm_head`."""
     from torch import nn
 
-    modules = {name: m for name, m in args.skeleton.model.named_modules() if type(m) is nn.Linear}
+    found = {}
+    for name, module in args.skeleton.model.named_modules():
+        if type(module) is nn.Linear:
+            found[name] = Size(module.in_features, module.out_features)
     if args.skeleton.head != SPEC.head:
-        modules.pop(args.skeleton.head, None)
-    return {name: Size(module.in_features, module.out_features) for name, module in modules.items()}
+        found.pop(args.skeleton.head, None)
+    return found
 
 
 def count_parameters(args: HFArgs) -> int:

@@ -29,11 +29,11 @@ def compare_names(wanted: Set[str], given: Set[str]) -> None:
     """Raise ValueError unless the names are the same."""
     if wanted != given:
         differences = (("missing", sorted(wanted - given)), ("unknown", sorted(given - wanted)))
-        parts = [
-            f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-            for what, names in differences
-            if names
-        ]
+        parts = []
+        for what, names in differences:
+            if names:
+                more = ", …" if len(names) > 3 else ""
+                parts.append(f"{len(names)} {what} ({', '.join(names[:3])}{more})")
         raise ValueError(f"these weights are not of this model: {' and '.join(parts)}")
 
 

@@ -39,7 +39,7 @@ class SdpaAttention(nn.Module):
     window: tokens that a token attends to, itself and those before it; None: all.
 
     A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window; `prepare` is called once per forward pass, on the first block's, and what it returns is
+    window. `prepare` is called once per forward pass, on the first block's, and what it returns is
     handed to every block.
     """
 
@@ -86,15 +86,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         # Under tensor parallelism a rank holds some of the heads.
-        q, k, v = (
-            linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
-        )
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        heads = (-1, self.head_dim)
+        q = self.wq(x).unflatten(2, heads)
+        k = self.wk(x).unflatten(2, heads)
+        v = self.wv(x).unflatten(2, heads)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of
-        # q, and in this one wo reads it without a copy.
-        q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
-        y = self.inner_attention(q, k, v, mask)
+        # q. In this layout wo reads it without a copy.
+        q = rotation(q)
+        k = rotation(k)
+        y = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -172,7 +176,7 @@ class Llama(nn.Module):
         (`titanlite.features.loss_chunks`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
-        A pipeline stage is a model whose other modules are None or gone: without an embedding it
+        A pipeline stage is a model whose other modules are None or gone. Without an embedding it
         takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
         own.
         """
@@ -186,10 +190,13 @@ class Llama(nn.Module):
             mask = inner.prepare(doc_ids)
             for block in self.layers.values():
                 x = block(x, rotation, mask)
-        x = x if self.norm is None else self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
         if self.output is None:
             return x
-        return self.output(x) if labels is None else self.output(x, labels, loss)
+        if labels is None:
+            return self.output(x)
+        return self.output(x, labels, loss)
 
     def init_buffers(self) -> None:
         """Recompute what `to_empty` leaves as garbage and no checkpoint holds: the RoPE tables."""

@@ -22,7 +22,7 @@ class LinearKind:
     #: Their name in a layer, as `attention.wq`.
     kind: str
     names: tuple[str, ...]
-    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
+    #: K and N of the product M x K x N on one rank. Tensor parallelism divides one of the two.
     size: Size
 
     @property
@@ -57,8 +57,12 @@ class Linears:
         """Return the linears by kind, in the model's order."""
         found: dict[tuple[str, Size], list[str]] = {}
         for name in self.sizes:
-            found.setdefault((kind_of(name), self.on_rank(name)), []).append(name)
-        return [LinearKind(kind, tuple(names), size) for (kind, size), names in found.items()]
+            key = kind_of(name), self.on_rank(name)
+            found.setdefault(key, []).append(name)
+        kinds = []
+        for (kind, size), names in found.items():
+            kinds.append(LinearKind(kind, tuple(names), size))
+        return kinds
 
 
 def kind_of(name: str) -> str:

@@ -59,12 +59,10 @@ _HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
 def init_rule(name: str, args: LlamaArgs) -> Init:
     """Return how the parameter of that full name is drawn.
 
-    Embedding: normal, std 1. Linears: truncated normal, std 0.02, and those that write to the
-    residual stream
-    (wo, w2, and w3 that gates w2's input) divided by sqrt(2 (layer + 1)), so that the stream's
-    variance grows
-    evenly with depth. Head: dim ** -0.5, for logits of order one; a tied weight is drawn as a head.
-    Norms: one.
+    Embedding: normal, std 1. Linears: truncated normal, std 0.02. Those that write to the residual
+    stream (wo, w2, and w3 that gates w2's input) are divided by sqrt(2 (layer + 1)), so that the
+    stream's variance grows evenly with depth. Head: dim ** -0.5, for logits of order one; a tied
+    weight is drawn as a head. Norms: one.
 
     Raises KeyError for a name that no Llama has.
     """

@@ -72,7 +72,7 @@ def permute(weight: Tensor, n_heads: int) -> Tensor:
     """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours, head
     by head.
 
-    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2): within a head the even rows
+    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2). Within a head the even rows
     come first.
     """
     heads = weight.unflatten(0, (n_heads, -1, 2))

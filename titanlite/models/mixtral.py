@@ -42,17 +42,15 @@ class MixtralArgs(LlamaArgs):
                 f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: "
                 f"{reason}"
             )
-        wrong += [
-            f"{name} must not be negative, got {value}"
-            for name, value in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss))
-            if not value >= 0
-        ]
+        for name, share in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss)):
+            if not share >= 0:
+                wrong.append(f"{name} must not be negative, got {share}")
         # `grouped_mm` takes rows of whole 16 bytes: 8 numbers in bfloat16.
-        wrong += [
-            f"{name} = {value} is not a multiple of 8, which products of experts need"
-            for name, value in (("dim", self.dim), ("ffn_dim", self.ffn_width))
-            if value % 8
-        ]
+        for name, width in (("dim", self.dim), ("ffn_dim", self.ffn_width)):
+            if width % 8:
+                wrong.append(
+                    f"{name} = {width} is not a multiple of 8, which products of experts need"
+                )
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
 
@@ -102,7 +100,9 @@ def init_rule(name: str, args: MixtralArgs) -> Init:
     match = _MATRIX.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
         return llama.init_rule(name, args)
-    return linear_init(int(match[1]) if match[2] in ("w2", "w3") else None)
+    if match[2] in ("w2", "w3"):
+        return linear_init(int(match[1]))
+    return linear_init()
 
 
 def hf_names(args: MixtralArgs) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @_grouped_mm_any.register_fake
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty(
-        (a.size(0), b.size(2)) if b.ndim == 3 else (ends.size(0), a.size(0), b.size(1))
-    )
+    if b.ndim == 3:
+        return a.new_empty((a.size(0), b.size(2)))
+    return a.new_empty((ends.size(0), a.size(0), b.size(1)))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -158,8 +158,11 @@ class Experts(nn.Module):
             x, counts, state = self.exchange.dispatch(x, counts)
         ends = counts.cumsum(0).to(torch.int32)
         w1, w2, w3 = (_local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
-        y = grouped_mm(silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends)), w2, ends)
-        return y if self.exchange is None else self.exchange.combine(y, state)
+        inner = silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends))
+        y = grouped_mm(inner, w2, ends)
+        if self.exchange is None:
+            return y
+        return self.exchange.combine(y, state)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -212,8 +215,8 @@ class MoE(nn.Module):
     ) -> Tensor:
         """Return `weights` with the gradients of the router's losses, and record both."""
         # Sums over tokens, like the loss of the run. Load balancing: Switch Transformer (Fedus et
-        # al. 2021), equations 4 to 6, with the shares of all top_k choices: top_k where all experts
-        # are equal. z: ST-MoE (Zoph et al. 2022).
+        # al. 2021), equations 4 to 6. It has the shares of all top_k choices: top_k where all
+        # experts are equal. z: ST-MoE (Zoph et al. 2022).
         balance = probabilities.sum(0) @ (counts.float() * (counts.numel() / len(logits)))
         z = logits.logsumexp(-1).square().sum()
         if self.aux_weight or self.z_weight:

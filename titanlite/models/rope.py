@@ -17,7 +17,7 @@ class Rotation:
     """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2],
     fp32.
 
-    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument, and
+    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument.
     `fully_shard` with `cast_forward_inputs=True` casts every floating-point tensor that it finds in
     a block's arguments, inside containers too, to the parameters' dtype. Casting back in the block
     could not restore what bf16's 8 bits lost.
@@ -33,7 +33,7 @@ class Rotation:
         """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
         if x.device.type == "cuda" and not torch.compiler.is_compiling():
             return _Rotate.apply(x, self.cos, self.sin)
-        # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that
+        # Explicitly in fp32. With bf16 operands the compiler would keep intermediates in fp32 that
         # eager mode rounds, and the two would differ.
         first, second = x.float().chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
@@ -44,7 +44,7 @@ class _Rotate(torch.autograd.Function):
     """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd
     launches 21.
 
-    It rounds once, to the dtype of x, as the formula does; each sum of two products is one fused
+    It rounds once, to the dtype of x, as the formula does. Each sum of two products is one fused
     multiply-add.
     """
 
@@ -102,7 +102,7 @@ class Rope(nn.Module):
         """
         if self.cos.is_meta:
             return
-        # Always on the CPU, so that all devices rotate by the same angles; and in fp32 like the
+        # Always on the CPU, so that all devices rotate by the same angles. And in fp32 like the
         # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):
             position = torch.arange(self.max_seq_len, dtype=torch.float32)

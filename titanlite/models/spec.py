@@ -93,8 +93,8 @@ class ModelSpec:
     labels, loss)` if there are labels. For `data.mask_documents` it takes `doc_ids` [batch, seq]
     int32, the number of each token's document in its row.
 
-    Fields with the default None are features that a model need not offer; a config that asks for
-    one is then refused.
+    Fields with the default None are features that a model may lack. A config that asks for one is
+    then refused.
     """
 
     name: str

@@ -13,6 +13,9 @@ import torch
 from titanlite.optim.gated import GatedOptimizer
 from titanlite.parallel.local import local
 
+#: Keys of `[optimizer]` with the dtype of a state each.
+STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
+
 
 class AnyPrecisionAdamW(GatedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019).
@@ -150,7 +153,7 @@ class AdamW8bit(AnyPrecisionAdamW):
 
     After Dettmers et al., 2021, arXiv:2110.02861, in the number format of torchao's.
     `torchao.optim.AdamW8bit` computes the same on whole matrices, to rounding. It quantizes blocks
-    of each rank's flat shard, so its moments fit no other number of ranks; and it cannot hold a
+    of each rank's flat shard, so its moments fit no other number of ranks. And it cannot hold a
     step back on the device. Here a block is a piece of one row. So moments have the sharding of the
     weights, and checkpoints load on any mesh that cuts no block.
     """

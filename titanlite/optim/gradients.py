@@ -1,18 +1,14 @@
-"""Gradient norms of sharded parameters without a collective, clipping, and the optimizer's step in
-the backward.
-"""
+"""Gradient norms of sharded parameters without a collective, and clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.optimizer import set_rates
 from titanlite.parallel.local import local
 
 #: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares
@@ -45,9 +41,9 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of the elements of all tensors (0-dim float32); all must be on one
     device.
 
-    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 %
-    are missing.
-    So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts anyway.
+    torch sums the squares of a whole CPU tensor in one chain of float32. At 2^28 elements 2 to 4 %
+    are missing. So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts
+    anyway.
     """
     pieces: list[torch.Tensor] = []
     for tensor in tensors:
@@ -61,7 +57,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
 
-    The shares of all ranks add up to it: a part that several ranks hold counts for each of them as
+    The shares of all ranks add up to it. A part that several ranks hold counts for each of them as
     a fraction.
     """
     by_copies: dict[int, list[nn.Parameter]] = {}
@@ -114,61 +110,3 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
     return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}
-
-
-class StepInBackward:
-    """Steps `optimizer` inside of `at(lr)`: each parameter as soon as its gradient is reduced.
-
-    One backward, one step.
-
-    The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In
-    return nothing can depend on all gradients. There is no clipping by the global norm, no
-    accumulation, and the guard sees a bad step after it.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._active = False
-        self._squares: list[torch.Tensor] = []
-        #: By its place: a load of the optimizer's state makes new groups.
-        self._group_of: dict[int, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            self._group_of.update((id(parameter), index) for parameter in group["params"])
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._step)
-
-    @contextmanager
-    def at(self, lr: float, before_update: Callable[[], object]) -> Iterator[None]:
-        """Update parameters during a backward pass inside, at learning rate `lr`.
-
-        before_update: is called at once.
-        """
-        before_update()
-        set_rates(self._optimizer, lr)
-        self._squares = []
-        self._active = True
-        try:
-            yield
-        finally:
-            self._active = False
-
-    def square_norm(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's share of the squared norm of the latest gradients, as
-        `gradients.square_norm`.
-        """
-        return torch.stack(self._squares).to(device).sum()
-
-    def _step(self, parameter: torch.Tensor) -> None:
-        if not self._active:
-            return
-        assert isinstance(parameter, nn.Parameter)
-        self._squares.append(square_norm([parameter], parameter.device))
-        groups = self._optimizer.param_groups
-        index = self._group_of.get(id(parameter))
-        if index is not None:
-            self._optimizer.param_groups = [{**groups[index], "params": [parameter]}]
-            try:
-                self._optimizer.step()
-            finally:
-                self._optimizer.param_groups = groups
-        parameter.grad = None

@@ -1,7 +1,7 @@
 """Muon on sharded weights: momentum whose matrices are made orthogonal before the update.
 
-Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; the step size 0.2 * sqrt(max(rows,
-columns)) gives updates as large as AdamW's, so both take one learning rate and weight decay (Liu et
+Jordan et al., 2024, https://kellerjordan.github.io/posts/muon. The step size 0.2 * sqrt(max(rows,
+columns)) gives updates as large as AdamW's. So both take one learning rate and weight decay (Liu et
 al., 2025, arXiv:2502.16982). `torch.optim.Muon` computes the same on whole matrices; on a shard of
 a matrix it would compute something else.
 """
@@ -44,7 +44,7 @@ class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
     Parameters of such groups are matrices [m, n], or [k, m, n], k matrices. Each matrix of a mesh
-    is made orthogonal on one of the ranks that share it: an all-to-all brings its rows together,
+    is made orthogonal on one of the ranks that share it. An all-to-all brings its rows together,
     and a second one takes them back.
     """
 

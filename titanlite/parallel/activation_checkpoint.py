@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
 
 #: Matrix products: every second one is saved, the first included. By overload: `aten.mm` alone
-#: matches nothing. Batched products are left out: attention without a kernel of its own consists of
-#: them, and recomputation exists to avoid their scores, [batch, heads, seq, seq].
+#: matches nothing. Batched products are left out: attention without its own kernel consists of
+#: them. Recomputation exists to avoid their scores, [batch, heads, seq, seq].
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -57,7 +57,7 @@ ATTENTION = (
     "higher_order.flex_attention",
 )
 #: Always saved as well: a reduction over ranks, and rows for experts of other ranks, would be sent
-#: twice; a maximum, float8's scale, is one number.
+#: twice. A maximum, float8's scale, is one number.
 OTHERS = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
@@ -120,7 +120,7 @@ def apply_ac(
     Return the names of those that recompute.
 
     names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is
-    skipped but counts: the choice does not depend on how blocks are divided.
+    skipped but counts. So the choice does not depend on how blocks are divided.
     device: where the model will run, for offload.
     """
     modules = dict(model.named_modules())

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from titanlite.config.errors import nearest
 from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
 from titanlite.utils import counted, logger
+
+if TYPE_CHECKING:
+    from titanlite.parallel.parallelize import ModelBuilder
 
 #: A name that torch knows, or a function (graph module, example inputs) → callable.
 Backend = str | Callable[..., Any]
@@ -226,6 +229,15 @@ def _why_not(error: Exception) -> str:
         left_out = len(lines) - _MOST_LINES
         lines = [*lines[:_MOST_LINES], f"(and {left_out} more lines)"]
     return "\n".join(lines).strip() or type(error).__name__
+
+
+def watch_compilation(builder: ModelBuilder, model: nn.Module) -> CompileWatch | None:
+    """Watch what a builder compiles; None where that is nothing."""
+    modules = builder.compiled_modules(model).values()
+    functions = [builder.plain_loss] if builder.compiles("loss") else []
+    if not modules and not functions:
+        return None
+    return CompileWatch(modules, functions, builder.compile.backend)
 
 
 class CompileWatch:

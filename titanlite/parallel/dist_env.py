@@ -44,15 +44,15 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
 
     Call it as soon as the process is up, so that the others know that this rank is coming. Raises
     ParallelismError when the environment is wrong or the process may open too few files, else as
-    `rendezvous.register`.
+    `run_store.register`.
     """
     import torch.distributed as dist
-
-    from titanlite.parallel.rendezvous import register
 
     env = this_rank()
     if env.address is None or dist.is_initialized():
         return None
+    from titanlite.parallel.run_store import register
+
     allow_files(env.world_size)
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return register(env.rank, env.world_size, env.address, is_master, limit)
@@ -63,7 +63,7 @@ class DistEnv:
     """The ranks of a run and the device of this one.
 
     `DistEnv.open` is a context manager. It joins a default process group that exists and leaves it
-    alone at its end; it destroys one that it creates.
+    alone at its end. It destroys one that it creates.
     """
 
     rank: int
@@ -145,7 +145,7 @@ class DistEnv:
             try:
                 yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
-                # A single process cleans up for later code. With peers, leave at once: they may be
+                # A single process cleans up for later code. With peers, leave at once. They may be
                 # stuck in a collective, and only the death of this rank lets the launcher end them.
                 if size == 1:
                     dist.destroy_process_group()

@@ -54,11 +54,10 @@ def recording(
                 OSError
             ):  # a folder that cannot be written to ends the run by other means
                 Path(folder).mkdir(parents=True, exist_ok=True)  # the watchdog makes none
-    ours = {
-        names[0]: value
-        for names, value in wanted.items()
-        if not any(name in os.environ for name in names)
-    }
+    ours = {}
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):
+            ours[names[0]] = value
     os.environ.update(ours)
     began = time.time()
     try:

@@ -89,7 +89,7 @@ def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrec
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        # The embedding's output already has the parameters' dtype; a cast of every floating-point
+        # The embedding's output already has the parameters' dtype. A cast of every floating-point
         # input would round the fp32 RoPE tables that blocks receive.
         cast_forward_inputs=False,
     )
@@ -98,7 +98,7 @@ def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrec
 def _reshards(given: bool | int | None, left: int) -> bool | int:
     """Return whether a group frees its gathered weights. left: groups from this one to the last.
 
-    The backward needs the last block and the head first: to free them only to gather them again at
+    The backward needs the last block and the head first. To free them only to gather them again at
     once would cost two all-gathers and save nothing at the memory peak.
     """
     return left > 2 if given is None else given

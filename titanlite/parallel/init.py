@@ -139,7 +139,7 @@ def init_weights(
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
     rule: full parameter name → Init. device: where to draw the values, if not where the parameters
-    are: weights in host memory then start as those on the device.
+    are. Weights in host memory then start as those on the device.
     """
     for name, parameter in model.named_parameters():
         fill_part(parameter, name, rule(name), seed, device)

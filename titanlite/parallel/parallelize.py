@@ -31,21 +31,19 @@ from titanlite.features import (
     pipeline_of,
 )
 from titanlite.features.interactions import compiles_halves
-from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
-from titanlite.models.linears import Linears, linears_of
+from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import offered
-from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
-from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 
 if TYPE_CHECKING:
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
-    from titanlite.parallel.compile import CompileWatch
+    from titanlite.models.linears import Linears
+    from titanlite.parallel.wrapping import FSDPGroup
 
 
 @dataclass(frozen=True)
@@ -98,16 +96,26 @@ class ModelBuilder:
             return self.spec.build_on_meta(self.args)
 
         # Groups of the whole model, so that they do not depend on where it is cut.
-        policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
-        groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
+        model = whole()
+        groups = self._groups(model)
         pipeline = self.pipelined
         if pipeline is None:
-            return self.parallelize(whole(), groups)
+            return self.parallelize(model, groups)
 
         def divide(stage: nn.Module) -> nn.Module:
             return self.parallelize(stage, groups)
 
         return pipeline.build(whole, divide, self.stage_layout, self.mesh)
+
+    def _groups(self, whole: nn.Module) -> Sequence[FSDPGroup]:
+        """Return the FSDP groups of the whole model."""
+        blocks = self.spec.fsdp_groups(self.args)
+        policy = self.training.fsdp_units
+        if policy == "block":
+            return blocks
+        from titanlite.parallel.wrapping import choose_groups
+
+        return choose_groups(whole, policy, self.training.fsdp_min_params, blocks)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the
@@ -128,8 +136,7 @@ class ModelBuilder:
             context.apply(model, self.mesh)
         experts = experts_of(self.ep)
         if experts is not None and self.expert_mesh is not None:
-            mixtures = select(model, offered(self.spec, "experts")(self.args))
-            experts.apply(model, self.expert_mesh, list(mixtures))
+            experts.apply(model, self.expert_mesh, offered(self.spec, "experts")(self.args))
         self._apply_ac(model)
         self._apply_compile(model)
         self._apply_fsdp(model, groups)
@@ -155,12 +162,17 @@ class ModelBuilder:
         apply_tp(model, plan, self.mesh["tp"], shard_logits)
 
     def _apply_ac(self, model: nn.Module) -> None:
+        settings = self.activation_checkpoint
+        if settings.mode == "none" and not settings.offload:
+            return
+        from titanlite.parallel.activation_checkpoint import apply_ac
+
         names = self.spec.block_names(self.args)
         # Graphs hide their operators from a policy by operator, so that one is applied inside of
         # them.
-        if self.activation_checkpoint.by_op:
+        if settings.by_op:
             names = self.compiled_names or names
-        apply_ac(model, names, self.activation_checkpoint, self.device)
+        apply_ac(model, names, settings, self.device)
 
     def _apply_compile(self, model: nn.Module) -> None:
         self._separate_cache()
@@ -210,7 +222,11 @@ class ModelBuilder:
         if self.own_loss is not None:
             return of_tokens(self.own_loss)
         z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
-        return regularized(z_loss, smoothing) if z_loss or smoothing else cross_entropy_sum
+        if not z_loss and not smoothing:
+            return cross_entropy_sum
+        from titanlite.training.regularized_loss import regularized
+
+        return regularized(z_loss, smoothing)
 
     def pipeline(
         self,
@@ -241,18 +257,10 @@ class ModelBuilder:
     @property
     def linears(self) -> Linears:
         """Those of the whole model. Raises ParallelismError for a model that names none."""
+        from titanlite.models.linears import linears_of
+
         offered(self.spec, "linears")
         return linears_of(self.spec, self.args, self.tp)
-
-    def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
-        """Watch what is compiled; None where that is nothing."""
-        modules = self.compiled_modules(model).values()
-        functions = [self.plain_loss] if self.compiles("loss") else []
-        if not modules and not functions:
-            return None
-        from titanlite.parallel.compile import CompileWatch
-
-        return CompileWatch(modules, functions, self.compile.backend)
 
     def compiles(self, component: str) -> bool:
         """Whether `torch.compile` is applied to "model" or to "loss"."""

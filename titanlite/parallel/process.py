@@ -62,7 +62,7 @@ def kernel_order(device_type: str) -> AbstractContextManager[object]:
     return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
 
 
-#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks: these lie in the
+#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks. These lie in the
 #: remainders of aligned requests, and holes between them are too small for the next tensor. Huge
 #: pages: 3 s of a start for 2 % speed.
 TUNABLES = ":".join(

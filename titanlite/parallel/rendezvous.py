@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import pickle
-import queue
-import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,20 +24,14 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from titanlite import exit_codes
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS
 from titanlite.utils import logger
 
 T = TypeVar("T")
 
-#: The longest that a failing rank waits until the others have read its error: it may be the one
+#: The longest that a failing rank waits until the others have read its error. It may be the one
 #: that serves the store.
 _REPORT_SECONDS = 15.0
-_RETRY_SECONDS = 0.2
-#: Variables that choose interfaces of the network.
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-#: Loopback, and bridges of containers and virtual machines.
-_LOCAL_INTERFACE = re.compile(r"lo|docker\d*|br-.*|virbr.*|cni\d*")
 #: Ranks and hosts that a message names at most.
 _MOST_NAMED = 8
 
@@ -50,85 +40,6 @@ class RendezvousError(RuntimeError):
     """Another rank is missing or cannot be reached."""
 
     exit_code = exit_codes.LOST_PEER
-
-
-def register(
-    rank: int,
-    size: int,
-    address: tuple[str, int],
-    is_master: bool = False,
-    limit: float = RENDEZVOUS_SECONDS,
-) -> dist.Store:
-    """Connect to the run's TCP store, and note there that this process is up.
-
-    address: host and port of the store. is_master: this process serves it. limit: seconds until
-    something must listen there, and as many until it must answer. Raises RendezvousError;
-    ParallelismError when this process should serve the store and the port is taken.
-    """
-    tcp = _open_store(rank, size, address, is_master, limit)
-    # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
-    # without the prefix a restarted attempt reads the dead one's addresses and hangs.
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
-    store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
-    store.add("up", 1)
-    return store
-
-
-def _open_store(
-    rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float
-) -> dist.TCPStore:
-    host, port = address
-    who = f"rank {rank} on {socket.gethostname()}"
-    made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
-
-    def make() -> None:
-        try:
-            seconds = timedelta(seconds=limit)
-            made.put(
-                dist.TCPStore(host, port, size, is_master, timeout=seconds, wait_for_workers=False)
-            )
-        except Exception as error:
-            made.put(error)
-
-    try:
-        if not is_master:
-            _await_listener(address, limit)
-        # In a thread, because torch waits forever for the answer of a listener that is no store.
-        threading.Thread(target=make, name="store", daemon=True).start()
-        store = made.get(timeout=limit)
-    except (OSError, UnicodeError, queue.Empty) as error:
-        # UnicodeError: no host can have that name.
-        store = error
-    if not isinstance(store, Exception):
-        return store
-    reason = _first_line(store)
-    if "failed to listen" in reason:
-        raise ParallelismError(
-            f"{who} cannot open port {port} (MASTER_PORT) for the other ranks: "
-            f"{reason.rpartition('message: ')[2]}. If another program or run listens there, end "
-            "it, or set another MASTER_PORT on all ranks"
-        ) from None
-    raise RendezvousError(
-        f"{who} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, MASTER_PORT) "
-        f"within {limit:.0f} s. Rank 0 has not started or has ended, the name means another host "
-        f"here, a firewall is between, or another program listens there ({reason or 'no answer'})"
-    ) from None
-
-
-def _await_listener(address: tuple[str, int], limit: float) -> None:
-    """Wait until something listens there: rank 0 may start late. Raises OSError."""
-    until = time.monotonic() + limit
-    while True:
-        left = until - time.monotonic()
-        try:
-            socket.create_connection(address, timeout=max(left, 0.1)).close()
-            return
-        except OSError:
-            if left < _RETRY_SECONDS:
-                raise
-        time.sleep(_RETRY_SECONDS)
 
 
 def barrier(
@@ -221,7 +132,7 @@ def _explain_store_errors(rank: int) -> Iterator[None]:
         raise RendezvousError(
             f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for "
             "the others. The process that serves it (rank 0, or the first torchrun) has ended, "
-            f"see its output ({_first_line(error)})"
+            f"see its output ({first_line(error)})"
         ) from None
 
 
@@ -286,76 +197,23 @@ def connect(
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)
     try:
-        # No device_id: torch would make a communicator for each dimension of a mesh, used or not,
-        # and barriers would go through NCCL, which does not notice that a peer has ended.
+        # No device_id: torch would make a communicator for each dimension of a mesh, used or not.
+        # Barriers would go through NCCL, which does not notice that a peer has ended.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     except RuntimeError as error:
         message = (
             f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not "
             f"connect to them within {limit:.0f} s: one has ended since, a firewall is between "
             "the hosts, or a network interface is chosen that the others cannot reach "
-            f"(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
+            f"(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({first_line(error)})"
         )
+        from titanlite.parallel.interfaces import INTERFACES, interface_problem
+
         for variable in INTERFACES:
             problem = interface_problem(variable)
             if problem:
                 message += f"\nOn this host {problem}"
         raise RendezvousError(message) from error
-
-
-def interface_problem(variable: str) -> str:
-    """Return what keeps other hosts from this one by the interfaces in `variable`, one of
-    `INTERFACES`; empty: nothing.
-
-    Without the variable gloo takes the address of the host's name. NCCL takes one that is not
-    local, if there is one.
-    """
-    try:
-        have = [name for _, name in socket.if_nameindex()]
-    except OSError:  # a sandbox may forbid it
-        return ""
-    reachable = [name for name in have if not _LOCAL_INTERFACE.fullmatch(name)]
-    advice = (
-        f"set {variable} to one of {', '.join(reachable) or 'the interfaces between the hosts'}"
-    )
-    value = os.environ.get(variable, "")
-    if not value and variable == "GLOO_SOCKET_IFNAME":
-        return _host_name_problem(advice)
-    chosen = _chosen_interfaces(variable, value, have) if value else reachable or have
-    if not chosen:
-        return f"{variable} is {value!r}, but the interfaces are {', '.join(have)}: {advice}"
-    if not set(chosen) & set(reachable):
-        return (
-            f"{variable} is {value!r} and means {', '.join(chosen)}, which other hosts cannot "
-            f"reach: {advice}"
-        )
-    return ""
-
-
-def _chosen_interfaces(variable: str, value: str, have: list[str]) -> list[str]:
-    """Return those of the interfaces `have` that a variable chooses."""
-    # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
-    is_exact = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2]
-    words = tuple(value.lstrip("^=").split(","))
-    named = []
-    for interface in have:
-        if interface in words if is_exact else interface.startswith(words):
-            named.append(interface)
-    if value.startswith("^"):
-        return [interface for interface in have if interface not in named]
-    return named
-
-
-def _host_name_problem(advice: str) -> str:
-    """Return what is wrong with the address that gloo takes without its variable."""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if address.startswith("127."):
-            return (
-                f"the host's name means {address}, which other hosts cannot reach: {advice}, "
-                "or correct /etc/hosts"
-            )
-    return ""
 
 
 def _process(store: dist.Store, rank: int) -> str:
@@ -368,5 +226,6 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of torch; the others may be a stack of C++."""
     return str(error).partition("\n")[0]

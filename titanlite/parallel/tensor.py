@@ -30,10 +30,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.loss import LossFunction, objective_of
+from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.divided_loss import divided_cross_entropy
 from titanlite.parallel.own_linear import OwnLinear
+from titanlite.training.regularized_loss import objective_of
 
 #: Dimension of the sequence in activations [batch, seq, …].
 _SEQUENCE = Shard(1)

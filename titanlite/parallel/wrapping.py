@@ -174,12 +174,10 @@ def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
         outer = {modules[".".join(names[: n + 1])] for n in range(len(names))}
         return {group for group in groups if any(modules[name] in outer for name in group)}
 
-    split = {
-        group
-        for first, *rest in owners.values()
-        for path in rest
-        for group in around(path) ^ around(first)
-    }
+    split: set[FSDPGroup] = set()
+    for first, *others in owners.values():
+        for path in others:
+            split |= around(path) ^ around(first)
     last = {path: index for index, (path, _) in enumerate(_post_order(model))}
     kept = [group for group in groups if group not in split]
     return sorted(kept, key=lambda group: max(last.get(path, 0) for path in group))

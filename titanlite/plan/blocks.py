@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from titanlite.features import context_of
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.mixtral import MixtralArgs
 from titanlite.plan.lifetimes import ModuleMemory, Op, OpList, Peak
 from titanlite.plan.product_memory import Product, ProductMemory
+
+if TYPE_CHECKING:
+    from titanlite.features.experts.plan_memory import ExpertMemory
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,12 @@ class Shape:
     args: LlamaArgs
     #: Bytes of a number in activations and gathered weights: 2 or 4.
     size: int
-    #: Ranks of tensor, context and expert parallelism.
+    #: Ranks of tensor and context parallelism.
     tp: int = 1
     cp: int = 1
-    ep: int = 1
     products: ProductMemory = ProductMemory()
+    #: In the place of a feed-forward; None: the model is dense.
+    experts: ExpertMemory | None = None
 
     @property
     def rows(self) -> int:
@@ -144,49 +149,32 @@ def attention_ops(s: Shape) -> list[Op]:
         ops.append(s.norm("kn", "k", s.tokens * groups, a.head_dim))
     ops.append(s.rotation("qr", query, width))
     ops.append(s.rotation("kr", key, kv_width))
-    ops += _pairs(s, width, kv_width, sums=4 * s.tokens * heads)
+    ops += pairs(s, width, kv_width, sums=4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:
         ops.append(s.scatter("o part", "o", ("n1",)))
     return ops
 
 
-def _pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
+def pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
     """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
 
     sums: bytes of the logarithms of its sums.
     """
-    queries = s.tokens * width * s.size
-    if s.cp == 1:
-        taken = ("qr", "kr", "v")
-        return [Op("y", queries, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
-    # Keys and values side by side, received from all ranks, put in order; gradients likewise, of
-    # two calls.
-    own = 2 * s.tokens * kv_width * s.size
-    received = own * s.cp
-    return [
-        Op("keys", received, ("kr", "v"), forward=own + received, backward=own + received),
-        Op(
-            "parts",
-            queries,
-            reads=("qr", "keys"),
-            saves=("qr", "keys", "parts"),
-            keeps=sums,
-            backward=received,
-            kind="attention",
-        ),
-        # The results of both calls are joined, and put in wo's order.
-        Op("joined", queries, ("parts",)),
-        Op("y", queries, ("joined",), holds=("joined", "parts", "keys")),
-    ]
+    context = context_of(s.cp)
+    if context is not None:
+        return context.pairs(s, width, kv_width, sums)
+    taken = ("qr", "kr", "v")
+    size = s.tokens * width * s.size
+    return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
     """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's
     output.
     """
-    if isinstance(s.args, MixtralArgs):
-        return mixture_ops(s, s.args)
+    if s.experts is not None:
+        return s.experts.operators(s)
     dim = s.args.dim
     width = s.args.ffn_width // s.tp
     x = "n2"
@@ -201,54 +189,6 @@ def feed_forward_ops(s: Shape) -> list[Op]:
     ops.append(s.linear("f", "m", dim, width, ("n2", x), "feed_forward.w2"))
     if s.tp > 1:
         ops.append(s.scatter("f part", "f", ("n2",)))
-    return ops
-
-
-def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
-    """Return the operators of `moe.MoE`, with as many rows for each expert."""
-    numbers = s.tokens * a.dim
-    rows = s.tokens * a.top_k
-    inner = rows * a.ffn_width * s.size
-    outer = rows * a.dim * s.size
-    weight = a.n_experts // s.ep * a.dim * a.ffn_width * s.size
-    router = s.linear("gate", "n2", a.n_experts, a.dim)
-    # The router keeps logits and probabilities in float32, and the places of rows in int64.
-    probabilities = s.tokens * a.n_experts * 4
-    ops = [
-        replace(router, keeps=probabilities * 3 + rows * 8 * 2),
-        Op("rows", outer, ("n2",), backward=outer),
-    ]
-    x = "rows"
-    if s.ep > 1:
-        # Received, then put in the order of the experts.
-        x = "sorted"
-        ops.append(Op("sent", outer, ("rows",), kind="other", backward=outer))
-        ops.append(Op("sorted", outer, ("sent",)))
-    ops += [
-        Op("g", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
-        Op("u", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
-        Op("m", inner, reads=("g", "u"), saves=("g", "u")),
-        Op("e", outer, reads=("m",), saves=("m",), weight=weight, kind="matmul", holds=(x,)),
-    ]
-    y = "e"
-    if s.ep > 1:
-        y = "returned"
-        ops.append(Op("back", outer, ("e",), backward=outer))
-        ops.append(Op("returned", outer, ("back",), kind="other"))
-    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the
-    # gradient in float32.
-    work = 8 * numbers + numbers * s.size
-    ops.append(
-        Op(
-            "f",
-            numbers * s.size,
-            reads=(y, "gate"),
-            saves=(y,),
-            forward=work,
-            backward=work,
-            holds=("n2", x),
-        )
-    )
     return ops
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import NamedTuple
 
-from titanlite.models.spec import Size
+from titanlite.features import context_of
 from titanlite.plan.step_sizes import StepSizes
 
 #: Seconds for which the host prepares the kernels of a block, forward and backward.
@@ -88,8 +87,9 @@ def _attention(step: StepSizes) -> float:
     # Share of all pairs of tokens that attention computes.
     pairs = 1 - window / (2 * length)
     flops = step.attention_flops / 3 * pairs * step.tokens / step.mesh.tensor
-    slower = 1 + step.rates.constants.context * math.log2(step.mesh.context)
-    return flops / (step.rates.peak * step.rates.gpu.attention) * slower
+    seconds = flops / (step.rates.peak * step.rates.gpu.attention)
+    context = context_of(step.mesh.context)
+    return seconds if context is None else seconds * context.attention_slower(step)
 
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:
@@ -114,17 +114,14 @@ def head_forward(step: StepSizes) -> Pass:
 def recomputation(step: StepSizes, forward: Pass) -> float:
     """Return the seconds of recomputation. forward: of all blocks.
 
-    By operator: every second product, and all but attention.
+    By operator: `StepSizes.repeated` of the products, and all but attention.
     """
     ac = step.run.activation_checkpoint
     if ac.mode == "budget":
         return (1 - ac.memory_budget) * (forward.memory + forward.products / 2)
     if not step.by_op:
         return step.recomputed * (sum(forward) - forward.products * step.left_out)
-    repeated = 0.5
-    if step.linears and step.spec.experts is None:
-        sizes = [linear.weights for linear in step.linears]
-        repeated = sum(sizes[1::2]) / sum(sizes)
+    repeated = step.repeated
     return forward.products * repeated + forward.memory + forward.casts * repeated
 
 
@@ -146,20 +143,11 @@ def _orthogonal(step: StepSizes) -> float:
     """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that
     share it.
     """
-    spec = step.spec
-    if step.run.optimizer.name != "Muon" or spec.linears is None:
+    if step.run.optimizer.name != "Muon":
         return 0.0
-    matrices = Counter[Size]()
-    for name, size in spec.linears(step.args).items():
-        if name != spec.head:
-            matrices[size] += 1
-    if spec.experts is not None:
-        experts = sum(spec.experts(step.args).values())
-        size = Size(step.width, getattr(step.args, "ffn_width", step.width))
-        matrices[size] += 3 * experts
     ranks = step.mesh.dp_replicate * step.mesh.weight_shards * step.mesh.tensor
     flops = 0.0
-    for size, count in matrices.items():
+    for size, count in step.matrices.items():
         m, n = sorted((size.in_features, size.out_features))
         on_rank = math.ceil(count * step.stage_share / ranks)
         flops += on_rank * _ITERATIONS * (4 * m * m * n + 2 * m**3)

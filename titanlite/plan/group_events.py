@@ -1,7 +1,7 @@
 """Events of the groups that FSDP gathers and reduces. No torch here.
 
-A gather fills a buffer from all ranks and copies it into whole weights; the buffer lives until the
-next gather. A reduction puts whole gradients in order in a buffer and leaves this rank's part; the
+A gather fills a buffer from all ranks and copies it into whole weights. The buffer lives until the
+next gather. A reduction puts whole gradients in order in a buffer and leaves this rank's part. The
 buffer lives until the next reduction.
 """
 

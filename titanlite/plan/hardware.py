@@ -37,7 +37,7 @@ class Gpu:
     bandwidth: float
     link: float
     pcie: float
-    #: Share of `bf16` that large products reach under the power limit; fitted for A100 and H100,
+    #: Share of `bf16` that large products reach under the power limit. Fitted for A100 and H100,
     #: taken for the others (FORMULAS.md).
     sustained: float = 0.597
     #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they

@@ -2,7 +2,7 @@
 forward and backward.
 
 A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward
-and backward on sizes alone, by the rules of autograd: a saved tensor dies with the last node that
+and backward on sizes alone, by the rules of autograd. A saved tensor dies with the last node that
 saved it, a gradient when its node is done.
 """
 
@@ -26,8 +26,8 @@ class Op:
     saves: tuple[str, ...] = ()
     #: More that it keeps, as the logarithms of attention's sums.
     keeps: int = 0
-    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward
-    #: beside saved tensors, the output's gradient and those of inputs.
+    #: Temporary tensors at the peak of its forward, beside inputs and output. The same of its
+    #: backward, beside saved tensors, the output's gradient and those of inputs.
     forward: int = 0
     backward: int = 0
     #: Gradient of its weight.
@@ -91,7 +91,7 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
-    #: Where gradients of inputs and of weights are made apart: the peak of the first half above
+    #: Where gradients of inputs and of weights are made apart. The peak of the first half above
     #: `kept`, and what there is more after it: gradients of products and norms for the second half,
     #: less what only operators after them kept.
     split: Peak = Peak()
@@ -164,8 +164,10 @@ def repeated(module: OpList, mode: str) -> Repeated:
 def _recomputed(ops: Sequence[Op]) -> Recomputed:
     """Return how far recomputation goes: to the last operator that saves something."""
     last = max(index for index, op in enumerate(ops) if op.saved)
-    saves_own = ops[last].name in ops[last].saves or ops[last].keeps > 0
-    return Recomputed(last, last + 1 if saves_own else last)
+    runs = last
+    if ops[last].name in ops[last].saves or ops[last].keeps > 0:
+        runs += 1
+    return Recomputed(last, runs)
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
@@ -225,8 +227,11 @@ class _Replay:
         stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
         no work. part: of a recomputation; None: all operators run.
         """
-        ops = self.ops if part is None else self.ops[: part.last + 1]
-        runs = len(ops) if part is None else part.runs
+        ops = self.ops
+        runs = len(ops)
+        if part is not None:
+            ops = ops[: part.last + 1]
+            runs = part.runs
         last_use: dict[str, int] = {}
         for index, op in enumerate(ops):
             for name in (*op.reads, *op.saves, *op.holds):
@@ -276,9 +281,15 @@ class _Replay:
 
     def pending(self) -> int:
         """Return the bytes that the first half of a backward leaves more than the forward."""
-        last_product = max((index for index, op in enumerate(self.ops) if op.weight), default=0)
-        needed = {name for op in self.ops[: last_product + 1] for name in op.saved}
-        gradients = sum(op.size for op in self.ops if op.weight)
+        last_product = 0
+        gradients = 0
+        for index, op in enumerate(self.ops):
+            if op.weight:
+                last_product = index
+                gradients += op.size
+        needed: set[str] = set()
+        for op in self.ops[: last_product + 1]:
+            needed.update(op.saved)
         return gradients - self.bytes_of(self.saved - needed)
 
 
@@ -323,7 +334,7 @@ class _Gradients:
         return name in self._of and self._of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:
-        """Add to a tensor's gradient, in place where nobody else holds the first."""
+        """Add to a tensor's gradient, in place where nothing else holds the first."""
         if name not in self._of:
             self._of[name] = storage
         elif self.sum_is_new(name):

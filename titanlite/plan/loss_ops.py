@@ -17,8 +17,8 @@ class Loss:
 
     #: Pieces of the tokens.
     chunks: int = 1
-    #: How it takes the logits of tensor-parallel ranks: each has all of them, or its part of the
-    #: vocabulary, whose loss works in place, or is a graph of torch's operators.
+    #: How it takes the logits of tensor-parallel ranks. Each has all of them, or its part of the
+    #: vocabulary. The loss of a part works in place, or is a graph of torch's operators.
     divided: Literal["whole", "in place", "compiled"] = "in place"
     #: It has a z-loss or label smoothing.
     penalized: bool = False

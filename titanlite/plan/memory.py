@@ -118,10 +118,11 @@ def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
     sizes = RankSizes(run, args, loss_of(run), 0, device)
     modes = [sizes.mode(block) for block in run.spec.block_names(args)]
     chosen = [mode for mode in modes if mode != "none"]
+    first = chosen[0] if chosen else "none"
     return KeptActivations(
         blocks=len(modes),
         recomputing=len(chosen),
         kept=sum(block_memory(sizes.shape, mode).kept for mode in modes),
         plain=len(modes) * block_memory(sizes.shape, "none").kept,
-        operators=repeated(block_ops(sizes.shape), chosen[0] if chosen else "none"),
+        operators=repeated(block_ops(sizes.shape), first),
     )

@@ -22,7 +22,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
     """Return bytes of optimizer state per number of a weight.
 
-    It counts as `titanlite.optim.optimizer.state_bytes`. An optimizer by a dotted path counts as
+    It counts as `titanlite.optim.state_bytes`. An optimizer by a dotted path counts as
     AdamW.
 
     master: bytes of a number of the weights.
@@ -54,7 +54,8 @@ def step_bytes(
     if settings.name in ("AnyPrecisionAdamW", "AdamW8bit"):
         # In float32 and for one weight at a time: gradient's square, both averages, the change and
         # the denominator.
-        return (5 if settings.name == "AnyPrecisionAdamW" else 7) * largest
+        tensors = 5 if settings.name == "AnyPrecisionAdamW" else 7
+        return tensors * largest
     if settings.name == "Muon":
         return max(
             [_muon_bytes(weight, n) for weight, n in Counter(weights).items() if weight.matrix]

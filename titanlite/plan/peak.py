@@ -26,12 +26,12 @@ OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 class PeakCheck(Callback):
     """Logs the measured peak beside the planned one, once, after the second step of a process.
 
-    It runs before the metrics, whose logs begin a new peak. The first step is logged and has no
-    optimizer state before its end, so the peak of the second is that of every later step.
+    It runs before the metrics, whose logs begin a new peak. The first step is logged, and has no
+    optimizer state before its end. So the peak of the second is that of every later step.
 
     read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such
-    counter, and the resident memory of its process is mostly not tensors: there nothing is
-    compared.
+    counter, and the resident memory of its process is mostly not tensors. So nothing is compared
+    there.
     """
 
     def __init__(self, run: RunConfig, read_peak: Callable[[], int], device: str = "cuda") -> None:

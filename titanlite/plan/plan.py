@@ -40,7 +40,7 @@ class Disk:
 
     #: Bytes of one: weights, optimizer state and averages.
     checkpoint: int
-    #: Most of them at one time, with the one that is being written; None: the length of the run is
+    #: Most of them at one time, with the one that is being written. None: the length of the run is
     #: not known.
     count: int | None
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titanlite.features import float8_of, pipeline_of
-from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.lifetimes import ModuleMemory, measure
@@ -17,6 +17,9 @@ from titanlite.plan.loss_ops import Loss, head_ops
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.start.derive import RunConfig
+
+if TYPE_CHECKING:
+    from titanlite.features.experts.plan_memory import ExpertMemory
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -44,7 +47,7 @@ class RankSizes:
         #: Modules of each of its pipeline stages.
         self.stages = self._stages()
         mine = {module for stage in self.stages for module in stage}
-        self.groups = groups_of(run, args, mine, self.shape.products)
+        self.groups = groups_of(run, self.shape, mine)
         self.group_of = {name: group for group in self.groups for name in group.modules}
         #: Needs of each module.
         self.costs = {module: self._cost(module) for module in mine}
@@ -63,15 +66,24 @@ class RankSizes:
             self.low,
             tp=mesh.tensor,
             cp=mesh.context,
-            ep=mesh.expert,
             products=self._products(),
+            experts=self._experts(),
         )
 
     def _products(self) -> ProductMemory:
         float8 = float8_of(self.run.float8)
         if float8 is None:
             return ProductMemory()
+        from titanlite.models.linears import linears_of
+
         return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
+
+    def _experts(self) -> ExpertMemory | None:
+        if self.run.spec.experts is None:
+            return None
+        from titanlite.features.experts.plan_memory import expert_memory
+
+        return expert_memory(self.args, self.run.mesh.expert)
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.

@@ -22,8 +22,8 @@ class Constants:
     edge: float = 153.0
     #: Share of the memory's bandwidth that kernels reach.
     memory: float = 0.65
-    #: Passes over the outputs of a block's linears in the forward by the kernels between products;
-    #: the backward has twice as many.
+    #: Passes over the outputs of a block's linears in the forward by the kernels between products.
+    #: The backward has twice as many.
     passes_eager: float = 6.33
     passes_compiled: float = 2.88
     #: Share of a link's and of a network's bandwidth that collectives reach.

@@ -86,8 +86,9 @@ def remedies(
     options.sort(key=lambda option: round(option.slower or 0.0, 2))
     for change, other, slower in options:
         # A ValueError: there are no formulas.
+        same_rank = rank if other.mesh == run.mesh else None
         with contextlib.suppress(ValueError):
-            memory = estimate(other, rank if other.mesh == run.mesh else None, device)
+            memory = estimate(other, same_rank, device)
             saves = peak - memory.peak.total
             if saves >= _LEAST * peak:
                 remedy = Remedy(change.keys, change.ranks, saves, needed_bytes(memory), slower)

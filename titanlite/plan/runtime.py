@@ -109,7 +109,10 @@ def _beside_the_plan(run: RunConfig, figures: Figures, rank: int, device: str) -
             "the plan is wrong"
         )
     found = remedies(run, rank, device, this_gpu(device))
-    yield _SAVE if found else "By the plan, no single key saves much"
+    if found:
+        yield _SAVE
+    else:
+        yield "By the plan, no single key saves much"
     width = max((len(str(one)) for one in found), default=0)
     for one in found:
         cost = "" if one.slower is None else f", about {max(one.slower, 0):.0%} slower"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from titanlite.features import float8_of, pipeline_of
 from titanlite.models.linears import LinearKind, Linears, linears_of
+from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
@@ -43,13 +45,16 @@ class StepSizes:
         self.run = run
         self.mesh = run.mesh
         self.spec = run.spec
-        args = run.model_args()
-        self.args: Any = args if args.vocab_size else replace(args, vocab_size=VOCABULARY)
-        bf16 = cluster.gpu.bf16
-        in_float32 = run.training.mixed_precision_param == "float32"
+        self.args: Any = run.model_args()
+        if not self.args.vocab_size:
+            self.args = replace(self.args, vocab_size=VOCABULARY)
         #: Bytes of a number in activations and gathered weights.
-        self.itemsize = 4 if in_float32 else 2
-        self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
+        self.itemsize = 2
+        peak = cluster.gpu.bf16
+        if run.training.mixed_precision_param == "float32":
+            self.itemsize = 4
+            peak /= 8
+        self.rates = Rates(cluster, constants, peak=peak)
         self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         #: Tokens of a micro-batch on this rank.
@@ -114,6 +119,20 @@ class StepSizes:
             return Experts(flops=flops)
         count = min(self.spec.experts(self.args).values())
         return Experts(flops / 2 * count / self.experts_per_token, flops)
+
+    @cached_property
+    def matrices(self) -> Counter[Size]:
+        """How many matrices of each size all blocks have; empty for a model without linears."""
+        found = Counter[Size]()
+        if self.spec.linears is None:
+            return found
+        for name, size in self.spec.linears(self.args).items():
+            if name != self.spec.head:
+                found[size] += 1
+        if self.spec.experts is not None:
+            experts = sum(self.spec.experts(self.args).values())
+            found[Size(self.width, getattr(self.args, "ffn_width", self.width))] += 3 * experts
+        return found
 
     @property
     def experts_per_token(self) -> int:
@@ -199,6 +218,14 @@ class StepSizes:
         if self.compiled:
             return self.mesh.tensor == 1
         return not self.products.saves_inputs_late
+
+    @cached_property
+    def repeated(self) -> float:
+        """Share of a block's products that recomputation by operator repeats: every second one."""
+        if not self.linears or self.spec.experts is not None:
+            return 0.5
+        sizes = [linear.weights for linear in self.linears]
+        return sum(sizes[1::2]) / sum(sizes)
 
     @cached_property
     def left_out(self) -> float:

@@ -49,16 +49,22 @@ def print_plan(run: RunConfig, gpus_per_node: int) -> None:
     if run.launch.instance_type:
         cluster = cluster_of(run)
     else:
+        name = _WITHOUT_GPU
+        most = DEFAULT_GPUS_PER_NODE
         here = _gpu_here()
-        name = here.name if here else _WITHOUT_GPU
-        most = here.number if here else DEFAULT_GPUS_PER_NODE
-        size = gpus_per_node if gpus_per_node <= most else math.gcd(gpus_per_node, most)
-        cluster = cluster_of(run, gpu=name, gpus_per_node=size)
-        if not here:
+        if here:
+            name = here.name
+            most = here.number
+        else:
             note = f"\nplanned for {name}, since this machine has no GPU"
+        if gpus_per_node > most:
+            gpus_per_node = math.gcd(gpus_per_node, most)
+        cluster = cluster_of(run, gpu=name, gpus_per_node=gpus_per_node)
     plan = make_plan(run, cluster)
     color = run.metrics.enable_color_printing
-    text = plan_text(plan, Style(wants_color(sys.stdout) if color is None else color))
+    if color is None:
+        color = wants_color(sys.stdout)
+    text = plan_text(plan, Style(color))
     print(escape(text + note, colors=True), flush=True)
 
 
@@ -205,9 +211,12 @@ def _reserved(plan: Plan) -> str:
 
 def _largest(plan: Plan) -> str:
     """Return the parts of a step that take a hundredth of it, the longest first."""
-    parts = sorted(plan.speed.parts.items(), key=lambda part: -part[1])
-    large = [part for part in parts if part[1] >= plan.speed.step_seconds / 100]
-    return ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in large)
+    speed = plan.speed
+    found = []
+    for name, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]):
+        if seconds >= speed.step_seconds / 100:
+            found.append(f"{name} {_seconds(seconds)}")
+    return ", ".join(found)
 
 
 def _digits(number: float) -> str:

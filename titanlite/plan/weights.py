@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from titanlite.models.llama import LlamaArgs
-from titanlite.models.mixtral import MixtralArgs
-from titanlite.plan.product_memory import ProductMemory
-from titanlite.start.derive import MeshSizes, RunConfig
+if TYPE_CHECKING:
+    from titanlite.models.llama import LlamaArgs
+    from titanlite.plan.blocks import Shape
+    from titanlite.start.derive import MeshSizes, RunConfig
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,7 @@ def position(module: str, layers: int) -> int:
     return int(module.rpartition(".")[2])
 
 
-def groups_of(
-    run: RunConfig, args: LlamaArgs, mine: Collection[str], products: ProductMemory
-) -> list[Group]:
+def groups_of(run: RunConfig, shape: Shape, mine: Collection[str]) -> list[Group]:
     """Return the FSDP groups of a rank's modules in the order they last run, as
     `ModelSpec.fsdp_units`.
 
@@ -97,7 +96,7 @@ def groups_of(
     if "output" in mine:
         with_weights.add("norm")
     units: list[tuple[str, ...]] = []
-    for unit in _all_units(run, args):
+    for unit in _all_units(run, shape.args):
         here = tuple(name for name in unit if name in with_weights)
         if here:
             units.append(here)
@@ -105,9 +104,9 @@ def groups_of(
     for index, unit in enumerate(units):
         weights: list[Weight] = []
         for name in unit:
-            weights += module_weights(name, args, run.mesh, products)
+            weights += module_weights(name, shape, run.mesh)
         modules = [name for name in unit if name in mine]
-        modules.sort(key=lambda name: position(name, args.n_layers))
+        modules.sort(key=lambda name: position(name, shape.args.n_layers))
         # By default the last two stay: the backward begins with them.
         is_last = index >= len(units) - 2
         groups.append(Group(tuple(modules), tuple(weights), _reshards(run, is_last)))
@@ -126,20 +125,20 @@ def _reshards(run: RunConfig, is_last: bool) -> bool:
     return not is_last if given == "default" else given != "never"
 
 
-def module_weights(
-    module: str, args: LlamaArgs, mesh: MeshSizes, products: ProductMemory
-) -> list[Weight]:
+def module_weights(module: str, shape: Shape, mesh: MeshSizes) -> list[Weight]:
     """Return the weights of a module; a tied head has none."""
+    args = shape.args
     if module == "output" and args.tied:
         return []
     if module in ("tok_embeddings", "output"):
         return [Weight(args.n_vocab // mesh.tensor, args.dim, mesh.weight_shards)]
     if module == "norm":
         return [Weight(args.dim, 1, mesh.weight_shards)]
-    return list(_block_weights(args, mesh, products))
+    return list(_block_weights(shape, mesh))
 
 
-def _block_weights(a: LlamaArgs, mesh: MeshSizes, products: ProductMemory) -> Iterator[Weight]:
+def _block_weights(s: Shape, mesh: MeshSizes) -> Iterator[Weight]:
+    a = s.args
     shards = mesh.weight_shards
     heads = a.n_heads * a.head_dim // mesh.tensor
     groups = a.kv_heads * a.head_dim // mesh.tensor
@@ -150,35 +149,17 @@ def _block_weights(a: LlamaArgs, mesh: MeshSizes, products: ProductMemory) -> It
         "attention.wv": (groups, a.dim),
         "attention.wo": (a.dim, heads),
     }
-    if isinstance(a, MixtralArgs):
-        yield from _expert_weights(a, mesh)
-        matrices["feed_forward.gate"] = (a.n_experts, a.dim)
+    if s.experts is not None:
+        yield from s.experts.weights(mesh)
+        matrices["feed_forward.gate"] = s.experts.router
     else:
         matrices["feed_forward.w1"] = (width, a.dim)
         matrices["feed_forward.w2"] = (a.dim, width)
         matrices["feed_forward.w3"] = (width, a.dim)
     for name, (rows, columns) in matrices.items():
-        yield Weight(rows, columns, shards, (rows, columns), products.gathered_bytes(name))
+        yield Weight(rows, columns, shards, (rows, columns), s.products.gathered_bytes(name))
     for _ in range(2):
         yield Weight(a.dim, 1, shards)
     if a.qk_norm:
         for _ in range(2):
             yield Weight(a.head_dim, 1, shards)
-
-
-def _expert_weights(a: MixtralArgs, mesh: MeshSizes) -> Iterator[Weight]:
-    """Yield w1, w2 and w3 of a rank's experts, each stacked."""
-    width = a.ffn_width // mesh.tensor
-    held = a.n_experts // mesh.expert
-    over = mesh.weight_shards // mesh.expert
-    for rows, columns in ((width, a.dim), (a.dim, width), (width, a.dim)):
-        # In expert parallelism, or where ranks cannot share whole experts, each matrix is divided.
-        can_divide = rows % over == 0 or columns % over == 0
-        divides = mesh.expert > 1 or (held % over != 0 and can_divide)
-        if not divides:
-            stack = (held, rows * columns)
-        elif rows % over == 0:
-            stack = (held * rows, columns)
-        else:
-            stack = (held * columns, rows)
-        yield Weight(*stack, over, matrix=(rows, columns), copied=divides, neighbours=mesh.expert)

@@ -1,1 +1,6 @@
 """The folder of a run: its record, its lock, its logs, and reading them. No torch here."""
+
+#: A line for each start of a run and for each end, see `titanlite.runs.record`.
+ATTEMPTS = "attempts.jsonl"
+#: The same in folders of titanlite 0.1.0.
+OLD_ATTEMPTS = "run.json"

@@ -2,7 +2,7 @@
 
 The lock is a file (an object) that names its holder. Creating it is exclusive, and a thread renews
 its time. This lease is the run's one sign of life: `titanlite runs` reads it too. Locks of the file
-system are not used: shared file systems do not all honour them, and they do not name the holder.
+system are not used. Not all shared file systems honour them, and they do not name the holder.
 
 filelock's SoftFileLease is no replacement (4.2.11): it takes the live lease of another machine that
 has the same host name. It waits a whole lease for an abandoned one of any age.
@@ -150,8 +150,8 @@ class RunLock:
                     f"its end or stop it, or give this run another --{self._key}. If there is no "
                     f"such run, delete {path}"
                 )
-            # Several runs may see the same abandoned lock. Only the holder of a lock on its token
-            # deletes it, so no run deletes the lock of a faster one.
+            # Several runs may see the same abandoned lock. Only the holder of a lock on the token
+            # deletes the token. So no run deletes the lock of a faster one.
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:

@@ -17,9 +17,11 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs.attempts import Attempt, read_attempts
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values
-from titanlite.runs.record import CONFIG, FILE, OLD_FILE, Attempt, read_attempts
+from titanlite.runs.record import CONFIG
 
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4
@@ -148,7 +150,10 @@ class Run:
         starts = [start for start in later if start is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
         for row in self.training:
-            parts[bisect_right(starts, row["time"]) if "time" in row else -1].append(row)
+            place = -1
+            if "time" in row:
+                place = bisect_right(starts, row["time"])
+            parts[place].append(row)
         return [part for part in parts if part]
 
 
@@ -156,11 +161,11 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
     Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no
-    run, and for a config that cannot be read; partial: the latter goes into `problems` instead.
+    run, and for a config that cannot be read. partial: the latter goes into `problems` instead.
     """
     path = Path(path)
     problems: list[str] = []
-    if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
+    if path.is_file() and path.name not in (ATTEMPTS, OLD_ATTEMPTS, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
         # Nothing of the rest of the folder surely belongs to that run.
@@ -172,9 +177,9 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a "
             "folder"
         )
-    if not any((folder / name).exists() for name in (FILE, OLD_FILE, METRICS)):
+    if not any((folder / name).exists() for name in (ATTEMPTS, OLD_ATTEMPTS, METRICS)):
         raise RunError(
-            f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
+            f"{folder}: not a run: it has neither {ATTEMPTS} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
     attempts = _attempts_of_last_run(folder, problems)
@@ -227,7 +232,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
             folders.clear()
             continue
         seen.add(real)
-        if {FILE, OLD_FILE, METRICS} & {*files}:
+        if {ATTEMPTS, OLD_ATTEMPTS, METRICS} & {*files}:
             found.append(Path(path))
         if len(Path(path).relative_to(folder).parts) >= depth:
             folders.clear()

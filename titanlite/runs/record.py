@@ -24,59 +24,27 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titanlite.metrics.jsonl import FILE as METRICS
-from titanlite.runs import provenance
+from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, provenance
 from titanlite.utils import (
     append_line,
     atomic_write,
     counted,
     logger,
-    parse_json,
-    read_lines,
-    tell,
     timestamp,
 )
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
 
-FILE = "attempts.jsonl"
-#: In folders of titanlite 0.1.0.
-OLD_FILE = "run.json"
 CONFIG = "config.toml"
 DIFF = "git.diff"
 
 FinalState = Literal["done", "stopped", "preempted", "failed"]
-Attempt = Mapping[str, Any]
-
-_COUNTS = (
-    "attempt",
-    "step",
-    "first_step",
-    "steps",
-    "exit_code",
-    "saved_step",
-    "ranks",
-    "pid",
-    "lost_steps",
-    "lost_tokens",
-)
-_TEXTS = ("time", "state", "reason", "began", "after", "config", "diff", "host", "description")
-_TABLES = ("renamed", "config_changes", "lost", "git", "versions", "environment")
-#: Types of what is read from a line.
-_TYPES: Mapping[str, type] = {
-    **dict.fromkeys(_COUNTS, int),
-    **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(_TABLES, dict),
-}
-_MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
 
 
 @dataclass(frozen=True)
@@ -122,7 +90,7 @@ class AttemptRecord:
     """
 
     def __init__(self, folder: Path, number: int, step: int, tokens: int, resumed: bool) -> None:
-        self.path = folder / FILE
+        self.path = folder / ATTEMPTS
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
@@ -179,7 +147,7 @@ def begin(folder: Path, start: Start) -> Begun:
 
     Call it on rank 0 only, before anything else in the folder is changed.
     """
-    previous = read_attempts(folder)
+    previous = _attempts_before(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
     git = provenance.git_state()
     kept = _keep_files(folder, provenance.public_config(start.config_toml), git.diff, number)
@@ -188,7 +156,9 @@ def begin(folder: Path, start: Start) -> Begun:
     if previous:
         entry["after"] = previous[-1].get("state", "killed")
     if entry["after"] == "killed":
-        lost = _lost(folder, previous[-1]["attempt"], start)
+        from titanlite.runs.attempts import lost_since
+
+        lost = lost_since(folder, previous[-1]["attempt"], start.step, start.tokens)
         entry["lost"] = lost
         lines.append(
             f"attempt {number - 1} was killed and lost at least "
@@ -200,6 +170,26 @@ def begin(folder: Path, start: Start) -> Begun:
     record = AttemptRecord(folder, number, start.step, start.tokens, start.resumed)
     record.write(entry)
     return Begun(record, lines)
+
+
+def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the attempts in a folder, oldest first; a new one has none to read."""
+    if not any(_may_exist(folder / name) for name in (ATTEMPTS, OLD_ATTEMPTS)):
+        return []
+    from titanlite.runs.attempts import read_attempts
+
+    return read_attempts(folder)
+
+
+def _may_exist(path: Path) -> bool:
+    """Return whether there is a file, or something that keeps us from seeing it."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @dataclass
@@ -265,132 +255,6 @@ def _start_entry(
     return entry
 
 
-def _lost(folder: Path, attempt: int, start: Start) -> dict[str, int]:
-    """Return what a killed attempt did after the checkpoint that this one starts from.
-
-    Only its metrics can tell.
-    """
-    reached = _newest_row(folder / METRICS)
-    return {
-        "attempt": attempt,
-        "steps": max(reached.step - start.step, 0),
-        "tokens": max(reached.tokens - start.tokens, 0),
-    }
-
-
-def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the lines of attempts.jsonl, oldest first; none without the file.
-
-    Damaged lines are passed over.
-
-    problems: as for `utils.read_lines`.
-    """
-    found: list[dict[str, Any]] = []
-    said: list[str] = []
-    for entry in read_lines(folder / FILE, problems):
-        if entry.get("event") not in ("start", "end"):
-            continue
-        if wrong := _misfit(entry):
-            said.append(f"{folder / FILE}: a line whose {wrong} is passed over")
-        else:
-            found.append(entry)
-    tell(said, problems)
-    return found
-
-
-def _misfit(entry: Mapping[str, Any]) -> str:
-    """Return what is wrong with a line of attempts.jsonl; "" for a line that this program may have
-    written.
-    """
-    if entry.get("attempt") is None:
-        return "attempt is missing"
-    for name, kind in _TYPES.items():
-        value = entry.get(name)
-        if value is None and (name not in entry or name in _MAY_BE_NULL):
-            continue
-        if not isinstance(value, kind) or (kind is int and not _is_count(value)):
-            return f"{name} is {value!r:.40}"
-    for name in ("renamed", "config_changes"):
-        if not all(isinstance(text, str) for text in (entry.get(name) or {}).values()):
-            return f"{name} has an entry that is no text"
-    if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
-        return "lost has an entry that is no number"
-    return ""
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
-    """Return the attempts of a run, oldest first. Unreadable records count as missing.
-
-    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
-    (seconds since 1970), and the "step" of the start "first_step". Without an end it has neither
-    "ended" nor "state". problems: as for `utils.read_lines`.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    for entry in read_entries(folder, problems):
-        number = entry["attempt"]
-        time = _seconds(entry.get("time"))
-        if entry["event"] == "start":
-            found[number] = {**entry, "started": time, "first_step": entry.get("step")}
-        elif number in found:
-            found[number].update({**entry, "ended": time})
-    older = _add_old(found.values(), folder / OLD_FILE)
-    attempts = [*older, *found.values()]
-    _name_kept_files(attempts)
-    return attempts
-
-
-def _add_old(found: Collection[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Complete attempts by what run.json tells of them; return those that it alone tells of."""
-    older = []
-    for number, old in enumerate(_old_attempts(path), 1):
-        part = _same_process(found, old)
-        if part is not None:
-            part.update({**old, **part})
-        else:
-            older.append({"attempt": number, **old})
-    return older
-
-
-def _same_process(found: Iterable[dict[str, Any]], old: Attempt) -> dict[str, Any] | None:
-    """Return the part of an old attempt that stands in attempts.jsonl; None without one."""
-    for part in found:
-        is_of_process = (part.get("host"), part.get("pid")) == (old.get("host"), old["pid"])
-        if "command" not in part and is_of_process:
-            return part
-    return None
-
-
-def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
-    """Give each attempt the present names of its files: a later start with others renames them."""
-    names: dict[str, str] = {}
-    for attempt in reversed(attempts):
-        for key in ("config", "diff"):
-            if key in attempt:
-                attempt[key] = names.get(attempt[key], attempt[key])
-        names.update(attempt.get("renamed", {}))
-
-
-def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the attempts in a run.json in the form of `read_attempts`."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        for old in parse_json(path.read_bytes())["attempts"]:
-            new = {
-                **old,
-                "started": _seconds(old.get("started")),
-                "ended": _seconds(old.get("ended")),
-                "ranks": old.get("world_size"),
-                "pid": (old.get("process") or {}).get("id"),
-            }
-            if old.get("state") in ("running", "died"):
-                del new["state"], new["ended"]
-            if not _misfit({"attempt": 1, **new}):
-                yield new
-
-
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     """Write a file of this attempt (None: it has none); returns the new name of a former one that
     differs.
@@ -414,25 +278,3 @@ def _free_name(path: Path, number: int) -> Path:
         if not name.exists():
             return name
         number += 1
-
-
-class _Row(NamedTuple):
-    step: int = 0
-    tokens: int = 0
-
-
-def _newest_row(path: Path) -> _Row:
-    """Return step and tokens seen of the last training row; zeros without one."""
-    # The run that resumes names the damaged lines when it takes the file over.
-    for row in reversed(read_lines(path, problems=[])):
-        step, tokens = row.get("step"), row.get("tokens_seen")
-        if _is_count(step) and _is_count(tokens):
-            return _Row(step, tokens)
-    return _Row()
-
-
-def _seconds(text: object) -> float | None:
-    """Return an ISO 8601 time as seconds since 1970; None for anything else."""
-    with suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(str(text)).timestamp()
-    return None

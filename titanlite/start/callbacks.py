@@ -13,7 +13,7 @@ from titanlite.data.text_report import checks_of
 from titanlite.features import float8_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
-from titanlite.metrics.throughput import Throughput, device_name
+from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.runs.provenance import public_config
 from titanlite.start.derive import RunConfig
@@ -108,7 +108,7 @@ def _figures(built: Built) -> list[Any]:
             factors = built.model.factors
             found.append(SourceFigures(mixture, losses, size, built.loaders.share, factors))
     if run.spec.experts is not None:
-        from titanlite.metrics.figures import ExpertFigures
+        from titanlite.features.experts.figures import ExpertFigures
 
         experts = run.spec.experts(built.model.args)
         found.append(ExpertFigures(built.model.model, experts, built.world.device))
@@ -122,23 +122,10 @@ def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> Met
         run.batch.global_batch_size,
         built.world.size,
         run.spec.flops_per_token(built.model.args, run.batch.seq_len),
-        peak_of(built),
+        peak_flops_of(built.world.device, run.metrics.peak_tflops),
     )
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
-
-
-def peak_of(built: Built) -> float | None:
-    """Return the FLOPS that a device can do; None where they are not known."""
-    given = built.run.metrics.peak_tflops
-    if given:
-        return given * 1e12
-    device = built.world.device
-    if device.type != "cuda":
-        return None
-    from titanlite.plan.hardware import peak_flops
-
-    return peak_flops(device_name(device))
 
 
 def _timeouts(built: Built) -> Callback | None:
@@ -158,10 +145,12 @@ def _token_hashes(built: Built) -> Callback | None:
 
 
 def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
-    def lines(trainer: Trainer) -> list[str]:
-        return report_lines(built, trainer.steps, peak_of(built))
-
     run = built.run
+    peak = peak_flops_of(built.world.device, run.metrics.peak_tflops)
+
+    def lines(trainer: Trainer) -> list[str]:
+        return report_lines(built, trainer.steps, peak)
+
     in_epochs = run.training.epochs is not None
     return StartReport(lines, run.checkpoint, built.loaders.skip, attempts, in_epochs)
 
@@ -179,7 +168,9 @@ def _peak_check(built: Built) -> Callback | None:
 def _compile_report(built: Built) -> Callback | None:
     if not built.run.training.compile:
         return None
-    watch = built.model.builder.watch_compilation(built.model.model)
+    from titanlite.parallel.compile import watch_compilation
+
+    watch = watch_compilation(built.model.builder, built.model.model)
     return None if watch is None else CompileReport(watch)
 
 
@@ -204,20 +195,15 @@ def _verify_resume(built: Built) -> Callback | None:
     if built.saves is None:
         return None
     from titanlite.checkpoint.resume_check import FILE, ResumeCheck
+    from titanlite.start.fingerprints import rounding
     from titanlite.training.verify_resume import VerifyResume
 
     run, device = built.run, built.world.device
     in_float32 = {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
-    setting = {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()),
-        **run.rounding,
-    }
     check = ResumeCheck(
         Path(run.job.dump_folder) / FILE,
         built.world.rank,
-        setting,
+        rounding(run, device),
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from msgspec.structs import replace as replace_fields
@@ -18,7 +17,7 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config import extensions
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import without_effect
+from titanlite.config.not_implemented import idle_keys
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
 from titanlite.features import features_of, pipeline_of
@@ -26,42 +25,10 @@ from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
+from titanlite.start.schedule_parts import schedule_of
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
-
-
-#: Keys that change how sums are rounded, by section.
-_ROUNDING = {
-    "training": (
-        "mixed_precision_param",
-        "mixed_precision_reduce",
-        "gradient_sync",
-        "fsdp_units",
-        "fsdp_min_params",
-        "reshard_after_forward",
-        "loss_chunks",
-        "enable_loss_parallel",
-        "enable_cpu_offload",
-        "compile",
-    ),
-    "compile": ("components", "backend"),
-    "experimental": (
-        "enable_async_tensor_parallel",
-        "pipeline_parallel_schedule",
-        "pipeline_parallel_split_points",
-        "pipeline_parallel_microbatches",
-    ),
-    "activation_checkpoint": ("mode", "selective_ac_option"),
-    "float8": (
-        "enable_float8_linear",
-        "recipe_name",
-        "enable_fsdp_float8_all_gather",
-        "filter_fqns",
-        "min_features",
-        "emulate",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -161,22 +128,6 @@ class RunConfig(Config, frozen=True, kw_only=True):
     toml: str
 
     @property
-    def rounding(self) -> dict[str, str]:
-        """What changes the rounding of a step's loss and norm, by name."""
-        found = {
-            "batch.micro_batch_size": str(self.batch.micro_batch_size),
-            "batch.accumulation": str(self.batch.accumulation),
-            "deterministic": str(self.debug.deterministic),
-        }
-        for name, value in asdict(self.mesh).items():
-            found[f"mesh.{name}"] = str(value)
-        for name, keys in _ROUNDING.items():
-            section = getattr(self, name)
-            for key in keys:
-                found[f"{name}.{key}"] = str(getattr(section, key))
-        return found
-
-    @property
     def sequences_at_once(self) -> int:
         """Sequences that a rank's model takes at once: a micro-batch, or a pipeline's piece of
         one.
@@ -196,8 +147,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     @property
     def max_seq_len(self) -> int:
         """The longest sequence of training and validation, in tokens."""
-        held_out = self.validation.seq_len if self.validation.enable else None
-        return max(self.training.seq_len, held_out or 0)
+        return max(self.sequence_lengths.values())
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
@@ -221,25 +171,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
 
-def smallest_world(config: LoadedConfig) -> int:
-    """Return the fewest ranks on which the degrees of parallelism fit."""
-    d = config.sections
-    if d.checkpoint.create_seed_checkpoint:
-        return 1
-    degrees = degrees_of(d)
-    shard = "training.data_parallel_shard_degree"
-    if degrees[shard] == -1:
-        reshard = d.training.reshard_after_forward
-        expert = d.parallelism.expert_parallel_degree
-        context = degrees["experimental.context_parallel_degree"]
-        # Experts are divided over the ranks of both, so context holds a part of their degree.
-        degrees[shard] = reshard if isinstance(reshard, int) else 1
-        degrees[shard] *= expert // math.gcd(expert, context)
-    return math.prod(max(degree, 1) for degree in degrees.values())
-
-
 @dataclass
-class _Told:
+class Told:
     """What the derivation tells a user."""
 
     notes: list[str]
@@ -255,10 +188,14 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     provisional.
     """
     d = config.sections
-    told = _Told(list(config.notes), [])
+    told = Told(list(config.notes), [])
     mesh = _mesh(d, world_size, told.notes)
     batch = _batch(d, mesh, told.notes)
-    told.warnings += _keys_in_vain(d, mesh)
+    if mesh.weight_shards == 1 and d.training.prefetch:
+        told.warnings.append(
+            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
+            "weights"
+        )
     filled = _filled(d)
     sizes = PipelineSizes()
     pipeline = pipeline_of(d.experimental, mesh.pipeline)
@@ -269,8 +206,10 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         told.notes += cut.notes
         told.warnings += cut.warnings
     steps = _steps(filled, batch, total_sequences, told.notes)
-    schedule = _schedule(filled, steps, told)
-    _name_idle_keys(config, told)
+    schedule = schedule_of(filled, steps, told)
+    notes, warnings = idle_keys(config)
+    told.notes += notes
+    told.warnings += warnings
     told.warnings += extensions.not_given(config)
     run = RunConfig(
         **{name: getattr(filled, name) for name in sections()},
@@ -285,15 +224,6 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     )
     more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
     return replace_fields(run, warnings=(*run.warnings, *more))
-
-
-def _keys_in_vain(d: Config, mesh: MeshSizes) -> Iterator[str]:
-    """Yield a warning for each key whose feature is on and does nothing in this run."""
-    if mesh.weight_shards == 1 and d.training.prefetch:
-        yield (
-            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
-            "weights"
-        )
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -320,8 +250,9 @@ def degrees_of(d: Config) -> dict[str, int]:
     replicate = d.training.data_parallel_replicate_degree
     shard = d.training.data_parallel_shard_degree
     if d.training.data_parallel_type == "ddp":
-        replicate = replicate if replicate > 1 else -1
         shard = 1
+        if replicate == 1:
+            replicate = -1
     return {
         "training.data_parallel_replicate_degree": replicate,
         "training.data_parallel_shard_degree": shard,
@@ -423,7 +354,7 @@ def _below(folder: str, section: S, *names: str) -> S:
     return replace_fields(section, **joined)
 
 
-# The length of the run and the schedule
+# The length of the run
 
 
 def _steps(
@@ -450,101 +381,3 @@ def _steps(
         why = f"{read} / {counted(size, 'sequences')} per step"
     notes.append(f"steps = {steps}: {why}, rounded up")
     return steps
-
-
-def _schedule(d: Config, steps: int | None, told: _Told) -> Schedule:
-    section = d.lr_scheduler
-    warmup = d.training.warmup_steps
-    total = steps if section.total_steps is None else section.total_steps
-    schedule = Schedule(
-        total_steps=total,
-        warmup_steps=0 if section.warmup_ratio is not None else warmup,
-        decay_type="linear" if section.decay_type == "plateau" else section.decay_type,
-        decay_steps=section.decay_steps,
-        min_lr_factor=section.min_lr_factor,
-        min_lr=section.min_lr,
-        style=section.style,
-    )
-    if total is None:
-        return schedule
-    if steps not in (None, total):
-        told.notes.append(
-            f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}"
-        )
-    lengths = _Lengths(total, told)
-    # The AWS samples take fractions of steps.
-    whole = section.style != "fsdp"
-    warmup_steps = lengths.of("warmup", section.warmup_ratio, warmup, total, whole) or 0
-    rest = total - warmup_steps
-    decay = lengths.of("decay", section.decay_ratio, section.decay_steps, rest, whole=True)
-    plateau = lengths.of("plateau", section.plateau_ratio, None, rest, whole)
-    return replace(
-        schedule,
-        warmup_steps=warmup_steps,
-        decay_steps=None if decay is None else int(decay),
-        plateau_steps=plateau,
-    )
-
-
-@dataclass
-class _Lengths:
-    """The parts of a schedule of `total` steps."""
-
-    total: int
-    told: _Told
-
-    def of(
-        self, name: str, ratio: float | None, given: float | None, limit: float, whole: bool
-    ) -> float | None:
-        """Return the steps of one part, shortened to `limit`.
-
-        ratio: of the schedule; None: `given` has the steps. whole: no fractions of steps.
-        """
-        if ratio is not None:
-            given = ratio * self.total
-            if whole:
-                given = round(given)
-            self.told.notes.append(
-                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {self.total} steps"
-            )
-        if given is None or given <= limit:
-            return given
-        warmup = self.total - limit
-        rest = f", {warmup:.10g} of them warm-up" if warmup > 0 else ""
-        self.told.warnings.append(
-            f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}: the schedule "
-            f"has {self.total} steps{rest}"
-        )
-        return limit
-
-
-# Keys without effect
-
-
-def _name_idle_keys(config: LoadedConfig, told: _Told) -> None:
-    """Name the keys that a user wrote for a feature that is off, unless its switch is written as
-    off.
-    """
-    turned_off = set()
-    for section, switch in (
-        ("checkpoint", "checkpoint.enable_checkpoint"),
-        ("validation", "validation.enable"),
-    ):
-        if config.is_given(switch) and not config.value(switch):
-            turned_off.add(section)
-    float8 = []
-    others = []
-    for key in without_effect(config):
-        section = key.partition(".")[0]
-        if section == "float8":
-            float8.append(key)
-        elif section not in turned_off:
-            others.append(key)
-    # A run in bf16 looks like one in float8: so this is a warning.
-    if float8:
-        told.warnings.append(
-            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
-            f"{', '.join(float8)}"
-        )
-    if others:
-        told.notes.append(f"no effect, as their features are off: {', '.join(others)}")

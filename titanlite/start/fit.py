@@ -8,6 +8,7 @@ runs only if there are none. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,17 +31,16 @@ from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import features_of, pipeline_of
-from titanlite.features.interactions import compiles_halves
+from titanlite.features import features_of
+from titanlite.features.interactions import halving_key
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
-from titanlite.start.derive import RunConfig, below, derive, smallest_world
+from titanlite.start.derive import RunConfig, below, degrees_of, derive
 from titanlite.start.misfits import (
     batch_misfits,
-    mixture_misfits,
     rank_misfits,
     recomputation_misfits,
     tensor_misfits,
@@ -48,7 +48,6 @@ from titanlite.start.misfits import (
 from titanlite.utils import is_dotted
 
 _TP = "training.tensor_parallel_degree"
-_EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
 
@@ -113,6 +112,23 @@ def check_loaded(
     if look_at_text:
         run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
     return config, run
+
+
+def smallest_world(config: LoadedConfig) -> int:
+    """Return the fewest ranks on which the degrees of parallelism fit."""
+    d = config.sections
+    if d.checkpoint.create_seed_checkpoint:
+        return 1
+    degrees = degrees_of(d)
+    shard = "training.data_parallel_shard_degree"
+    if degrees[shard] == -1:
+        reshard = d.training.reshard_after_forward
+        expert = d.parallelism.expert_parallel_degree
+        context = degrees["experimental.context_parallel_degree"]
+        # Experts are divided over the ranks of both, so context holds a part of their degree.
+        degrees[shard] = reshard if isinstance(reshard, int) else 1
+        degrees[shard] *= expert // math.gcd(expert, context)
+    return math.prod(max(degree, 1) for degree in degrees.values())
 
 
 def shaped(config: LoadedConfig) -> LoadedConfig:
@@ -198,11 +214,12 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
-    pipeline = pipeline_of(run.experimental, run.mesh.pipeline)
+    features = features_of(run)
+    pipeline = features.pipeline
     found = list(rank_misfits(d, run))
     if not found:
         found += batch_misfits(run)
-        for feature in features_of(run).on:
+        for feature in features.on:
             found += feature.rank_misfits(run)
         found += _unknown_schedule(d)
         if pipeline is not None:
@@ -220,24 +237,25 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
         found += source_misfits(run.model, run.checkpoint, args)
     if not found:
-        found += [
-            *tensor_misfits(args, run),
-            *mixture_misfits(args, run),
-        ]
-        for feature in features_of(run).on:
+        found += tensor_misfits(args, run)
+        if run.spec.experts is not None:
+            from titanlite.features.experts.checks import reshard_misfits
+
+            found += reshard_misfits(run, args)
+        for feature in features.on:
             found += feature.model_misfits(run, args)
     return placed(config, found)
 
 
 def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
-    mesh = run.mesh
     #: Field of the spec → the key that needs it.
     fields: dict[str, str] = {}
-    if mesh.tensor > 1:
+    if run.mesh.tensor > 1:
         fields["tensor_plan"] = _TP
-    if run.compiles_blocks and _in_halves(run):
-        fields["sublayer_names"] = _TP if mesh.tensor > 1 else _EP
+    halving = halving_key(run)
+    if halving is not None:
+        fields["sublayer_names"] = halving
     for feature in features_of(run).on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
@@ -249,16 +267,6 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
             f"is not supported by the model {run.model.name}{beside}: its ModelSpec has no {field}"
         )
         yield "model", key, message, "leave the key out, or add it to the model"
-
-
-def _in_halves(run: RunConfig) -> bool:
-    return compiles_halves(
-        run.mesh.tensor,
-        run.mesh.expert,
-        run.activation_checkpoint,
-        run.float8,
-        run.experimental,
-    )
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -275,8 +283,8 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
 def _model_names(config: LoadedConfig) -> list[Problem]:
     """Check the names of family, flavor and overrides alone, of a family of titanlite's.
 
-    The third stage finds them too. They are told with the problems of the first two, so that a user
-    need not start once more to see them.
+    The third stage finds them too. They are told with the problems of the first two, so a user sees
+    them without another start.
     """
     model = config.sections.model
     if is_dotted(model.name) or model.name == "hf":

@@ -26,9 +26,9 @@ def lock_folders(
 
     ending: whether this run was asked to stop.
 
-    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the
-    checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
-    used.
+    Raises LockedError. Raises ConfigError where the run's folder cannot be written to or holds the
+    checkpoints among its logs. Raises CheckpointError where that of the checkpoints, or a store,
+    cannot be used.
     """
     with contextlib.ExitStack() as stack:
         checkpoints: AnyPath | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.data.loader import TrainLoader, ValidationLoader
+from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
@@ -64,6 +64,8 @@ def build_loaders(
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
     """Build this rank's part of the held-out texts, see `read_held_out`."""
+    from titanlite.data.held_out import ValidationLoader
+
     section = run.validation
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     size = section.batch_size or run.batch.micro_batch_size

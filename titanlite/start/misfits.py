@@ -13,13 +13,13 @@ from typing import Any
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, around, divisors
 from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.features.interactions import uneven_sequences
 from titanlite.models.spec import ModelSpec
 from titanlite.start.derive import RunConfig, degrees_of, parallelism
 from titanlite.utils import counted
 
 _SHARD = "training.data_parallel_shard_degree"
 _TP = "training.tensor_parallel_degree"
-_CP = "experimental.context_parallel_degree"
 _RESHARD = "training.reshard_after_forward"
 
 
@@ -163,41 +163,7 @@ def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
             larger = -(-vocabulary // tensor) * tensor
             hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
         yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
-    ranks = tensor * run.mesh.context
-    for key, length in run.sequence_lengths.items():
-        if length % ranks == 0:
-            continue
-        by = f"{_TP} {tensor}"
-        if run.mesh.context > 1:
-            by += f" * {_CP} {run.mesh.context}"
-        message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
-        yield "divide", key, message, f"these work: {around(length, ranks)}"
-
-
-def mixture_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that experts stay over all ranks that cut them inside of their matrices.
-
-    torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
-    """
-    reshard = run.training.reshard_after_forward
-    if run.spec.experts is None or not isinstance(reshard, int):
-        return
-    experts = math.gcd(*run.spec.experts(args).values())
-    ranks, shards = run.mesh.expert, run.mesh.weight_shards
-    if shards % ranks or experts % ranks:
-        return
-    alike = shards // ranks
-    is_cut = ranks > 1 or experts % shards
-    if reshard == alike or not is_cut:
-        return
-    message = (
-        f"is {reshard}; experts that are cut inside their matrices stay over all their "
-        f"{alike} ranks"
-    )
-    hint = 'take "default", "always" or "never"'
-    if alike > 1:
-        hint += f", or {alike}"
-    yield "ranks", _RESHARD, message, hint
+    yield from uneven_sequences(run)
 
 
 def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:

@@ -155,7 +155,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
         model, optimizer, parts.runner, guard, run.training.max_norm, parts.factors
     )
     if run.optimizer.early_step_in_backward:
-        from titanlite.optim.gradients import StepInBackward
+        from titanlite.optim.in_backward import StepInBackward
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True

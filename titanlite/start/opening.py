@@ -69,7 +69,7 @@ class StartReport(Callback):
         if loaded is not None:
             yield from loaded.notices
             if "dataloader" not in loaded.left_out and "data" in loaded.train:
-                from titanlite.data.loader import served_already
+                from titanlite.data.skip_ranges import served_already
                 from titanlite.training.anomalies import steps_text
 
                 for first, end in served_already(self._skip, loaded.train["data"]):
@@ -138,11 +138,10 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
     ):
         return None
     before = {"phases": [], **before}
-    changed = {
-        name: before[name]
-        for name, value in now.items()
-        if name in before and before[name] != value
-    }
+    changed = {}
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            changed[name] = before[name]
     first = loaded.step + 1
     coming = range(first, steps + 1)
     try:

@@ -124,11 +124,11 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> Iter
 
 def fsdp_problems(spec: ModelSpec, args: Any, d: Config) -> Iterator[Problem]:
     """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
-    from titanlite.parallel.wrapping import choose_groups
-
     policy = d.training.fsdp_units
     if policy in ("block", "root"):
         return
+    from titanlite.parallel.wrapping import choose_groups
+
     model = spec.build_on_meta(args)
     try:
         groups = choose_groups(model, policy, d.training.fsdp_min_params, spec.fsdp_groups(args))

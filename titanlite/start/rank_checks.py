@@ -24,19 +24,27 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
-from titanlite.config.keys import may_differ
+from titanlite.checkpoint.paths import StorePath, to_path
+from titanlite.config.extensions import ANCHORED
+from titanlite.config.key_types import inner_section
+from titanlite.config.keys import keys, sections
+from titanlite.config.value_types import paths
 from titanlite.metrics.throughput import device_name
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.rendezvous import INTERFACES, interface_problem
+from titanlite.parallel.interfaces import INTERFACES, interface_problem
 from titanlite.runs import provenance
 from titanlite.utils import counted, human_bytes, human_time, logger
+
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.run_text import Datasets
 
 T = TypeVar("T")
 
@@ -46,7 +54,7 @@ CLOCK_SECONDS = 2.0
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
 _USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29
-#: Seconds in which another host must see a new file; file systems keep what they have read of a
+#: Seconds in which another host must see a new file. File systems keep what they have read of a
 #: folder for a while.
 _FOLDER_SECONDS = 5.0
 #: Elements of the all-reduce, and rows of the matrices.
@@ -108,6 +116,22 @@ class Measured(NamedTuple):
     sees_folder: bool
     #: What is odd about its GPU's memory and, with several hosts, about its network interfaces.
     notes: list[str]
+
+
+def compare_ranks(run: RunConfig, world: DistEnv, datasets: Datasets) -> None:
+    """Compare and try all ranks, for a run with this text. Raises RankCheckError."""
+    saves = run.checkpoint.enable_checkpoint
+    place = to_path(run.checkpoint.folder if saves else run.job.dump_folder)
+    texts = {"training": datasets.train.fingerprint}
+    for name, rows in datasets.validation.items():
+        texts[f"validation {name}".strip()] = rows.fingerprint
+    check_ranks(
+        world,
+        config=run.toml,
+        texts=texts,
+        folder=None if isinstance(place, StorePath) else place,
+        needs_folder=saves,
+    )
 
 
 def check_ranks(
@@ -296,7 +320,7 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
             continue
         old = provenance.config_values(sides[0])
         new = provenance.config_values(sides[1])
-        wrong = [key for key in changes if not may_differ(key, old.get(key), new.get(key))]
+        wrong = [key for key in changes if not _may_differ(key, old.get(key), new.get(key))]
         shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
         text = f"rank 0 has another config than {_named(group)}: {shown}"
         if wrong:
@@ -304,6 +328,27 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
         else:
             warnings.append(f"{text}. These may differ if all hosts find the same there")
     return problems, warnings
+
+
+def _may_differ(name: str, old: Any, new: Any) -> bool:
+    """Return whether hosts of one run may have these two values of a key: other paths, or another
+    [launch].
+    """
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(without_paths, value)]
+        if isinstance(value, dict):
+            hidden = paths(inner) if inner else []
+            return {field: item for field, item in value.items() if field not in hidden}
+        if name in ANCHORED and isinstance(value, str):
+            return os.path.basename(value)
+        return value
+
+    section, _, field = name.partition(".")
+    inner = inner_section(keys()[name].type) if name in keys() else None
+    is_path = section in sections() and field in paths(sections()[section])
+    return section == "launch" or is_path or without_paths(old) == without_paths(new)
 
 
 def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
@@ -394,7 +439,9 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
             if 2 * votes > len(group):
                 odd = [rank for rank in group if found[rank.number].digests != common]
         if odd:
-            names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
+            names = _named(odd)
+            if len(odd) <= _MOST_NAMED:
+                names = ", ".join(map(str, odd))
             which = "wrong numbers are computed"
             if len(odd) == len(group):
                 which = "one of these computes wrong numbers"
@@ -426,10 +473,11 @@ def _speed_warnings(
 
 def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     notes = dict.fromkeys(note for result in found for note in result.notes)
-    return [
-        f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}"
-        for note in notes
-    ]
+    lines = []
+    for note in notes:
+        told = [rank for rank in ranks if note in found[rank.number].notes]
+        lines.append(f"{_named(told)}: {note}")
+    return lines
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:

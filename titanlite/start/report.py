@@ -1,7 +1,7 @@
 """The start report: what will run, from where it continues, and what changed since the attempt
 before.
 
-Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's
+Rows are what follows from several keys, from the model or from the text. `config.toml` in the run's
 folder has the keys themselves. Each `*_row` function returns (name, text) of one subject, `*_rows`
 a list of them.
 """
@@ -27,9 +27,9 @@ from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.features import activation_offload_of, ema_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
-from titanlite.optim.optimizer import state_bytes
+from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
-from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.derive import MeshSizes, RunConfig, with_steps
 from titanlite.start.run_text import Datasets
 from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count
@@ -58,8 +58,7 @@ class Setup:
     #: From `titanlite.metrics.throughput.device_name`.
     device: str
     cpu: bool
-    #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
-    degrees: Mapping[str, int]
+    mesh: MeshSizes
     #: Count by top-level module, over all ranks.
     parameters: Mapping[str, int]
     #: Sequences of a micro-batch of one rank, and micro-batches per step.
@@ -73,12 +72,8 @@ class Setup:
     tokens_per_epoch: int | None
 
     @property
-    def data_parallel(self) -> int:
-        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
-
-    @property
     def sequences(self) -> int:
-        return self.micro_batch * self.accumulation * self.data_parallel
+        return self.micro_batch * self.accumulation * self.mesh.dp_degree
 
 
 def startup_report(rows: Sequence[Row]) -> list[str]:
@@ -111,11 +106,10 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def compute_rows(  # noqa: PLR0913
+def compute_rows(
     metrics: Metrics,
     is_below_bf16: bool,
     setup: Setup,
-    ranks: int,
     flops: int,
     peak: float | None,
     memory: int,
@@ -124,12 +118,16 @@ def compute_rows(  # noqa: PLR0913
     mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if is_below_bf16:
-            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
-    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+        if is_below_bf16 and metrics.peak_tflops is None:
+            mfu += ", its peak in bf16"
+        elif is_below_bf16:
+            mfu += " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} each"
+    if setup.cpu:
+        each = f"{human_bytes(memory)} of memory, shared"
     rows = [
         ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
-        ("devices", f"{ranks} x {setup.device}, {each}"),
+        ("devices", f"{setup.mesh.world_size} x {setup.device}, {each}"),
     ]
     if peak is None and not setup.cpu:
         text = (
@@ -140,15 +138,15 @@ def compute_rows(  # noqa: PLR0913
     return rows
 
 
-def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
-    """experts: ranks that share the experts of a mixture."""
+def mesh_row(mesh: MeshSizes) -> Row:
+    """Return the row of the degrees: those of data parallelism, and others above 1."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = []
-    for name, degree in setup.degrees.items():
+    for name, degree in mesh.dimensions.items():
         if degree > 1 or name.startswith("dp_"):
             shown.append(f"{name} {degree}")
-    shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
+    shared = f"; {mesh.expert} ranks divide the experts" if mesh.expert > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{shared}"
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
@@ -157,18 +155,18 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     """
     parts = []
     total = sum(setup.parameters.values())
-    shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
-    if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
+    if setup.mesh.weight_shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
         parts.append(
             f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} "
             f"parameters = {human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        parts.append(
-            _NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory"
-        )
-    return [("sharding", "; ".join(parts))] if parts else []
+        away = "parameters, gradients and optimizer state in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    if not parts:
+        return []
+    return [("sharding", "; ".join(parts))]
 
 
 def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: Setup) -> Row:
@@ -196,7 +194,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
 
 def _operators(products: int, of: int, attention: bool) -> str:
     """Return `4 of 7 matmuls and attention`."""
-    words = [f"{products} of {of} matmuls"] if products else []
+    words = []
+    if products:
+        words.append(f"{products} of {of} matmuls")
     if attention:
         words.append("attention")
     return " and ".join(words) or "no product"
@@ -207,7 +207,7 @@ def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) ->
     limited = window is not None and window < setup.seq_len
     # As `titanlite.models.document_attention` chooses; ranks that share sequences have masks.
     varlen = (limited or masked) and (setup.cpu or dtype != "float32")
-    if varlen and setup.degrees["cp"] == 1:
+    if varlen and setup.mesh.context == 1:
         text = "kernel flash of variable lengths"
     elif setup.cpu:
         text = "kernel flash for CPUs"
@@ -263,7 +263,8 @@ def is_told(warning: str, warnings: Sequence[str]) -> bool:
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
-    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if state is not None:
+        parts.append(f"{state:.3g} bytes of state per parameter")
     ema = ema_of(optimizer)
     if ema is not None:
         parts.append(ema.report())
@@ -286,13 +287,14 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
         length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
         if epoch:
             passes = f"{steps * per_step / epoch:.3g}"
-            length += f" = {passes} {'epoch' if passes == '1' else 'epochs'}"
+            epochs_in_words = "1 epoch" if passes == "1" else f"{passes} epochs"
+            length += f" = {epochs_in_words}"
     return [
         (
             "global batch",
             f"{sequences} = {setup.micro_batch} per micro-batch x "
             f"{counted(setup.accumulation, 'micro-batches')} x "
-            f"{counted(setup.data_parallel, 'data-parallel ranks')}",
+            f"{counted(setup.mesh.dp_degree, 'data-parallel ranks')}",
         ),
         ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
         ("length", length),
@@ -309,21 +311,28 @@ def schedule_row(
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts = [
-        f"warm-up {counted(warmup, 'steps')}",
-        f"plateau {counted(plateau, 'steps')}" if plateau else "",
-        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
-        "" if total is None else f"{counted(total, 'steps')} in all",
-    ]
-    return "schedule", ", ".join(filter(None, parts))
+    parts = [f"warm-up {counted(warmup, 'steps')}"]
+    if plateau:
+        parts.append(f"plateau {counted(plateau, 'steps')}")
+    if decay_type == "constant":
+        parts.append("then constant")
+    else:
+        parts.append(f"{decay_type} decay{over} to {floor:g}")
+    if total is not None:
+        parts.append(f"{counted(total, 'steps')} in all")
+    return "schedule", ", ".join(parts)
 
 
 def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     """Return the lines of the start report. peak: FLOPS of one device; None: not known."""
     run = with_steps(built.run, steps)
     datasets = built.datasets
-    setup = _setup(built, run)
-    rows = [("run", run.job.description)] if run.job.description else []
+    builder = built.model.builder
+    whole = builder.spec.build_on_meta(builder.args)
+    setup = _setup(built, run, whole)
+    rows = []
+    if run.job.description:
+        rows.append(("run", run.job.description))
     rows += [("versions", _versions()), *model_rows(run.model, setup)]
     rows += _machine_rows(built, run, setup, peak)
     rows += sharding_rows(run.training, setup)
@@ -331,7 +340,7 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     rows.append(data_row(run.training, run.data, setup))
     rows += file_rows(datasets.train, datasets.validation)
     rows += batch_rows(setup, run.steps, run.training.epochs)
-    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run))
+    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run, whole))
     rows.append(_schedule(run))
     rows += [("note", note) for note in run.notes]
     rows += [("warning", warning) for warning in _warnings(run, datasets)]
@@ -342,14 +351,15 @@ def _versions() -> str:
     return f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
 
 
-def _setup(built: Built, run: RunConfig) -> Setup:
+def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
+    """whole: the model of all ranks, on the meta device."""
     builder = built.model.builder
     batch = run.batch
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
-        degrees=run.mesh.dimensions,
-        parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
+        mesh=run.mesh,
+        parameters=parameter_counts(whole),
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
@@ -362,11 +372,11 @@ def _setup(built: Built, run: RunConfig) -> Setup:
 
 def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
     """Return rows of devices and mesh, and of what divides or changes products there."""
-    builder, ranks = built.model.builder, run.mesh.world_size
+    builder = built.model.builder
     flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
-    rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
-    rows.append(mesh_row(setup, ranks, run.mesh.expert))
+    rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
+    rows.append(mesh_row(run.mesh))
     for feature in features_of(run).on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows
@@ -392,11 +402,10 @@ def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
     ]
 
 
-def _state_bytes(built: Built, run: RunConfig) -> float | None:
-    builder = built.model.builder
-    whole = dict(builder.spec.build_on_meta(builder.args).named_parameters())
-    blocks = builder.spec.block_names(builder.args)
-    return state_bytes(whole, run.optimizer, DTYPES[run.training.dtype], blocks)
+def _state_bytes(built: Built, run: RunConfig, whole: nn.Module) -> float | None:
+    parameters = dict(whole.named_parameters())
+    blocks = run.spec.block_names(built.model.args)
+    return state_bytes(parameters, run.optimizer, DTYPES[run.training.dtype], blocks)
 
 
 def _schedule(run: RunConfig) -> Row:
@@ -415,11 +424,14 @@ def _schedule(run: RunConfig) -> Row:
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
     """Return the warnings of machine and config, and those of the texts that are not told yet."""
     name = public_name(run.training.dataset_path or run.training.dataset)
-    sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
-    doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
+    sequences = None
+    if run.steps is not None:
+        sequences = run.steps * run.batch.global_batch_size
+    found = list(run.warnings)
     machine = accelerator_warning()
-    return [
-        *([machine] if machine else []),
-        *run.warnings,
-        *(one for one in doubts if not is_told(one, run.warnings)),
-    ]
+    if machine:
+        found.insert(0, machine)
+    for doubt in text_warnings(datasets.train, datasets.validation, name, sequences):
+        if not is_told(doubt, run.warnings):
+            found.append(doubt)
+    return found

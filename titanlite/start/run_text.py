@@ -117,11 +117,10 @@ def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) ->
     """
     seq_len = run.validation.seq_len or run.training.seq_len
     found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
-    streams = [
-        name or run.validation.dataset
-        for name, rows in found.items()
-        if rows.total_sequences is None
-    ]
+    streams = []
+    for name, rows in found.items():
+        if rows.total_sequences is None:
+            streams.append(name or run.validation.dataset)
     if streams and run.validation.steps == -1:
         endless = ", ".join(streams)
         message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"

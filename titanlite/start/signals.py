@@ -257,8 +257,8 @@ def exit_on_signals(*numbers: signal.Signals) -> None:
     """
     _install(numbers, _exit_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    # The file tells the launcher that this worker will write its exit code, from here on by any of
-    # the signals.
+    # The file tells the launcher that this worker will write its exit code. From here on it does so
+    # after any of the signals.
     with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
         pass
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.keys import Key, choices, keys, members, sections
+from titanlite.config.key_types import choices, members
+from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import config_folders
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
 from titanlite.tools.parser import Commands, Parser, no_flags

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from titanlite.config.entries import known_names
+from titanlite.config.aliases import known_names
 from titanlite.config.errors import bad_flag, nearest
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Colours of curves on white: Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers
-#: can distinguish, then six that are far from these and from each other in CIELAB. Each has a
+#: can distinguish. Then six that are far from these and from each other in CIELAB. Each has a
 #: contrast of 3 at least.
 COLORS = (
     "#0072b2",

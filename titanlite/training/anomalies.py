@@ -7,8 +7,8 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
      "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49":
      [5], …}}
 
-`documents` has the numbers of the documents of each sequence of the global batch, counted from 0 in
-the order of the files and of the records in them. Of a stream it has files and records, for the
+`documents` has the numbers of the documents of each sequence of the global batch. They count from 0
+in the order of the files and of the records in them. Of a stream it has files and records, for the
 sequences of rank 0 alone.
 """
 
@@ -24,15 +24,15 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
-from titanlite.guard import BadStepError, WeightsError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
+from titanlite.training.bad_steps import BadStepError, WeightsError
 from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.
 FILE = "guard.jsonl"
-#: A checkpoint is suspect when this many returns to it were each followed by a bad step, within
-#: this many steps. The text differs each time, so the weights are to blame.
+#: A checkpoint is suspect when a bad step followed this many returns to it, within this many steps.
+#: The text differs each time, so the weights are to blame.
 _SOON, _RETURNS = 10, 2
 
 
@@ -64,8 +64,8 @@ class AnomalyLog:
     ) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
         self._dataset, self._global_batch, self._share = dataset, global_batch, share
-        #: Step of the checkpoint that the run went back to, and how often in a row a bad step came
-        #: soon after it.
+        #: Step of the checkpoint that the run returned to. How often in a row a bad step came soon
+        #: after it.
         self._returned = (-1, 0)
 
     def skipped(self, bad: BadStepError, fetched: Fetched) -> None:

@@ -74,7 +74,7 @@ class KVCache:
     """Keys and values of the tokens so far, in the place of the blocks' `inner_attention` while it
     is entered.
 
-    A token's slot is its position. So rows of different lengths need no padding on the left: what
+    A token's slot is its position. So rows of different lengths need no padding on the left. What
     padding wrote on the right is never attended to, and later tokens overwrite it. size: slots of
     each row.
     """

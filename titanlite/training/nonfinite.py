@@ -30,18 +30,17 @@ def find_nonfinite(
         if tensor.is_floating_point():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             devices.setdefault(part.device, {})[name] = part
-    mine, failed = "", None
+    mine = ""
+    failed = None
     try:
         for parts in devices.values():
             # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
             # tensor decides.
             sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-            suspects = (
-                part
-                for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True)
-                if not fine
-            )
-            mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
+            finite = sums.isfinite().tolist()
+            for (name, part), fine in zip(parts.items(), finite, strict=True):
+                if not mine and not fine and not part.isfinite().all():
+                    mine = name
     except RuntimeError as error:  # the other ranks wait for an answer in any case
         failed = error
     found = [(mine, failed is not None)] * dist.get_world_size(group)

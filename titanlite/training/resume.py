@@ -15,9 +15,9 @@ from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.data.loader import gather_state
 from titanlite.data.state import StateError, check_loader
-from titanlite.guard import BadStepError, check_statistics
 from titanlite.parallel.dist_env import log_once
 from titanlite.training.anomalies import skip_to
+from titanlite.training.bad_steps import BadStepError
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 def _check_state(loaded: LoadedState) -> None:
     """Raise CheckpointError unless a checkpoint's train state says where the run continues."""
-    needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
+    needed = {"tokens_seen", "data"}
+    if "dataloader" in loaded.left_out:
+        needed.remove("data")
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
         is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
@@ -158,9 +160,23 @@ def _check_state(loaded: LoadedState) -> None:
                 f"is {value!r:.60}. {_ONLY_WEIGHTS}"
             )
     try:
-        check_statistics(loaded.train.get("guard", {}))
+        _check_statistics(loaded.train.get("guard", {}))
     except ValueError as error:
         raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
+def _check_statistics(state: dict[str, Any]) -> None:
+    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
+    steps = state.get("bad_steps", [])
+    losses = state.get("losses", [])
+    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
+        raise ValueError(
+            f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
+        )
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        raise ValueError(
+            f"the guard's losses in its train state are {losses!r:.60}, and should be numbers"
+        )
 
 
 def save_seed(parts: TrainingComponents) -> None:

@@ -18,14 +18,14 @@ class LossWindow:
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the
     mean. It applies when half the window is filled, and at least twenty losses (of a shorter window
-    all): with fewer a deviation means little. After OLMo-core's SkipStepOptimizer (128 losses, six
+    all). With fewer a deviation means little. After OLMo-core's SkipStepOptimizer (128 losses, six
     sigmas), which also judges gradient norms and falls. Here a loss over the limit does not enter
     the window, where it would raise the limit for the next.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:
         self.sigmas = sigmas
-        #: Oldest first, behind NaN for those to come: sums have the same order, and so the same
+        #: Oldest first, behind NaN for those to come. Sums have the same order, and so the same
         #: bits, after a resume.
         self._losses = torch.full((size,), math.nan, dtype=torch.float64, device=device)
         self._least = min(size, max(_LEAST_LOSSES, size // 2))

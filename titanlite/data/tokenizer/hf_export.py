@@ -193,12 +193,11 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
         parsed = json.loads(content)
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     bos = _begin_with(names[tokenizer.bos_id], tokenizer.bos_id)
-    others = [
-        part
-        for part in _processors(parsed.get("post_processor"))
-        if part.get("type") == "ByteLevel"
-    ]
-    parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]} if others else bos
+    before = _processors(parsed.get("post_processor"))
+    others = [part for part in before if part.get("type") == "ByteLevel"]
+    parsed["post_processor"] = bos
+    if others:
+        parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]}
     parsed["truncation"] = parsed["padding"] = None
     return json.dumps(parsed, ensure_ascii=False).encode()
 

@@ -152,7 +152,11 @@ def _named_in(file: Path) -> dict[str, str | None]:
         raise DataError(
             f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again"
         ) from None
-    tokens = {key: parsed[key] for key in _KEYS if key in parsed}
-    return {
-        key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()
-    }
+    found = {}
+    for key in _KEYS:
+        if key in parsed:
+            token = parsed[key]
+            if isinstance(token, dict):
+                token = token["content"]
+            found[key] = token
+    return found

@@ -32,7 +32,9 @@ def load_local(path: str) -> Tokenizer:
     """Load the tokenizer of a file or a folder. Raises as `load_tokenizer`."""
     file = find_file(Path(path))
     tokenizer, kind = load_file(file)
-    tokenizer.folder = str(Path(path) if Path(path).is_dir() else file.parent)
+    tokenizer.folder = str(file.parent)
+    if Path(path).is_dir():
+        tokenizer.folder = str(Path(path))
     logger.info(
         f"tokenizer: {file} ({kind}), {tokenizer.vocab_size:,} ids; "
         f"BOS {tokenizer.bos_id} and EOS {tokenizer.eos_id} by {tokenizer.named_by}"

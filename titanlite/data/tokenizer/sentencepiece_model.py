@@ -19,8 +19,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the
     library always does: they stand for text, and are not among `special_tokens`. Decoding a
-    document returns its text with two exceptions: changes by normalisation, and a first space (the
-    dummy prefix looks the same).
+    document returns its text with two exceptions: changes by normalisation, and a first space. The
+    dummy prefix looks the same as that space.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:

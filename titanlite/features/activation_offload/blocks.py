@@ -31,8 +31,8 @@ def offload(
     stay as they are.
 
     Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share)
-    stay on the device. The hooks surround the block's call, so they also work on a block that is
-    compiled or checkpointed, whose saved tensors are then its inputs.
+    stay on the device. The hooks surround the block's call. So they also work on a compiled or
+    checkpointed block, whose saved tensors are its inputs.
     """
     object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
     cls: Any = type(block)

@@ -1,6 +1,6 @@
 """The memory of offloaded activations, for `titanlite.plan.memory`. No torch here.
 
-docs/plan.md derives the sizes.
+titanlite/plan/FORMULAS.md derives the sizes.
 """
 
 from __future__ import annotations

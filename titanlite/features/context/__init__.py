@@ -1,8 +1,8 @@
 """Context parallelism (CP), ranks that share each sequence: what titanlite knows of it, moment by
 moment.
 
-    ranks.py      this rank's part of a sequence        attention.py   the blocks of a model
-    loader.py     … of the batches
+    ranks.py      this rank's part of a sequence        attention.py     the blocks of a model
+    loader.py     … of the batches                      plan_memory.py   what they keep and need
 
 The key is `experimental.context_parallel_degree`. Files that need torch are imported where they are
 used.
@@ -10,6 +10,7 @@ used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.features.context.loader import CPLoader
+    from titanlite.plan.blocks import Shape
+    from titanlite.plan.lifetimes import Op
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
 
@@ -67,7 +70,17 @@ class ContextParallel(Feature):
 
         return CPLoader(whole, mesh)
 
-    # The plan
+    # The plan: `titanlite.plan` calls these
+
+    def pairs(self, s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
+        """Return the operators of attention proper, as `titanlite.plan.blocks.pairs`."""
+        from titanlite.features.context.plan_memory import pairs
+
+        return pairs(s, width, kv_width, sums)
+
+    def attention_slower(self, step: StepSizes) -> float:
+        """Return by which factor attention takes longer than in one piece."""
+        return 1 + step.rates.constants.context * math.log2(step.mesh.context)
 
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Keys and values are gathered, and their gradients scattered."""

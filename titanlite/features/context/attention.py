@@ -63,10 +63,10 @@ class ContextAttention(nn.Module):
             early, late = (self._causal(chunk, end) for _, end in spans)
             return early, late
         own = self.cp_rank.part(doc_ids).chunk(2, 1)
-        early, late = (
-            self._same_document(queries, doc_ids[:, begin:end])
-            for queries, (begin, end) in zip(own, spans, strict=True)
-        )
+        masks = []
+        for queries, (begin, end) in zip(own, spans, strict=True):
+            masks.append(self._same_document(queries, doc_ids[:, begin:end]))
+        early, late = masks
         return early, late
 
     def _causal(self, chunk: int, end: int) -> Tensor | None:

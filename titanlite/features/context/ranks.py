@@ -1,7 +1,7 @@
 """Ranks that share each sequence, and their parts of it.
 
 A sequence is cut into twice as many chunks as there are ranks, and rank r takes chunk r and chunk r
-from the end. Under a causal mask an early chunk has few keys and a late one many; so all ranks have
+from the end. Under a causal mask an early chunk has few keys and a late one many. So all ranks have
 equally many pairs of query and key (Llama 3, 2024, section 3.3.2).
 """
 

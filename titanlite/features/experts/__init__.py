@@ -1,20 +1,24 @@
 """Expert parallelism (EP), ranks that share the experts of a mixture: what titanlite knows of it,
 moment by moment.
 
-    sharding.py   experts divided over ranks, and over those that shard them
-    exchange.py   rows on their way to the ranks of their experts, and back
+    checks.py        other keys, ranks, model
+    sharding.py      experts divided over ranks, and over those that shard them
+    exchange.py      rows on their way to the ranks of their experts, and back
+    figures.py       load of experts and losses of routers, a callback
+    plan_memory.py   what mixtures keep, need and hold
 
-The key is `parallelism.expert_parallel_degree`. Both files need torch and are imported where they
-are used. Mixtures themselves are models: `titanlite.models.moe`.
+The key is `parallelism.expert_parallel_degree`. Files that need torch are imported where they are
+used. Mixtures themselves are models: `titanlite.models.moe`. Every run of one has the figures, the
+memory of the plan, and the check of what is resharded.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.rules import Finding
+from titanlite.features.experts import checks
 from titanlite.features.feature import Feature
 from titanlite.parallel import ParallelismError
 
@@ -25,13 +29,11 @@ if TYPE_CHECKING:
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
 
-_TP = "training.tensor_parallel_degree"
-
 
 class ExpertParallel(Feature):
     """Expert parallelism of more than one rank."""
 
-    key = "parallelism.expert_parallel_degree"
+    key = checks.DEGREE
     model_field = "experts"
 
     def __init__(self, ranks: int) -> None:
@@ -39,32 +41,8 @@ class ExpertParallel(Feature):
 
     # Before the ranks start
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterator[Finding]:
-        """Check that the ranks that share the weights can share the experts too."""
-        if run.spec.experts is None:
-            return
-        if run.mesh.tensor > 1:
-            message = (
-                f"is {self.ranks}: tensor-parallel ranks hold the same tokens, and would send each "
-                "of them more than once"
-            )
-            yield "conflict", self.key, message, f"set {_TP} = 1, or this key"
-        if run.activation_checkpoint.mode == "budget":
-            message = (
-                'is "budget", which covers compiled code alone, and experts that ranks share are '
-                "not compiled"
-            )
-            yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
-        experts = math.gcd(*run.spec.experts(args).values())
-        shards = run.mesh.weight_shards
-        if shards % self.ranks or experts % self.ranks:
-            which = run.mesh.weight_shards_in_words
-            fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
-            message = (
-                f"is {self.ranks}, which does not divide both {which} = {shards} and the "
-                f"{experts} experts"
-            )
-            yield "divide", self.key, message, f"these work: {fitting}"
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        return checks.model_misfits(run, args)
 
     # The model: `titanlite.parallel.parallelize` calls these
 
@@ -74,16 +52,18 @@ class ExpertParallel(Feature):
 
         return expert_mesh(mesh, self.ranks)
 
-    def apply(self, model: nn.Module, mesh: DeviceMesh, mixtures: Sequence[str]) -> None:
+    def apply(self, model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
         """Divide the experts of a model or pipeline stage on the meta device, in place.
 
-        mesh: of `mesh`. mixtures: names of the mixtures in `model`. Raises ParallelismError for one
+        mesh: of `mesh`. names: of the mixtures in the whole model. Raises ParallelismError for one
         that cannot be divided.
         """
         from titanlite.features.experts.sharding import apply_ep, has_exchange
 
         apply_ep(model, mesh["ep"])
-        whole = [name for name in mixtures if not has_exchange(model.get_submodule(name))]
+        modules = dict(model.named_modules())
+        here = [name for name in names if name in modules]
+        whole = [name for name in here if not has_exchange(modules[name])]
         if whole:
             raise ParallelismError(
                 f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"

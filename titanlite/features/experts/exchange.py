@@ -1,8 +1,8 @@
 """Rows of a mixture on their way to the ranks of their experts, and back.
 
-A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients;
-recomputation repeats the first three. The host reads the number of rows, which the size of the
-tensors depends on: once per layer and forward pass it waits for the device.
+A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients.
+Recomputation repeats the first three. The host reads the number of rows, since the size of the
+tensors depends on it. So it waits for the device once per layer and forward pass.
 """
 
 from __future__ import annotations
@@ -75,13 +75,11 @@ class Exchange:
         """
         sent = counts.view(self.ranks, -1)
         received = _all_to_all(counts, None, None, self.group).view_as(sent)
-        outward, inward = torch.stack(
-            (sent.sum(1), received.sum(1))
-        ).tolist()  # waits for the device
+        sizes = torch.stack((sent.sum(1), received.sum(1)))
+        outward, inward = sizes.tolist()  # waits for the device
         experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
-        order = experts.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(
-            stable=True
-        )
+        of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(inward))
+        order = of_rows.argsort(stable=True)
         route = Route(outward, inward, order, order.argsort(), self.group)
         return _Move.apply(rows, route, True), received.sum(0), route
 

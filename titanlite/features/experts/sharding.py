@@ -5,7 +5,7 @@
     apply_fsdp(model, groups, mesh, experts=experts)
 
 These ranks are a factor of the ranks that share the weights, and each reads its own text. It holds
-some of the experts, sends each row to the rank of its expert, and gets the result back: no token is
+some of the experts, sends each row to the rank of its expert, and gets the result back. No token is
 dropped.
 """
 

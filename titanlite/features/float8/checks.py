@@ -115,14 +115,13 @@ def _nothing_converted(choices: Sequence[Float8Choice]) -> Iterator[Finding]:
 
 def _odd_tokens(run: RunConfig) -> Iterator[Finding]:
     """Check the number of tokens in a product of one rank."""
-    pieces = run.pipeline.microbatches
-    rows = run.training.batch_size // pieces
-    length = run.training.seq_len // run.mesh.context
-    if rows * length % MULTIPLE == 0:
+    tokens = run.tokens_at_once
+    if tokens % MULTIPLE == 0:
         return
-    by = f"{counted(rows, 'sequences')} x {length} tokens on each rank = {rows * length}"
+    rows = counted(run.sequences_at_once, "sequences")
+    by = f"{rows} x {run.rank_len} tokens on each rank = {tokens}"
     message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
-    fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
+    fitting = MULTIPLE // math.gcd(MULTIPLE, run.rank_len) * run.pipeline.microbatches
     batch = f"training.batch_size = {fitting} or a multiple of it"
     yield "divide", ENABLE, message, f"these work: {batch}, or another training.seq_len"
 

@@ -35,6 +35,18 @@ def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyl
     return cast(ParallelStyle, made)
 
 
+def _prepare_input(float8: Any, plain: Any) -> Any:
+    """Return how a style of torchao's prepares the input of a linear. An exact linear takes it as
+    `plain`, the style of torch, does.
+    """
+
+    def prepare(input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        style = float8 if module.exact is None else plain
+        return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
+
+    return staticmethod(prepare)
+
+
 @functools.cache
 def _styles(sends: bool) -> dict[str, Any]:
     parallel = torchao().float8_tensor_parallel
@@ -42,20 +54,10 @@ def _styles(sends: bool) -> dict[str, Any]:
     rowwise: Any = parallel.Float8RowwiseParallel
 
     class Colwise(colwise):
-        @staticmethod
-        def _prepare_input_fn(
-            input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any
-        ) -> Any:
-            style: Any = colwise if module.exact is None else ColwiseParallel
-            return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
+        _prepare_input_fn = _prepare_input(colwise, ColwiseParallel)
 
     class Rowwise(rowwise):
-        @staticmethod
-        def _prepare_input_fn(
-            input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any
-        ) -> Any:
-            style: Any = rowwise if module.exact is None else RowwiseParallel
-            return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
+        _prepare_input_fn = _prepare_input(rowwise, RowwiseParallel)
 
         @staticmethod
         def _prepare_output_fn(

@@ -7,8 +7,7 @@ With a large vocabulary the logits and their gradients are most of a step's memo
     loss = batch_loss(model, tokens, labels, cross_entropy_sum)
 
 `torch.nn.functional.linear_cross_entropy` (2.13) also works in chunks. In bf16 it rounds the loss
-to bf16 (relative error 2e-4 to 1e-2; here 3e-6), and it takes neither sharded logits nor another
-loss.
+to bf16 (relative error 2e-4 to 1e-2; here 3e-6). It takes neither sharded logits nor another loss.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class ChunkedHead(nn.Linear, OwnLinear):
         """The loss as a scalar; without labels the logits.
 
         x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's
-        part of each sequence (a DTensor, or plain from the stage before), and labels are those of
-        all of it.
+        part of each sequence (a DTensor, or plain from the stage before). Labels are those of the
+        whole sequence.
         """
         weight = self.weight
         if self.logits is None:
@@ -140,8 +139,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients of one chunk after the other, so that the logits of one alone exist at a
     time.
 
-    Gradients are computed with the loss, not in the backward: then no product is computed twice,
-    and what stays until the backward is as large as the inputs. There the loss's own gradient, a
+    Gradients are computed with the loss, not in the backward. So no product is computed twice, and
+    what stays until the backward is as large as the inputs. There the loss's own gradient, a
     scalar, is all that is missing.
     """
 

@@ -54,8 +54,11 @@ def _alternating(
     kind = "B" if late is None else "I"
     yield from (("F", stage) for stage in forwards[:ahead])
     for i, stage in enumerate(backwards):
-        following = [("F", forwards[ahead + i])] if ahead + i < len(forwards) else []
-        yield from [*following, (kind, stage)] if forward_first else [(kind, stage), *following]
+        work = [(kind, stage)]
+        if ahead + i < len(forwards):
+            following = ("F", forwards[ahead + i])
+            work = [following, (kind, stage)] if forward_first else [(kind, stage), following]
+        yield from work
         if late is not None and i >= late:
             yield ("W", backwards[i - late])
     yield from (("W", stage) for stage in backwards[len(backwards) - (late or 0) :])

@@ -1,6 +1,6 @@
 """The events of a pipeline rank's step, for `titanlite.plan.memory`. No torch here.
 
-docs/plan.md derives each size.
+titanlite/plan/FORMULAS.md derives each size.
 """
 
 from __future__ import annotations

@@ -69,10 +69,9 @@ class Pipeline:
         """schedule: a name of `titanlite.parallel.schedules.SCHEDULES`.
 
         microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces
-        of a step go through one run of the schedule, so ranks wait once per step for the pipeline
-        to fill and to drain.
-        loss: summed over tokens. positions: tokens per sequence on this rank → their places in it,
-        [that many] int64; needed where hidden states have another length.
+        of a step go through one run of the schedule. So ranks wait once per step for the pipeline
+        to fill and to drain. loss: summed over tokens. positions: tokens per sequence on this rank
+        → their places in it, [that many] int64; needed where hidden states have another length.
         """
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -145,18 +144,22 @@ class Pipeline:
         """
         phase("pipeline")
         self._tokens = tokens
-        inputs = (torch.cat([b.tokens for b in micro_batches]),) if self._has_first else ()
-        labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
-        losses: list[Tensor] | None = [] if self._has_last else None
+        inputs: tuple[Tensor, ...] = ()
+        labels: Tensor | None = None
+        losses: list[Tensor] | None = None
+        if self._has_first:
+            inputs = (torch.cat([b.tokens for b in micro_batches]),)
+        if self._has_last:
+            labels = torch.cat([b.labels for b in micro_batches])
+            losses = []
         rows = sum(len(b.tokens) for b in micro_batches)
-        documents = [b.documents for b in micro_batches if b.documents is not None]
-        keywords = self._keywords(
-            rows, self._shape.seq_len, labels, torch.cat(documents) if documents else None
-        )
+        parts = [b.documents for b in micro_batches if b.documents is not None]
+        documents = torch.cat(parts) if parts else None
+        keywords = self._keywords(rows, self._shape.seq_len, labels, documents)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
-        return (
-            torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
-        )
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack(losses).detach().sum()
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:

@@ -118,7 +118,7 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
         raise ParallelismError(
             f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least"
         )
-    # A stage begins with a block: modules before the first block belong to the first stage, those
+    # A stage begins with a block. Modules before the first block belong to the first stage, those
     # after the last block to the last stage.
     pieces = [range(start, end) for start, end in itertools.pairwise([*blocks, len(costs)])]
     pieces[0] = range(pieces[0].stop)

@@ -22,7 +22,7 @@ from titanlite.tools.commands.migrate import Change, Kind, Migration
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
 _NO_VALIDATION = "read with --validation_freq only"
-#: Argument → its default there (or its type if it has none); the key here, or the reason why it may
+#: Argument → its default there (or its type if it has none). The key here, or the reason why it may
 #: have none. `_Translation` translates some of those with a reason.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (2, "training.batch_size"),

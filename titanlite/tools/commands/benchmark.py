@@ -76,7 +76,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     width = max(len(level.name) for level in LEVELS)
     levels = []
     for level in LEVELS:
-        levels.append(f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}")
+        about = f"+ {level.about}" if level.adds else level.about
+        levels.append(f"  {level.name:<{width}}  {about}")
     parser = commands.add_parser(
         "benchmark",
         aliases=["ladder"],
@@ -184,11 +185,11 @@ class Benchmark:
     def in_turn(self) -> list[tuple[Level, int]]:
         """Return level and number of all runs, in order. Each repeat starts with another level."""
         count = len(self.levels)
-        return [
-            (self.levels[(repeat + i) % count], repeat + 1)
-            for repeat in range(self.repeats)
-            for i in range(count)
-        ]
+        runs = []
+        for repeat in range(self.repeats):
+            for i in range(count):
+                runs.append((self.levels[(repeat + i) % count], repeat + 1))
+        return runs
 
     def folder(self, level: Level, repeat: int) -> Path:
         return self.out / "runs" / f"{level.name}-{repeat}"
@@ -242,11 +243,9 @@ class Benchmark:
         code = train(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
-            why = (
-                f"failed with exit code {code}"
-                if code
-                else f"left no metrics of {self.steps} steps in {folder}"
-            )
+            why = f"left no metrics of {self.steps} steps in {folder}"
+            if code:
+                why = f"failed with exit code {code}"
             _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
             _log(
                 f"the whole output: {console}; the same command tries again, --skip {level.name} "
@@ -401,7 +400,9 @@ def _finished_run(folder: Path) -> Run | None:
         found = read_run(folder)
     except (RunError, OSError):
         return None
-    return found if found.state == "done" and found.step == found.steps and found.training else None
+    if found.state == "done" and found.step == found.steps and found.training:
+        return found
+    return None
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     if base.value("checkpoint.start") == "resume":
         found.append("--checkpoint.start=resume-or-fresh")
     found.append(f"--training.seed={base.value('training.seed') or 0}")
-    with contextlib.suppress(ConfigError):  # it is reported with the levels
+    with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
         found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
     return [*found, *flags]

@@ -113,12 +113,13 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
     """Over equal steps of each pair. NaN if one is NaN: `max` alone would hide it."""
-    known = [
-        abs(a.losses[step] - b.losses[step])
-        for a, b in pairs
-        for step in a.losses.keys() & b.losses.keys()
-    ]
-    return math.nan if any(map(math.isnan, known)) else max(known, default=None)
+    known = []
+    for a, b in pairs:
+        for step in a.losses.keys() & b.losses.keys():
+            known.append(abs(a.losses[step] - b.losses[step]))
+    if any(map(math.isnan, known)):
+        return math.nan
+    return max(known, default=None)
 
 
 def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:

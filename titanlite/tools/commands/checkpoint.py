@@ -242,7 +242,9 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
         state += f": {entry.reason}"
     holds = ""
     if manifest.weights_only:
-        holds = f"weights only, as {manifest.dtype}" if manifest.dtype else "weights only"
+        holds = "weights only"
+        if manifest.dtype:
+            holds += f", as {manifest.dtype}"
     form = str(manifest.format)
     if not manifest.hashes:
         form += ", without hashes"
@@ -286,11 +288,9 @@ def _verify(arguments: argparse.Namespace) -> Answer:
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
             continue
-        result = (
-            "hashes are right"
-            if manifest.hashes
-            else "sizes are right; it was written without hashes"
-        )
+        result = "sizes are right; it was written without hashes"
+        if manifest.hashes:
+            result = "hashes are right"
         size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
         lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
     if bad:
@@ -321,12 +321,19 @@ def _diff(arguments: argparse.Namespace) -> Answer:
     return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
 
 
+def _entry_text(entry: Sequence[Any]) -> str:
+    """Return dtype and shape of a tensor."""
+    dtype, shape = entry
+    return f"{dtype}{shape}"
+
+
 def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
-    left, right = (
-        None if side is None else f"{side[0]}{side[1]}" for side in (one.left, one.right)
-    )
-    if left is None or right is None:
-        return one.name, f"only in {'+++' if left is None else '---'}: {left or right}", "", "", ""
+    left = "" if one.left is None else _entry_text(one.left)
+    right = "" if one.right is None else _entry_text(one.right)
+    if not left:
+        return one.name, f"only in +++: {right}", "", "", ""
+    if not right:
+        return one.name, f"only in ---: {left}", "", "", ""
     words = left if left == right else f"{left} and {right}"
     if not one.comparable:
         return one.name, words, "", "", ""
@@ -340,8 +347,10 @@ def _convert(arguments: argparse.Namespace) -> str:
 def _rm(arguments: argparse.Namespace) -> str:
     gone = remove(arguments.paths, arguments.force, arguments.dry_run)
     did = "would delete" if arguments.dry_run else "deleted"
-    lines = [
-        f"{did} {entry.folder}: {entry.description}, {human_bytes(entry.size)}" for entry in gone
-    ]
-    freed = human_bytes(sum(entry.size for entry in gone))
-    return "\n".join([*lines, f"{freed} {'would be freed' if arguments.dry_run else 'freed'}"])
+    freed = "would be freed" if arguments.dry_run else "freed"
+    lines = []
+    for entry in gone:
+        size = human_bytes(entry.size)
+        lines.append(f"{did} {entry.folder}: {entry.description}, {size}")
+    total = human_bytes(sum(entry.size for entry in gone))
+    return "\n".join([*lines, f"{total} {freed}"])

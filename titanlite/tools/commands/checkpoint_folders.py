@@ -1,5 +1,5 @@
-"""Folders of checkpoints: what is in them, which checkpoint is meant, whether its files are right,
-and the deletion of some. No torch.
+"""Folders of checkpoints: what is in them, which one is meant, whether its files are right. It also
+deletes checkpoints. No torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Entry:
     """One folder among the checkpoints, or the mark of a leftover."""
 
     folder: AnyPath
-    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one,
-    #: quarantined when its step was saved again), "partial" (a save under way or cut short) or
-    #: "being deleted".
+    #: "valid", "invalid", "newer format" (of a later titanlite) or "being deleted". "set aside": an
+    #: invalid one, quarantined when its step was saved again. "partial": a save under way or cut
+    #: short.
     state: str
     #: Why it is not valid.
     reason: str
@@ -71,8 +71,12 @@ class Entry:
 
     @property
     def description(self) -> str:
-        more = ", weights only" if self.manifest is not None and self.manifest.weights_only else ""
-        return f"{self.state}{more}{', pinned' if self.pinned else ''}"
+        text = self.state
+        if self.manifest is not None and self.manifest.weights_only:
+            text += ", weights only"
+        if self.pinned:
+            text += ", pinned"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry for JSON."""
@@ -122,7 +126,9 @@ def inspect(path: AnyPath) -> Entry:
     if not times:
         with suppress(OSError):
             times = [path.stat().st_mtime]
-    written = manifest.created if manifest else max(times, default=time.time())
+    written = max(times, default=time.time())
+    if manifest:
+        written = manifest.created
     return Entry(
         path,
         state,
@@ -283,7 +289,8 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
         manifest, problems = verify(folder, progress(print_progress, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
             return
-        reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
+        reason = problems[0] if problems else f"{folder} holds weights only"
+        reasons.append(f"\n  {reason}")
     raise CheckpointError(
         f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
         "Nothing was removed; --force removes it anyway"

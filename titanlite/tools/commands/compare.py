@@ -70,9 +70,6 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
     parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
-    parts += (
-        ["\n".join(f"note: {escape_name(note)}" for note in comparison.notes)]
-        if comparison.notes
-        else []
-    )
+    if comparison.notes:
+        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.runs.attempts import Attempt
 from titanlite.runs.read import Row, Run, RunError, read_run
-from titanlite.runs.record import Attempt
 from titanlite.tools.commands.runs import finite, last, number, state_words, table
 from titanlite.utils import Table
 
@@ -37,9 +37,8 @@ class Figure:
 
     def cells(self) -> list[str]:
         """Return the values as text, e.g. `1,234 (1.05×)` or `4.5621 (+0.0012)`."""
-        return [
-            self._cell(value, self.values[0] if i else None) for i, value in enumerate(self.values)
-        ]
+        first, *others = self.values
+        return [self._cell(first, None), *(self._cell(value, first) for value in others)]
 
     def _cell(self, value: float | None, first: float | None) -> str:
         text = number(value, self.form)
@@ -47,7 +46,9 @@ class Figure:
             return text
         if self.relation == "difference":
             return f"{text} ({format(value - first, '+' + self.form)})"
-        return f"{text} ({value / first:.2f}×)" if first and self.relation == "ratio" else text
+        if self.relation == "ratio" and first:
+            return f"{text} ({value / first:.2f}×)"
+        return text
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ def compare(runs: Sequence[Run]) -> Comparison:
         name: str,
         source: list[list[Row]],
     ) -> Figure:
-        values = (finite(part, name) for part in source)
-        return Figure(
-            title, tuple(pick(found) if found else None for found in values), form, "ratio"
-        )
+        picked: list[float | None] = []
+        for part in source:
+            values = finite(part, name)
+            picked.append(pick(values) if values else None)
+        return Figure(title, tuple(picked), form, "ratio")
 
     figures = [
         ratio("tokens/s", ",.0f", median, "total_tps", rows),
@@ -133,7 +135,10 @@ def steady(run: Run) -> list[Row]:
 
     Of an attempt with two rows, the second is kept.
     """
-    return [row for part in run.segments() for row in (part[2:] if len(part) > 2 else part[1:])]
+    found = []
+    for part in run.segments():
+        found += part[2:] if len(part) > 2 else part[1:]
+    return found
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -144,9 +149,11 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
     finals = tuple(float(max(steps)) if steps else None for steps in losses)
     same = len(set(finals)) == 1
     if not same:
-        if shared := set.intersection(*map(set, losses)):
-            values = tuple(found[max(shared)] for found in losses)
-            yield Figure(f"validation loss at step {max(shared):,}", values, ".4f", "difference")
+        shared = set.intersection(*map(set, losses))
+        if shared:
+            step = max(shared)
+            values = tuple(found[step] for found in losses)
+            yield Figure(f"validation loss at step {step:,}", values, ".4f", "difference")
         yield Figure("final validation, step", finals, ",.0f", None)
     final = tuple(last(run, "validation_loss") for run in runs)
     yield Figure("final validation loss", final, ".4f", "difference" if same else None)
@@ -154,11 +161,9 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps at equal distances, including the last."""
-    return (
-        sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)})
-        if steps
-        else []
-    )
+    if not steps:
+        return []
+    return sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)})
 
 
 def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -176,9 +181,9 @@ def tables(comparison: Comparison) -> list[Table]:
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
     found = [Table(("", *runs.columns), named, (0, 1, 2)), Table(("", *labels), figures)]
     rows = [(name, *map(_plain, values)) for name, values in comparison.differences.items()]
-    return found + (
-        [Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else []
-    )
+    if rows:
+        found.append(Table(("what differs", *labels), rows, range(len(labels) + 1)))
+    return found
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:

@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config import trust
-from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
+from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
-from titanlite.config.entries import unknown
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote
+from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.start.derive import RunConfig, smallest_world
-from titanlite.start.fit import check_config, fitted
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config, fitted, smallest_world
 from titanlite.tools.parser import (
     FILES,
     FLAGS,
@@ -284,8 +285,13 @@ def _saves(run: RunConfig) -> str:
 
 
 def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    files = [w for w in arguments.words if w.endswith(".toml") or os.sep in w or os.path.isfile(w)]
-    names = [word.strip("[]") for word in arguments.words if word not in files]
+    files = []
+    names = []
+    for word in arguments.words:
+        if word.endswith(".toml") or os.sep in word or os.path.isfile(word):
+            files.append(word)
+        else:
+            names.append(word.strip("[]"))
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *flags])
@@ -357,7 +363,9 @@ def _shown_value(config: LoadedConfig, key: Key) -> str:
 
     value = config.value(key.name)
     if key.name == "launch.environment":
-        value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
+        value = dict(value)
+        for name in filter(is_secret, value):
+            value[name] = REMOVED
     return quote(value)
 
 
@@ -374,7 +382,9 @@ def _source(config: LoadedConfig, key: Key) -> str:
 
 def _shown_source(config: LoadedConfig, key: str) -> str:
     source = config.source(key)
-    return str(source) if source.written in ("", key) else f"{source}, as {source.written}"
+    if source.written in ("", key):
+        return str(source)
+    return f"{source}, as {source.written}"
 
 
 # Diff
@@ -401,7 +411,10 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     for key, *sides in found:
         lines.append(style.bold(key))
         for mark, (value, source) in zip("-+", sides, strict=True):
-            lines.append(f"  {mark} {value}" + (style.dim(f"  {source}") if source else ""))
+            line = f"  {mark} {value}"
+            if source:
+                line += style.dim(f"  {source}")
+            lines.append(line)
     return "\n".join(lines), DIFFERENT
 
 
@@ -475,9 +488,8 @@ def differences(left: Side, right: Side) -> list[Difference]:
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
         if key not in values:
             return "(not set)", ""
-        return REMOVED if _is_secret_variable(key) else quote(values[key]), _shown_source(
-            one.config, key
-        )
+        value = REMOVED if _is_secret_variable(key) else quote(values[key])
+        return value, _shown_source(one.config, key)
 
     differ = [
         key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]

@@ -13,17 +13,17 @@ import msgspec
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
-    LATER_DEFAULTS,
-    LATER_FLAVORS,
     VALUE_NAMES,
     Alias,
     names_of,
 )
-from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
+from titanlite.config.key_types import inner_section, members, names_beside_paths
+from titanlite.config.keys import Key, keys, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
-from titanlite.config.run_sections import Section
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.config.value_types import Section
 from titanlite.tools import render_page
 
 #: Keys of the command line alone: a file cannot name itself.
@@ -110,8 +110,14 @@ def _row(key: Key) -> tuple[str, str, str, str]:
 
 
 def _other_names(key: Key) -> str:
-    names = [_code(a.name) + (f" ({a.relation})" if a.convert else "") for a in names_of(key.name)]
-    names += ["one string with commas"] if key.name in COMMA_LISTS else []
+    names = []
+    for alias in names_of(key.name):
+        name = _code(alias.name)
+        if alias.convert:
+            name += f" ({alias.relation})"
+        names.append(name)
+    if key.name in COMMA_LISTS:
+        names.append("one string with commas")
     names += [
         f"{_code(later)} for {_code(value)}"
         for (name, later), value in VALUE_NAMES.items()
@@ -166,7 +172,8 @@ def _section(name: str, owner: type[Section]) -> Schema:
     for key in Key.all_of(name, owner):
         if key.name in NOT_IN_FILES:
             continue
-        required += [key.field] if key.required else []
+        if key.required:
+            required.append(key.field)
         default = {} if key.default is None else {"default": key.default}
         properties[key.field] = {
             "description": key.description + _mark(key.name),

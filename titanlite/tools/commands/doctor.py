@@ -418,11 +418,12 @@ def _own_interface(found: dict[str, str]) -> _Found:
 
 
 def _efa_devices() -> list[str]:
-    return sorted(
-        path.name
-        for path in Path("/sys/class/infiniband").glob("*")
-        if (path / "device" / "driver").resolve().name == "efa"
-    )
+    names = []
+    for path in Path("/sys/class/infiniband").glob("*"):
+        driver = (path / "device" / "driver").resolve()
+        if driver.name == "efa":
+            names.append(path.name)
+    return sorted(names)
 
 
 def _efa() -> _Found:
@@ -477,7 +478,9 @@ def _folder(name: str) -> _Found:
     place = "seen by this machine alone, unless it is a shared disk"
     if kind.startswith(_NETWORK_TYPES):
         place = "a network file system"
-    shown = str(folder) if os.path.isdir(name) else f"{folder} (for {name}, which is not there yet)"
+    shown = str(folder)
+    if not os.path.isdir(name):
+        shown += f" (for {name}, which is not there yet)"
     yield OK, f"{shown}: {kind} ({place}), {human_bytes(free)} free, {speed}"
     if free < 10 * _GB:
         message = f"{folder} has only {human_bytes(free)} free"

@@ -203,11 +203,10 @@ def _evaluate_rank(
             sources = {name: _figures(one) for name, one in losses.items()}
             print(to_json({**about, **_figures(result.all), "sources": sources}))
         else:
-            print(
-                as_table(
-                    str(folder), {**losses, **({"all": result.all} if len(losses) > 1 else {})}
-                )
-            )
+            shown = dict(losses)
+            if len(losses) > 1:
+                shown["all"] = result.all
+            print(as_table(str(folder), shown))
     return exit_codes.DONE
 
 

@@ -197,5 +197,8 @@ def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
             more = parse_json(file.read_bytes()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
-        found |= {more} if isinstance(more, int) else {*(more or [])}
+        if isinstance(more, int):
+            found |= {more}
+        else:
+            found |= set(more or [])
     return found

@@ -37,7 +37,7 @@ from titanlite.data.sources import columns_of, iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures, sources_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.runs.record import read_attempts
+from titanlite.runs.attempts import read_attempts
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted
 from titanlite.start.run_text import phases_of, read_held_out, read_training_text
@@ -79,8 +79,7 @@ class Run:
     states: Sequence[State] = ()
 
 
-#: Takes from the config that a run kept what a look at its text does not use, so that it need not
-#: be trusted.
+#: Removes from a kept config what a look at its text does not use, so that it need not be trusted.
 _NO_TRAINING = (
     "--job.callbacks=[]",
     "--optimizer.name=AdamW",
@@ -278,7 +277,9 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     for source, rows in zip(
         data.source or [single], sources_of(run.rows, "").values(), strict=True
     ):
-        name = source.name or source.path if data.source else source.path or source.name
+        name = source.path or source.name
+        if data.source:
+            name = source.name or source.path
         if rows.corpus is None or not rows.corpus.files:
             continue
         wanted = {document.name for document in documents if document.source == name}
@@ -337,7 +338,9 @@ def _found(rows: Rows, training: Training) -> str:
     label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
     lines = list(file_lines(rows))
     lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
-    return "\n".join([*lines, rows.describe()]) if lines else ""
+    if not lines:
+        return ""
+    return "\n".join([*lines, rows.describe()])
 
 
 def shown_row(
@@ -348,7 +351,7 @@ def shown_row(
     Special tokens have names, each document has a line before it, and marks show where the loss
     counts none.
 
-    A token counts if the one before it predicts it, and the first one of a row belongs to the row
+    A token counts if the one before it predicts it. The first one of a row belongs to the row
     before.
     """
     tokens = row.tokens.tolist()
@@ -378,10 +381,13 @@ def _marked(
     text = ""
     for (is_masked, is_special), group in groupby(range(len(tokens)), kinds.__getitem__):
         part = tokenizer.decode(tokens[number] for number in group)
-        if is_masked:
-            text += style.dim(part) if style.color else f"[[{part}]]"
-        else:
-            text += style.warn(part) if is_special else part
+        if is_masked and style.color:
+            part = style.dim(part)
+        elif is_masked:
+            part = f"[[{part}]]"
+        elif is_special:
+            part = style.warn(part)
+        text += part
     return text
 
 

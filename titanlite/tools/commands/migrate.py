@@ -16,12 +16,12 @@ from typing import Any, Literal
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
-    LATER_DEFAULTS,
     VALUE_NAMES,
+    is_subsection,
     key_of,
     normalized,
 )
-from titanlite.config.entries import is_subsection
+from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, read_text
@@ -74,11 +74,10 @@ def migrate_file(path: str) -> tuple[Path, Migration]:
     try:
         text = found.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = (
-            "is not UTF-8 text"
-            if isinstance(error, UnicodeDecodeError)
-            else (error.strerror or str(error))
-        )
+        if isinstance(error, UnicodeDecodeError):
+            reason = "is not UTF-8 text"
+        else:
+            reason = error.strerror or str(error)
         message = f"cannot read {quote(path)}: {reason}"
         raise ConfigError([Problem("command line", "", message, code="unreadable")]) from None
     migration = migrate_text(text.replace("\r\n", "\n"), found)
@@ -160,8 +159,12 @@ class _Block:
     fate: Literal["rewritten", "kept", "gone"] = "rewritten"
 
     def lines(self) -> list[str]:
-        header = self.header + self.comment if self.has_keys else self.comment.strip()
-        return [*self.above, *([header] if header else []), *self.body]
+        header = self.comment.strip()
+        if self.has_keys:
+            header = self.header + self.comment
+        if not header:
+            return [*self.above, *self.body]
+        return [*self.above, header, *self.body]
 
 
 class _Rewriter:

@@ -220,7 +220,8 @@ def _reopen(folder: Path, index: dict[str, Any]) -> None:
     """Turn a finished folder, of which a part is damaged, into an unfinished one."""
     for part in index["parts"]:
         sources = [[index["files"][file], *rest] for file, *rest in part["sources"]]
-        atomic_write(folder / f"{part['name']}.json", json.dumps({**part, "sources": sources}))
+        content = json.dumps({**part, "sources": sources})
+        atomic_write(folder / f"{part['name']}.json", content)
     (folder / INDEX).unlink()
 
 
@@ -284,11 +285,10 @@ def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -
     text = index["text_bytes"]
     tokens = index["tokens"]
     size = sum(sum(part["bytes"].values()) for part in index["parts"])
-    speed = (
-        f", {human_time(seconds)}, {text / 1e6 / max(seconds, 1e-9):,.1f} MB of text per second"
-        if seconds
-        else ""
-    )
+    speed = ""
+    if seconds:
+        rate = text / 1e6 / max(seconds, 1e-9)
+        speed = f", {human_time(seconds)}, {rate:,.1f} MB of text per second"
     return (
         f"{folder}: {counted(index['documents'], 'documents')}, {counted(tokens, 'tokens')}, "
         f"{human_bytes(text)} of text, {text / tokens:.2f} bytes per token\n"
@@ -390,7 +390,8 @@ def _tokenize(task: Task) -> list[dict[str, Any]]:
         if part["last"]:
             return parts
     writer = _PartWriter(worker, _name(task, parts), task)
-    for end, document in _documents(worker, task, *(parts[-1]["end"] if parts else (0, 0))):
+    piece, number = parts[-1]["end"] if parts else (0, 0)
+    for end, document in _documents(worker, task, piece, number):
         if writer.tokens >= worker.options.part_tokens:
             parts.append(writer.close(last=False))
             writer = _PartWriter(worker, _name(task, parts), task)

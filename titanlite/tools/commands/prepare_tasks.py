@@ -72,11 +72,9 @@ class Options:
         Of folders without conversations they are as they always were.
         """
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return (
-            found
-            if self.chat
-            else {name: found[name] for name in found if name not in ("messages_key", "chat")}
-        )
+        if not self.chat:
+            del found["messages_key"], found["chat"]
+        return found
 
 
 class Piece(NamedTuple):

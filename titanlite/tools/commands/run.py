@@ -102,20 +102,18 @@ def count_gpus() -> int:
         return 0
     found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        found
-        if visible is None
-        else min(found, len([name for name in visible.split(",") if name.strip()]))
-    )
+    if visible is None:
+        return found
+    return min(found, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _ranks(asked: str | None, gpus: int) -> int:
     """Return the number of ranks. Raises ConfigError."""
-    name, text = (
-        ("--nproc", asked)
-        if asked is not None
-        else ("NGPU", os.environ.get("NGPU", str(gpus or 2)))
-    )
+    name = "--nproc"
+    text = asked
+    if text is None:
+        name = "NGPU"
+        text = os.environ.get("NGPU", str(gpus or 2))
     if not re.fullmatch("[1-9][0-9]*", text):
         raise bad_flag(name, f"expected an integer >= 1, got {text!r}")
     if gpus and int(text) > gpus:
@@ -161,16 +159,13 @@ def _output(ranks: int, shown: list[int]) -> list[str]:
     if terminal and shown == [0] and ranks <= 10:
         # Rank 0 has the terminal to itself, for its live view; torchrun writes the others' output
         # to files. It reads ranks of one digit here.
-        options += (
-            ["--redirects", ",".join(f"{rank}:3" for rank in range(1, ranks))] if ranks > 1 else []
-        )
+        if ranks > 1:
+            options += ["--redirects", ",".join(f"{rank}:3" for rank in range(1, ranks))]
     else:
         # The ranks write to files that torchrun reads, and cannot see where its own output ends.
         options += ["--role", "rank", "--tee", "3"]
         if terminal and not os.environ.get("NO_COLOR"):
             os.environ["FORCE_COLOR"] = "1"
-    return (
-        [*options, "--log-dir", tempfile.mkdtemp(prefix="titanlite-")]
-        if len(options) > 2
-        else options
-    )
+    if len(options) > 2:
+        options += ["--log-dir", tempfile.mkdtemp(prefix="titanlite-")]
+    return options

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.read import Row, Run, find_runs, read_run
-from titanlite.runs.record import read_attempts, read_entries
 from titanlite.tools.parser import no_flags
 from titanlite.utils import Table, escape_name, human_time, render
 
@@ -154,9 +154,9 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     rows = []
     notes = []
     for one in attempts:
-        tokens = (
-            0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))
-        )
+        tokens = 0
+        if one.get("state") != "done":
+            tokens = one.get("lost_tokens", lost.get(one["attempt"]))
         step = one.get("step") if "state" in one else None
         texts = (
             one["attempt"],
@@ -193,8 +193,6 @@ def attempts_text(folder: Path, terminal: bool) -> str:
 
 
 def _utc(seconds: float | None) -> str:
-    return (
-        NONE
-        if seconds is None
-        else f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
-    )
+    if seconds is None:
+        return NONE
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"

@@ -6,6 +6,7 @@ No torch until the prompts are read.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -77,8 +78,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _number(low: float, high: float | None) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
-        if not low <= value <= (float("inf") if high is None else high) or (high and not value):
-            words = f">= {low:g}" if high is None else f"over {low:g}, at most {high:g}"
+        if high is None:
+            words = f">= {low:g}"
+            fits = low <= value <= math.inf
+        else:
+            words = f"over {low:g}, at most {high:g}"
+            fits = low <= value <= high and not (high and not value)
+        if not fits:
             raise argparse.ArgumentTypeError(f"expected a number {words}, got {text}")
         return value
 

@@ -91,8 +91,8 @@ class Scenario:
     fault: Fault = NO_FAULT
     #: Flags of the run.
     flags: Sequence[str] = ()
-    #: Exit code of the rank after the fault, and whether a checkpoint newer than that of the first
-    #: half is there then.
+    #: Exit code of the rank after the fault, and whether there is a checkpoint newer than that of
+    #: the first half.
     code: int = -signal.SIGKILL
     newer: bool = False
 

@@ -34,8 +34,8 @@ class SaveEvent(NamedTuple):
     nth: int = 1
 
 
-#: Points at which a process can be killed, in the order of a save. At a name with "half" half of
-#: the file is cut off first, as if the rest had not been written.
+#: Points at which a process can be killed, in the order of a save. At a name with "half", half of
+#: the file is cut off first. So the rest seems not written.
 SAVE_EVENTS = {
     "folder made": SaveEvent("os.mkdir", r"/step-STEP$"),
     "shard begun": SaveEvent("open", r"/step-STEP/[^/]*\.distcp"),
@@ -52,8 +52,8 @@ SAVE_EVENTS = {
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half way")
-#: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its
-#: records.
+#: On a full disk files cannot grow beyond this. It is less than any shard of a tiny model, and more
+#: than its records.
 FULL_BYTES = 1 << 16
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
@@ -68,7 +68,7 @@ class Fault:
 
     kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
     #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has
-    #: its batches (all but full), when a "validation" begins (signals), in "build" (memory).
+    #: its batches (all but full). Or when a "validation" begins (signals), in "build" (memory).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
@@ -80,7 +80,7 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite.data.loader import ValidationLoader
+    from titanlite.data.held_out import ValidationLoader
 
     calls = itertools.count(1)
     steps = {fault.number}

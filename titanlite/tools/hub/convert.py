@@ -266,16 +266,13 @@ def convert(  # noqa: PLR0913
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
     path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a
-    file that
-    `to = "torch"` wrote.
-    target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints
-    in which the new one, of weights only, becomes `step-N`; that one may be in a store. It appears
-    when it is whole, and nothing is overwritten. dtype: of tensors in floating point, such as
-    "bfloat16"; None: as they are. ema: the average of the weights (optimizer.ema_decay), from a
-    checkpoint.
-    report: takes a line about the logits that both sides compute of a sample, and for a folder of
-    Hugging Face's one about the ids of texts; both are compared unless it is None.
-    trust_code: as for `open_source`.
+    file that `to = "torch"` wrote. target: a folder of Hugging Face's layout, a file for
+    `torch.load`, or a folder of checkpoints in which the new one, of weights only, becomes
+    `step-N`; that one may be in a store. It appears when it is whole, and nothing is overwritten.
+    dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
+    the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
+    both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
+    of texts. None: neither is compared. trust_code: as for `open_source`.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """

@@ -210,7 +210,9 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
 
 
 def _rounded(read: Read, dtype: str | None) -> Read:
-    return (lambda name: read(name).to(getattr(torch, dtype))) if dtype else read
+    if not dtype:
+        return read
+    return lambda name: read(name).to(getattr(torch, dtype))
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:

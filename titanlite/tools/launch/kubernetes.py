@@ -111,11 +111,9 @@ def _folder(job: Job) -> str:
 def _node_type(job: Job) -> str:
     """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
     kind = job.launch.instance_type
-    return (
-        f"ml.{kind.removeprefix('ml.')}"
-        if kind and job.launch.kind == "HyperPodPyTorchJob"
-        else kind
-    )
+    if kind and job.launch.kind == "HyperPodPyTorchJob":
+        return f"ml.{kind.removeprefix('ml.')}"
+    return kind
 
 
 def _name(job: Job) -> str:
@@ -124,7 +122,9 @@ def _name(job: Job) -> str:
     Two run folders have two names.
     """
     name = re.sub(r"[^a-z0-9-]+", "-", job.name)
-    start = (name if name[0].isalpha() else f"run-{name}")[:33].strip("-")
+    if not name[0].isalpha():
+        name = f"run-{name}"
+    start = name[:33].strip("-")
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
 
 
@@ -217,7 +217,9 @@ def advice(job: Job) -> str:
 def _next(job: Job) -> list[str]:
     launch = job.launch
     name = _name(job)
-    kubectl = "kubectl" + (f" -n {launch.namespace}" if launch.namespace else "")
+    kubectl = "kubectl"
+    if launch.namespace:
+        kubectl += f" -n {launch.namespace}"
 
     def suspend(value: bool) -> str:
         spec: dict[str, Any] = {"suspend": value}

@@ -272,5 +272,8 @@ def limit_seconds(time_limit: str) -> int | None:
         return None
     days, _, clock = time_limit.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
-    hours, minutes, seconds = [*parts, 0, 0][:3] if days else [0, *parts][-3:]
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = [0, *parts][-3:]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

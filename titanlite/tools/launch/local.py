@@ -8,8 +8,8 @@ import sys
 from typing import NoReturn
 
 from titanlite.metrics.jsonl import FILE as METRICS_FILE
+from titanlite.runs import ATTEMPTS
 from titanlite.runs.lock import FILE as LOCK_FILE
-from titanlite.runs.record import FILE as ATTEMPTS_FILE
 from titanlite.tools.launch.instances import network_environment
 from titanlite.tools.launch.launch import CONFIG, Job, LaunchError, render
 
@@ -36,7 +36,7 @@ def files(job: Job) -> dict[str, str]:
         "stopped": str(job.folder / "stopped"),
         "lock": str(job.folder.parent / LOCK_FILE),
         "metrics": str(job.folder.parent / METRICS_FILE),
-        "attempts": str(job.folder.parent / ATTEMPTS_FILE),
+        "attempts": str(job.folder.parent / ATTEMPTS),
         "max_restarts": launch.max_restarts,
     }
     return {FILE: render("local.sh.jinja", job, values)}

@@ -35,7 +35,9 @@ def checkpoint_folder(toml: str, run_folder: str, variables: Mapping[str, str]) 
     """
     folder = str(config_values(toml)["checkpoint.folder"])
     folder = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), folder)
-    return folder if is_url(folder) else posixpath.normpath(posixpath.join(run_folder, folder))
+    if is_url(folder):
+        return folder
+    return posixpath.normpath(posixpath.join(run_folder, folder))
 
 
 def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator[Problem]:

@@ -117,7 +117,9 @@ def _check(job: Job) -> None:
     problems += unset_variables(job.run.toml, launch.environment, _SET)
     mounts = {f"SM_CHANNEL_{name.upper()}": f"{_INPUT}/{name}" for name in launch.channels}
     folder = checkpoint_folder(job.run.toml, RUN_FOLDER, mounts | launch.environment)
-    kept = (f"{_INPUT}/", *([f"{RUN_FOLDER}/"] if launch.nodes == 1 else []))
+    kept: tuple[str, ...] = (f"{_INPUT}/",)
+    if launch.nodes == 1:
+        kept += (f"{RUN_FOLDER}/",)
     if checkpoint.enable_checkpoint and not is_url(folder) and not f"{folder}/".startswith(kept):
         message = f"{folder} is a folder of each machine alone: no machine has the whole checkpoint"
         hint = (

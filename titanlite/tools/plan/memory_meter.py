@@ -9,7 +9,7 @@ The run is a real one on a CPU, or one without data.
     memory = RankMemory(rank, meter.moments())
 
 A storage counts from the operator that made it until nothing refers to it. What it was for is
-decided at the end, when its whole life is known: what outlives its module in the forward was kept
+decided at the end, when its whole life is known. What outlives its module in the forward was kept
 for the backward.
 """
 

@@ -2,9 +2,9 @@
 
 Model, optimizer, global batch and sequence length stay. The search varies how the ranks divide the
 work, what is recomputed, the micro-batch, chunks of the loss, compilation, and how often gradients
-are reduced; float8 only where the config has it or the user allows it, offload only where nothing
-else fits. `titanlite.start.fit` decides what is valid, and the planner's formulas give
-memory and speed.
+are reduced. It takes float8 only where the config has it or the user allows it, and offload only
+where nothing else fits. `titanlite.start.fit` decides what is valid, and the planner's formulas
+give memory and speed.
 """
 
 from __future__ import annotations

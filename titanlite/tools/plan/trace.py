@@ -35,7 +35,7 @@ from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import parallelize, tensor
+from titanlite.parallel import activation_checkpoint, tensor
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
@@ -198,9 +198,9 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
     """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
     nothing).
     """
-    accumulation = (
-        run.batch.accumulation if run.mesh.pipeline > 1 else min(run.batch.accumulation, 2)
-    )
+    accumulation = run.batch.accumulation
+    if run.mesh.pipeline == 1:
+        accumulation = min(accumulation, 2)
     optimizer, activations = run.optimizer, run.activation_checkpoint
     if device == "cuda" and optimizer.implementation is None:
         optimizer = replace_fields(optimizer, implementation="fused")
@@ -239,7 +239,9 @@ def _batches(run: RunConfig, args: Any) -> list[Batch]:
 
     def batch() -> Batch:
         tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
-        documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
+        documents = None
+        if run.data.mask_documents:
+            documents = torch.zeros(rows, whole, dtype=torch.int32)
         return Batch(tokens, torch.zeros_like(tokens), documents)
 
     return [batch() for _ in range(run.batch.accumulation)]
@@ -274,7 +276,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
     """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
-    apply_ac = parallelize.apply_ac
+    apply_ac = activation_checkpoint.apply_ac
 
     def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
         return apply_ac(model, names, settings, torch.device("cuda"))
@@ -288,7 +290,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
-        mock.patch.object(parallelize, "apply_ac", offloading),
+        mock.patch.object(activation_checkpoint, "apply_ac", offloading),
         mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):

@@ -1,0 +1,77 @@
+"""What the values of a foreign file would do here, as claims for `titanlite.config.trust`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import extensions
+from titanlite.config.trust import Claim
+from titanlite.utils import is_dotted
+
+#: Keys with tables, whose `name` may be a dotted path.
+_TABLES = ("data.source", "validation.sources")
+#: Keys with the name of a module.
+_MODULES = ("experimental.custom_import",)
+#: Keys with a folder of compiled code, which torch loads and runs.
+_COMPILED = ("compile.cache_dir",)
+
+
+def code_claim(place: str, key: str, path: str, written: str = "") -> Claim:
+    """Return the claim of a dotted path. written: as the file has it, if that is not the same."""
+    return Claim(place, key, written or path, f"imports {_imported(path)}")
+
+
+def variable_claim(place: str, key: str, name: str) -> Claim:
+    """Return the claim of an environment variable in a value."""
+    return Claim(place, key, f"${{{name}}}", f"reads the environment variable {name}")
+
+
+def file_claim(place: str, key: str, written: str, path: Path) -> Claim:
+    """Return the claim of a config file that another one extends."""
+    return Claim(place, key, written, f"reads the file {path}")
+
+
+def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Claim]:
+    """Yield what the value of a config's key would run.
+
+    place: its file and line. written: the value as the file has it, with relative paths.
+    """
+    pairs = zip(_dotted_paths(key, written), _dotted_paths(key, value), strict=True)
+    for shown, path in pairs:
+        yield code_claim(place, key, path, shown)
+    if key in _COMPILED and value:
+        folder = os.path.abspath(os.path.expanduser(value))
+        yield Claim(place, key, value, f"runs compiled code out of {folder}")
+
+
+def _dotted_paths(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted paths and modules in the value of a key."""
+    if key in extensions.KEYS:
+        names = [value] if isinstance(value, str) else value or []
+        yield from (name for name in names if is_dotted(name))
+    elif key in _TABLES:
+        names = [table.get("name") for table in value or []]
+        yield from (name for name in names if name and is_dotted(name))
+    elif key in _MODULES and value:
+        yield value
+
+
+def _imported(path: str) -> str:
+    """Return what an import of a dotted path would run, for people. It imports nothing."""
+    name = path.partition(":")[0]
+    if name.startswith((".", "/")):
+        return f"the file {Path(name).resolve()}"
+    package = name.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package) if package else None
+    except (ImportError, ValueError):
+        spec = None
+    places: list[str | None] = []
+    if spec:
+        places = [spec.origin, *(spec.submodule_search_locations or ())]
+    where = next((place for place in places if place), None)
+    return f"the module {name} ({where or 'which is not found here'})"

@@ -1,0 +1,68 @@
+"""What a user may have meant by a key or a section that does not exist."""
+
+from __future__ import annotations
+
+from titanlite.config.aliases import known_names, known_sections
+from titanlite.config.errors import Problem, Source, nearest, nearest_key
+from titanlite.config.keys import keys, sections
+from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED
+
+
+def unknown_section(name: str, source: Source) -> Problem:
+    """Return the problem of an unknown section, with the nearest one."""
+    top = [section for section in known_sections() if "." not in section]
+    close = nearest(name, top)
+    hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
+    return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
+
+
+def unknown(name: str, source: Source) -> Problem:
+    """Return the problem of an unknown key, with the nearest one or the place where it lives."""
+    section = name.rpartition(".")[0]
+    hint = _nearest_thing(name)
+    if not section:
+        message = "unknown key outside any section"
+        return Problem(source.place, name, message, hint, code="unknown-key")
+    if section not in known_sections():
+        message = f"unknown section [{section}]"
+        return Problem(source.place, name, message, hint, code="unknown-section")
+    return Problem(source.place, name, "unknown key", hint, code="unknown-key")
+
+
+def _nearest_thing(name: str) -> str:
+    """Return what a user may have meant by an unknown name."""
+    section, _, last = name.rpartition(".")
+    if name in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[name]}"
+    same_name = [known for known in known_names() if known.rpartition(".")[2] == last]
+    elsewhere = sorted(set(same_name) - UNSUPPORTED.keys())
+    if elsewhere:
+        # A key before another name of one.
+        ours = [known for known in elsewhere if known in keys()]
+        return f"{last} belongs to another section: {(ours or elsewhere)[0]}"
+    if last in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[last]}"
+    close = nearest_key(name, known_names()) or _in_like_section(name)
+    if close:
+        return f"nearest: {close}"
+    siblings = []
+    for known in known_names():
+        above, _, key = known.rpartition(".")
+        if above == section:
+            siblings.append(key)
+    if siblings:
+        return f"keys of [{section}]: {', '.join(sorted(siblings))}"
+    return "`titanlite config explain` lists the keys"
+
+
+def _in_like_section(name: str) -> str:
+    """Return the key of a section that looks like an unknown one, or that section; "": none
+    does.
+    """
+    section = name.rpartition(".")[0]
+    if section in known_sections():
+        candidates = [one for one in known_sections() if one.startswith(f"{section}.")]
+    else:
+        candidates = list(known_names())
+    close = nearest(name, candidates)
+    return close[0] if close else ""

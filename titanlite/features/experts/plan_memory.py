@@ -1,0 +1,114 @@
+"""Mixtures of experts in the place of the blocks' feed-forwards, for `titanlite.plan.memory`.
+
+titanlite/plan/FORMULAS.md derives the numbers. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from titanlite.models.mixtral import MixtralArgs
+from titanlite.plan.lifetimes import Op
+from titanlite.plan.weights import Weight
+
+if TYPE_CHECKING:
+    from titanlite.models.llama import LlamaArgs
+    from titanlite.plan.blocks import Shape
+    from titanlite.start.derive import MeshSizes
+
+
+@dataclass(frozen=True)
+class ExpertMemory:
+    """What the experts of a block, and their router, keep, need and hold."""
+
+    args: MixtralArgs
+    #: Ranks that share the experts; 1: each has all of them.
+    ranks: int
+
+    @property
+    def held(self) -> int:
+        """The experts of a rank."""
+        return self.args.n_experts // self.ranks
+
+    @property
+    def router(self) -> tuple[int, int]:
+        """Rows and columns of the router's weight."""
+        return self.args.n_experts, self.args.dim
+
+    def operators(self, s: Shape) -> list[Op]:
+        """Return the operators of `moe.MoE`, from "n2" to the last one's output, with as many rows
+        for each expert.
+        """
+        a = self.args
+        numbers = s.tokens * a.dim
+        rows = s.tokens * a.top_k
+        inner = rows * a.ffn_width * s.size
+        outer = rows * a.dim * s.size
+        weight = self.held * a.dim * a.ffn_width * s.size
+        router = s.linear("gate", "n2", *self.router)
+        # The router keeps logits and probabilities in float32, and the places of rows in int64.
+        probabilities = s.tokens * a.n_experts * 4
+        ops = [
+            replace(router, keeps=probabilities * 3 + rows * 8 * 2),
+            Op("rows", outer, ("n2",), backward=outer),
+        ]
+        x = "rows"
+        if self.ranks > 1:
+            # Received, then put in the order of the experts.
+            x = "sorted"
+            ops.append(Op("sent", outer, ("rows",), kind="other", backward=outer))
+            ops.append(Op("sorted", outer, ("sent",)))
+        ops += [
+            Op("g", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
+            Op("u", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
+            Op("m", inner, reads=("g", "u"), saves=("g", "u")),
+            Op("e", outer, reads=("m",), saves=("m",), weight=weight, kind="matmul", holds=(x,)),
+        ]
+        y = "e"
+        if self.ranks > 1:
+            y = "returned"
+            ops.append(Op("back", outer, ("e",), backward=outer))
+            ops.append(Op("returned", outer, ("back",), kind="other"))
+        # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the
+        # gradient in float32.
+        work = 8 * numbers + numbers * s.size
+        ops.append(
+            Op(
+                "f",
+                numbers * s.size,
+                reads=(y, "gate"),
+                saves=(y,),
+                forward=work,
+                backward=work,
+                holds=("n2", x),
+            )
+        )
+        return ops
+
+    def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
+        """Yield w1, w2 and w3 of a rank's experts, each stacked."""
+        dim = self.args.dim
+        width = self.args.ffn_width // mesh.tensor
+        over = mesh.weight_shards // self.ranks
+        for rows, columns in ((width, dim), (dim, width), (width, dim)):
+            # In expert parallelism, or where ranks cannot share whole experts, each matrix is
+            # divided.
+            can_divide = rows % over == 0 or columns % over == 0
+            divides = self.ranks > 1 or (self.held % over != 0 and can_divide)
+            if not divides:
+                stack = (self.held, rows * columns)
+            elif rows % over == 0:
+                stack = (self.held * rows, columns)
+            else:
+                stack = (self.held * columns, rows)
+            matrix = (rows, columns)
+            yield Weight(*stack, over, matrix=matrix, copied=divides, neighbours=self.ranks)
+
+
+def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
+    """Return the experts of a model's blocks; None: it has no formulas, and counts as dense."""
+    if not isinstance(args, MixtralArgs):
+        return None
+    return ExpertMemory(args, ranks)

@@ -1,0 +1,82 @@
+"""The groups of `[[optimizer.groups]]`: which parameters have which options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from titanlite.config.model_sections import Optimizer
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, blocks: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all
+    others.
+
+    The first pattern that is found in a name decides. Groups without parameters on this rank are
+    left out.
+    """
+    found: dict[_Kind, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        kind = _kind_of(plain_name(name), parameter, settings, blocks)
+        found.setdefault(kind, []).append(parameter)
+    groups = []
+    for kind, members in found.items():
+        group: dict[str, Any] = {"params": members, **_options(settings, kind)}
+        if kind.is_muon:
+            group["muon"] = True
+        groups.append(group)
+    return groups
+
+
+class _Kind(NamedTuple):
+    """What decides to which group a parameter belongs."""
+
+    #: Of the first pattern that is found in its name; one further for a parameter without any.
+    pattern: int
+    without_decay: bool
+    is_muon: bool
+
+
+def _kind_of(
+    name: str, parameter: nn.Parameter, settings: Optimizer, blocks: Collection[str]
+) -> _Kind:
+    pattern = len(settings.groups)
+    for index, group in enumerate(settings.groups):
+        if re.search(group.pattern, name):
+            pattern = index
+            break
+    in_block = name.startswith(tuple(f"{block}." for block in blocks))
+    return _Kind(
+        pattern,
+        without_decay=settings.no_decay_on_norms and parameter.ndim < 2,
+        is_muon=settings.name == "Muon" and parameter.ndim > 1 and in_block,
+    )
+
+
+def _options(settings: Optimizer, kind: _Kind) -> dict[str, Any]:
+    """Return the options of a group that differ from the section's."""
+    options: dict[str, Any] = {}
+    if kind.pattern < len(settings.groups):
+        group = settings.groups[kind.pattern]
+        for key in ("lr", "weight_decay", "eps"):
+            if getattr(group, key) is not None:
+                options[key] = getattr(group, key)
+        if group.beta1 is not None or group.beta2 is not None:
+            beta1 = settings.beta1 if group.beta1 is None else group.beta1
+            beta2 = settings.beta2 if group.beta2 is None else group.beta2
+            options["betas"] = (beta1, beta2)
+    if kind.without_decay:
+        options["weight_decay"] = 0.0
+    return options
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that torch's wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
