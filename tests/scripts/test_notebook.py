@@ -1,0 +1,61 @@
+"""examples/first_run.ipynb: kept without outputs, and a small run of all its cells."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT, environment
+
+NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
+SMALLER = {"STEPS = 150": "STEPS = 6", 'BUNDLED["c4_test"]': 'BUNDLED["c4_validation"]'}
+
+
+def read_cells() -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return cells
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    code = [cell for cell in read_cells() if cell["cell_type"] == "code"]
+    assert len(code) > 5
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+def test_all_cells_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    shutil.copy(ROOT / "examples" / "own_tokenizer.py", examples)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    # The kernel's own files stay out of the home folder.
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for large, small in SMALLER.items():
+        assert any(large in cell.source for cell in notebook.cells)
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(large, small)
+    place = {"metadata": {"path": str(examples)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
+
+    shown = "".join(
+        output.get("text", "")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+    assert "training done at step 6" in shown
+    assert "nats per token of held-out text" in shown
+    run = tmp_path / "outputs" / "first_run" / "run"
+    assert (run / "checkpoint" / "step-6").is_dir()
+    # `titanlite sample` in the last cell ended well.
+    assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "0"

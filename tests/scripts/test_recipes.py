@@ -1,0 +1,198 @@
+"""docs/recipes: the commands of each page are there, and a small run of the whole page works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, environment
+from titanlite.tools.cli import main, split_flags
+from titanlite.tools.command_table import make_parser
+
+PAGES = ROOT / "docs" / "recipes"
+NAMES = sorted(page.stem for page in PAGES.glob("*.md"))
+#: What a checkout has and the commands of the pages read.
+LINKS = ("benchmarks", "examples", "titanlite", "train_configs")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A page: the files that it writes, by name, and the commands that were run, in order."""
+
+    files: dict[str, str]
+    commands: list[str]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that ended: its output, with that of standard error, and its exit code."""
+
+    output: str
+    code: int
+
+
+def read_recipe(name: str) -> Recipe:
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([\w.]+)`:\n\n```(?:toml|python)\n(.*?)```", text, re.DOTALL)
+    commands = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+    return Recipe(dict(files), commands)
+
+
+def lay_out(recipe: Recipe, folder: Path, smaller: Mapping[str, str]) -> list[str]:
+    """Write the files of a recipe into `folder`; return its commands.
+
+    smaller: text of the page → what replaces it in files and commands; each must be there.
+    """
+    for name in LINKS:
+        (folder / name).symlink_to(ROOT / name)
+    texts = [*recipe.files.values(), *recipe.commands]
+    for large, small in smaller.items():
+        assert any(large in text for text in texts), f"the page has no {large!r}"
+        texts = [text.replace(large, small) for text in texts]
+    for name, text in zip(recipe.files, texts, strict=False):
+        (folder / name).write_text(text, encoding="utf-8")
+    return texts[len(recipe.files) :]
+
+
+def follow(commands: list[str], folder: Path) -> dict[str, Done]:
+    """Run commands one after the other in one shell; return how each ended."""
+    interpreter = shlex.quote(sys.executable)
+    script = [
+        f'titanlite() {{ {interpreter} -m titanlite "$@"; }}',
+        f'python() {{ {interpreter} "$@"; }}',
+    ]
+    for command in commands:
+        script += [command, "printf '\\n@@ %s\\n' $?"]
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env=environment(COLUMNS="200", TMPDIR=str(folder)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=900,
+    )
+    parts = re.split(r"\n@@ (\d+)\n", ended.stdout)
+    assert len(parts) == 2 * len(commands) + 1, ended.stdout
+    return {
+        command: Done(output, int(code))
+        for command, output, code in zip(commands, parts[::2], parts[1::2], strict=False)
+    }
+
+
+def titanlite_words(name: str) -> list[list[str]]:
+    """The words of each `titanlite` command on a page, also of those that need a cluster."""
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    shown = "".join(block for language, block in blocks if not language)
+    lines = re.findall(r"^(?:\$ )?titanlite (.*)$", shown, re.MULTILINE)
+    return [shlex.split(re.split(r" [|>&;]", line)[0], comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = titanlite_words(name)
+    assert len(found) >= 5
+    for words in found:
+        ours, flags = split_flags(words)
+        make_parser(words[0]).parse_args(ours)
+        for flag in flags:
+            if flag.startswith("--"):
+                key = flag.removeprefix("--").partition("=")[0]
+                assert main(["config", "explain", key]) == 0, key
+    capsys.readouterr()
+
+
+def test_the_configs_of_the_cluster_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lay_out(read_recipe("8b-on-a-cluster"), tmp_path, {})
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "check", "8b.toml", "--world-size", "16"]) == 0
+    assert main(["config", "check", "rehearsal.toml", "--world-size", "2"]) == 0
+    capsys.readouterr()
+
+
+def refuse_failures(done: Mapping[str, Done], but: Mapping[str, int] | None = None) -> None:
+    """Assert that each command ended with 0, or with the code that `but` has for it."""
+    expected = dict.fromkeys(done, 0) | dict(but or {})
+    wrong = {command: end for command, end in done.items() if end.code != expected[command]}
+    assert not wrong, "\n".join(f"$ {command}\n{end.output}" for command, end in wrong.items())
+
+
+@pytest.mark.soak
+def test_from_scratch(tmp_path: Path) -> None:
+    smaller = {
+        "assets/train/*.gz": "assets/validation/*.gz",
+        "steps = 600": "steps = 12",
+        "interval = 200": "interval = 6",
+        "freq = 300": "freq = 6",
+        '"./mine/held-out-tokens"': '"./mine/held-out-tokens"\nsteps = 2',
+        "[training]": "[model.overrides]\nn_layers = 2\n\n[training]",
+    }
+    done = follow(lay_out(read_recipe("from-scratch"), tmp_path, smaller), tmp_path)
+    refuse_failures(done)
+    by_word = {command.split()[1]: end.output for command, end in done.items()}
+    assert "2,048 ids, from 121 documents" in by_word["examples/own_tokenizer.py"]
+    assert "training done at step 12" in by_word["run"]
+    assert by_word["run"].count("sample at ") == 2
+    assert "validation at 12: " in by_word["run"]
+    assert "held-out-tokens" in by_word["evaluate"]
+    # The smaller text is its own held-out text: the bigram has seen each pair.
+    bigram, uniform = (
+        float(
+            re.findall(rf"^{name} +([\d.]+) nats", by_word["benchmarks/bigram_baseline.py"], re.M)[
+                0
+            ]
+        )
+        for name in ("bigram", "uniform")
+    )
+    assert 1 < bigram < uniform
+    assert "It was a truth" in by_word["sample"]
+
+
+@pytest.mark.soak
+def test_continue_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    smaller = {
+        "steps = 400": "steps = 40",
+        "freq = 100": "freq = 20",
+        "interval = 100": "interval = 20",
+    }
+    done = follow(lay_out(read_recipe("continue-hugging-face"), tmp_path, smaller), tmp_path)
+    refuse_failures(done)
+    run = done["titanlite train chat.toml"].output
+    losses = [float(loss) for loss in re.findall(r"validation at \d+: loss ([\d.]+)", run)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 2
+    assert "they are equal" in done["titanlite export outputs/chat exported/chat"].output
+    # transformers answers with the text of `titanlite sample`, token by token.
+    sample = next(
+        end.output for command, end in done.items() if command.startswith("titanlite sample")
+    )
+    answer = done["python load_exported.py"].output.strip().splitlines()[-1]
+    assert re.search(rf"^{re.escape(answer)}$", sample, re.MULTILINE)
+
+
+@pytest.mark.soak
+def test_8b_on_a_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = follow(lay_out(read_recipe("8b-on-a-cluster"), tmp_path, {}), tmp_path)
+    # The tokenizer of the 8B is not there.
+    refuse_failures(done, but={"titanlite doctor 8b.toml": 1})
+    assert "on 16 x h100-80g fits" in done["titanlite plan 8b.toml --price 98.32"].output
+    assert "#SBATCH --nodes=2" in done["titanlite launch slurm 8b.toml --dry-run"].output
+    assert "running" in done["titanlite runs outputs"].output
+    assert "ended with 5" in next(end.output for command, end in done.items() if "kill" in command)
+    attempts = done["titanlite runs outputs --attempts"].output
+    assert re.search(r"^ +1 .* preempted +5 .* 0$", attempts, re.MULTILINE)
+    assert re.search(r"^ +2 .* done +0 +400 +400 +0$", attempts, re.MULTILINE)
+    assert "resume verified" in done['grep -E "resumed|verified" resumed.log'].output
