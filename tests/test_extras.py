@@ -16,6 +16,7 @@ import pytest
 from fsspec.registry import _registry
 
 from tests.support.processes import ROOT
+from titanlite.checkpoint import paths
 from titanlite.checkpoint.paths import StoreError, to_path
 from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
@@ -110,6 +111,8 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 monkeypatch.setitem(sys.modules, name, None)
         for protocol in ("s3", "s3a", "http", "https", "hf"):
             monkeypatch.delitem(_registry, protocol, raising=False)
+        # Another test of this process may have opened a store.
+        monkeypatch.setattr(paths, "_filesystem", paths._filesystem.__wrapped__)
 
     return hidden
 

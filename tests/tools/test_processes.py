@@ -14,6 +14,7 @@ from titanlite.tools.processes import Stopped, run, stoppable
 
 console = Path(sys.argv[1])
 console.touch()
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 
 def send_both():
     for word, number in (("ready", signal.SIGHUP), ("asked", signal.SIGTERM)):
