@@ -111,9 +111,9 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 monkeypatch.setitem(sys.modules, name, None)
         for protocol in ("s3", "s3a", "http", "https", "hf"):
             monkeypatch.delitem(_registry, protocol, raising=False)
-        # Another test of this process may have opened a store.
-        monkeypatch.setattr(paths, "_filesystem", paths._filesystem.__wrapped__)
 
+    # Another test of this process may have opened a store.
+    monkeypatch.setattr(paths, "_filesystem", paths._filesystem.__wrapped__)
     return hidden
 
 
