@@ -469,8 +469,10 @@ def test_the_code_of_the_page_is_that_of_the_examples() -> None:
         source = (ROOT / name).read_text(encoding="utf-8")
         for piece in code.split("# …\n"):
             assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
-    assert all(
-        f"examples/{file.name}" in page
-        for file in EXAMPLES.iterdir()
-        if file.suffix in (".py", ".toml")
-    )
+
+
+def test_a_page_names_each_example() -> None:
+    pages = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md"))
+    files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml", ".ipynb")]
+    assert len(files) > 7
+    assert [name for name in files if f"examples/{name}" not in pages] == []
