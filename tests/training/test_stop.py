@@ -68,6 +68,11 @@ def _run(
         if trainer.step == step and world.rank == rank and not struck:
             struck.append(number)
             os.kill(os.getpid(), number)
+            # On a busy machine a thread that gets it may wait for a core.
+            end = time.monotonic() + 300
+            while not trainer.stop.requested:
+                assert time.monotonic() < end, "the signal does not come"
+                time.sleep(0.001)
 
     _strike_in(trainer, where, strike)
     printed: list[str] = []
