@@ -94,6 +94,12 @@ def main() -> int:
         help="stop then, within a minute; the same command goes on",
     )
     parser.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="runs of each level of a ladder (default: what --list tells, 2 for most)",
+    )
+    parser.add_argument(
         "--again", action="store_true", help="run the named pieces anew, with all they have kept"
     )
     short = parser.add_mutually_exclusive_group()
@@ -112,7 +118,7 @@ def main() -> int:
             about = piece.__doc__ or ""
             if setting:
                 blocks = f"{setting.layers} blocks" if setting.layers else "as many blocks as fit"
-                about = f"{setting.config}, {blocks}, {setting.steps} steps {' '.join(setting.flags)}".rstrip()  # noqa: E501
+                about = f"{setting.config}, {blocks}, {setting.steps} steps, {setting.repeats} of a level {' '.join(setting.flags)}".rstrip()  # noqa: E501
             print(f"{name:<10}  {about}")
         return 0
     if unknown := [name for name in arguments.pieces if name not in PIECES]:
@@ -125,7 +131,7 @@ def main() -> int:
     deadline = float("inf") if arguments.budget is None else time.monotonic() + arguments.budget
     try:
         with stoppable():
-            bench = Bench(folder, toy, deadline, dry=dry)
+            bench = Bench(folder, toy, deadline, dry=dry, repeats=arguments.repeats)
             bench.about = {**probe(bench, "facts"), "sources": sources()}
             if not (bench.about["gpu"] or toy):
                 print(

@@ -56,6 +56,8 @@ class Bench:
     about: Mapping[str, Any] = field(default_factory=dict)
     #: Real shapes, two blocks of them and few steps.
     dry: bool = False
+    #: Runs of each level of a ladder; None: as many as the ladder wants.
+    repeats: int | None = None
 
     @property
     def short(self) -> bool:

@@ -170,10 +170,17 @@ def ladder_command(
     return [
         *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
-        *("--repeats", str(1 if bench.short else setting.repeats)),
+        *("--repeats", str(repeats(bench, setting))),
         *(word for level in skip for word in ("--skip", level)),
         *(f"--model.overrides.n_layers={layers}", *flags),
     ]
+
+
+def repeats(bench: Bench, setting: Setting) -> int:
+    """Runs of each level."""
+    if bench.short:
+        return 1
+    return bench.repeats or setting.repeats
 
 
 def refuse(setting: Setting, flags: Sequence[str]) -> None:
@@ -266,7 +273,7 @@ def tell_time(bench: Bench, name: str, setting: Setting, flags: Sequence[str], l
         * flops_per_token(config.model_args(), config.training.seq_len)
         / (EXPECTED_MFU * peak)
     )
-    runs = setting.repeats * (len(LEVELS) - len(setting.skip))
+    runs = repeats(bench, setting) * (len(LEVELS) - len(setting.skip))
     print(
         f"{name}: {runs} runs of {setting.steps} steps with {layers} blocks, each about "
         f"{seconds / 60:.1f} minutes at {EXPECTED_MFU:.0%} MFU and its start; a call that has "

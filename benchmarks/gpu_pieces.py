@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ def machine(bench: Bench) -> Result:
 
 
 #: Tests of other folders that need a GPU, and what selects them.
-OTHER_TESTS = ("tests/parallel/test_activation_checkpoint.py", "tests/metrics/test_throughput.py")
-SELECT = ("-k", "gpu or cuda or device")
+OTHER_TESTS = ("tests/metrics/test_throughput.py",)
+SELECT = ("-k", "cuda or device")
+#: Processes that share a file's tests where pytest-xdist is installed. All use one GPU.
+TEST_PROCESSES = 4
 
 
 def tests(bench: Bench) -> Result:
@@ -51,14 +54,14 @@ def test_files(bench: Bench, files: list[tuple[str, tuple[str, ...]]]) -> Result
     A test run in which every test is skipped shows nothing.
     """
     found = []
+    side_by_side = ("-n", str(TEST_PROCESSES)) if find_spec("xdist") else ()
     for name, select in files:
         label = name.replace("/", ".")
         done = bench.folder / "parts" / "tests" / f"{label}.json"
         if not done.exists() or json.loads(done.read_text())["code"]:
             log = bench.folder / "logs" / f"{label}.log"
-            code = bench.call(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *select], log
-            )
+            pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+            code = bench.call([*pytest, *side_by_side, name, *select], log)
             lines = log.read_text(errors="replace").splitlines()
             failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             write_json(

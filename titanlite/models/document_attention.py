@@ -9,6 +9,7 @@ operator. A run without either does not import this file.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.data.rows import max_documents
 from titanlite.models.attention import attend, band, document_begins
+
+#: torch 2.11 has no such argument: there the kernels take fewer heads of keys unasked.
+_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class DocumentMask(NamedTuple):
@@ -59,12 +63,10 @@ def _no_kernel(q: Tensor) -> bool:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None) -> Tensor:
     batch, heads, seq_len, _ = q.shape
-    gqa = heads != k.size(1)
+    more: dict[str, Any] = {"enable_gqa": heads != k.size(1)} if _ASKS_FOR_GQA else {}
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     size = (-1 if window is None or window >= seq_len else window - 1, 0)
-    y: Any = varlen_attn(
-        q, k, v, begins, begins, seq_len, seq_len, window_size=size, enable_gqa=gqa
-    )
+    y: Any = varlen_attn(q, k, v, begins, begins, seq_len, seq_len, window_size=size, **more)
     return y.unflatten(0, (batch, seq_len)).transpose(1, 2)
 
 
