@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.storage import Tensors, new_group
+from titanlite.checkpoint.storage import Tensors, in_words, new_group
 from titanlite.training.bad_steps import WeightsError
 from titanlite.utils import logger
 
@@ -57,15 +57,8 @@ class AsyncSave:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned and device.type == "cuda",
-                use_shared_memory=False,
-                use_async_staging=False,
-                # The copying thread has nothing else to do.
-                use_non_blocking_copy=False,
-            )
-        )
+        # Not DCP's DefaultStager: that of torch 2.11 can copy once only.
+        self._stager = StateDictStager(pin_memory=pinned and device.type == "cuda")
         self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -111,7 +104,7 @@ class AsyncSave:
                 return
             except BaseException as error:
                 # DCP's own is no Exception, and no caller would see it.
-                problem = str(error) or repr(error)
+                problem = in_words(error)
             finally:
                 self._copied.set()
             self.report(step, folder, time.perf_counter() - started, problem)

@@ -404,7 +404,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """Return an error's message; for one that is not meant for users its class, too."""
     if isinstance(error, (CheckpointError, OSError)):
         return str(error)
@@ -422,7 +422,7 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
             result = action()
         except Exception as error:
             # The other ranks wait for an answer in any case.
-            problem = _in_words(error)
+            problem = in_words(error)
     answer = [(result, problem)]
     dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
     result, problem = cast("tuple[T, str | None]", answer[0])
@@ -460,7 +460,7 @@ def dcp_errors(action: str) -> Iterator[None]:
     except CheckpointException as error:
         causes = set()
         for rank, (cause, _) in error.failures.items():
-            causes.add(f"rank {rank}: {_in_words(cause)}")
+            causes.add(f"rank {rank}: {in_words(cause)}")
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
