@@ -14,11 +14,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
+#: torch 2.11 compiles a Function without gradients if its result was computed in place, or is a
+#: view or another name of what it was computed from.
+_NEEDS_COPY = torch.__version__ < "2.12"
+
+
+def fresh(result: Tensor) -> Tensor:
+    """Return the result of a Function so that it has gradients when it is compiled.
+
+    The compiler leaves the copy out again.
+    """
+    if _NEEDS_COPY and torch.compiler.is_compiling():
+        return result.clone()
+    return result
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(gate, x)
-        return F.silu(gate).mul_(x)
+        return fresh(F.silu(gate).mul_(x))
 
     @staticmethod
     @once_differentiable
@@ -41,7 +56,7 @@ class _RmsNorm(torch.autograd.Function):
         x32 = x.float()
         rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight).to(x.dtype)
+        return fresh((x32 * rstd).mul_(weight).to(x.dtype))
 
     @staticmethod
     @once_differentiable

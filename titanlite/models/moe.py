@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titanlite.models.autograd import silu_mul
+from titanlite.models.autograd import fresh, silu_mul
 from titanlite.models.layers import Block, Llama
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Combine(torch.autograd.Function):
         total = y[places[:, 0]] * weights[:, :1]
         for k in range(1, places.size(1)):
             total = torch.addcmul(total, y[places[:, k]], weights[:, k : k + 1])
-        return total.to(y.dtype)
+        return fresh(total.to(y.dtype))
 
     @staticmethod
     @once_differentiable
@@ -75,7 +75,7 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
+        return fresh(x.view_as(x))
 
     @staticmethod
     @once_differentiable
