@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.surrogates import refuse_surrogates
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
@@ -61,7 +62,7 @@ class Columns(NamedTuple):
 def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     """Return text and perhaps prompt of a record.
 
-    Raises DataError that begins with `where` if one is no string.
+    Raises DataError that begins with `where` if one is no string, or holds a lone surrogate.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -69,10 +70,12 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
             f"{type(record).__name__}"
         )
     if columns.chat is not None and columns.text in record:
+        refuse_surrogates(record[columns.text], columns.text, where)
         return [columns.chat.render(record[columns.text], where), None]
     for column in columns.wanted:
         value = record.get(column)
         if isinstance(value, str):
+            refuse_surrogates(value, column, where)
             continue
         if column in record:
             problem = f"must be a string, found {type(value).__name__}"

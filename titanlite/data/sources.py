@@ -23,6 +23,7 @@ from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.records import Columns, Record, strings_of
+from titanlite.data.surrogates import refuse_surrogates
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -179,6 +180,7 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
         if isinstance(document, str) and columns.chat is None:
+            refuse_surrogates(document, columns.text, where)
             strings = [document]
         else:
             strings = strings_of(document, columns, where)
