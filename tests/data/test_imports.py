@@ -42,6 +42,7 @@ _PLAIN = [
     "sources",
     "splits",
     "state",
+    "surrogates",
     "text",
     "text_check",
     "text_report",

@@ -71,10 +71,14 @@ def words(error: BaseException) -> str:
 def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
+    HTTP goes by the proxy of the environment, as all else does.
+
     Raises MissingPackageError where the store needs a package that is not installed.
     """
     from fsspec import core
 
+    if url.startswith(("http://", "https://")):
+        options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}
     try:
         found: tuple[Any, str] = core.url_to_fs(url, **options)
     except ImportError as error:

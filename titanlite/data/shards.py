@@ -13,18 +13,19 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import cast
+from typing import Any, cast
 
 from titanlite.config.data_sections import DataSource
 from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
+from titanlite.data.contact import fetch_remedy, reach
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns, Record
-from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs
+from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs, words
 from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.utils import counted, logger, pip_install
@@ -126,7 +127,7 @@ def url_files(url: str, key: str) -> list[str]:
     Files without the name of a kind of text are left out where others have one. Raises DataError,
     naming the config's `key`, if there are none or the store cannot be asked.
     """
-    _refuse_chain(url, key)
+    _check_url(url, key)
     if _is_one_file(url):
         return [url]
     return [file.name for file in _known(_listed(url, key), url, key)]
@@ -139,7 +140,7 @@ def url_text(place: Place) -> Listing:
     `url_files`, and where a folder leaves open which files are meant.
     """
     url = place.path
-    _refuse_chain(url, place.key)
+    _check_url(url, place.key)
     if _is_one_file(url):
         return named_files([FoundFile(url, _base(url))], place)
     found = _listed(url, place.key)
@@ -150,11 +151,13 @@ def url_text(place: Place) -> Listing:
     return named_files(_known(found, url, place.key), place)
 
 
-def _refuse_chain(url: str, key: str) -> None:
+def _check_url(url: str, key: str) -> None:
+    """Raise DataError for a URL that is refused, or whose server cannot be reached."""
     reason = chain_problem(url)
     if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
+    reach(url, f"{key}: {public_name(url)} cannot be read", fetch_remedy(url, key))
 
 
 def _is_one_file(url: str) -> bool:
@@ -221,12 +224,22 @@ def hub_files(
     subset = subset or text.subset
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
-    builder = retried(
-        lambda: datasets.load_dataset_builder(text.repository, subset),
-        f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed (a private or "
-        "gated one needs HF_TOKEN)",
-        _LISTING_SECONDS,
-    )
+    failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
+    flags = []
+    if subset:
+        flags += ["--subset", subset]
+    if split != "train":
+        flags += ["--split", split]
+    reach("hf://", failed, fetch_remedy(text.repository, key, *flags))
+
+    def ask() -> Any:
+        try:
+            return datasets.load_dataset_builder(text.repository, subset)
+        except datasets.exceptions.DatasetNotFoundError as error:
+            hidden = "a private or gated one needs HF_TOKEN"
+            raise DataError(f"{failed} ({hidden}): {words(error)}") from error
+
+    builder = retried(ask, failed, _LISTING_SECONDS)
     files = builder.config.data_files or {}
     if split in files:
         names = [str(name) for name in files[split]]

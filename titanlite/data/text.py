@@ -4,6 +4,7 @@ a mixture.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.config.text_names import hub_text
-from titanlite.config.urls import is_url
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
 from titanlite.data.kinds import Format
@@ -150,6 +151,7 @@ class TextReader:
             tokens = open_source(self, source, section)
             return self._packed(tokens, order, epochs, tokens.listing)
         files = self.share(f"files of {section}", lambda: self._files(source, section))
+        _reach_on_this_node(files, source, section)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
@@ -219,6 +221,21 @@ class TextReader:
             columns=files.columns,
             kind=files.kind,
         )
+
+
+def _reach_on_this_node(files: TextFiles, source: DataSource, section: str) -> None:
+    """Raise DataError where one process of this node cannot reach the server of the files.
+
+    Rank 0 of the run has listed them, and did.
+    """
+    first = files.names[0]
+    if is_url(first) and os.environ.get("LOCAL_RANK", "0") == "0":
+        from titanlite.data.contact import fetch_remedy, reach
+
+        key = files.key
+        text = source.path or source.name or first
+        remedy = fetch_remedy(text, key)
+        reach(first, f"{key}: {public_name(first)} cannot be read", remedy)
 
 
 def _is_of_hub(source: DataSource) -> bool:

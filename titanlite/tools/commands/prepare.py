@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
+from titanlite.data.contact import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
 from titanlite.data.prepared_tokens import VERSION, fingerprint_of, read_index
 from titanlite.data.shards import Shards
@@ -152,6 +153,8 @@ def _job(
     listed = known.get("listed")
     if listed:
         shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
+        remedy = "run the same command again where there is a network"
+        reach(shards.names[0], f"SOURCE: {source} cannot be read", remedy)
     else:
         shards = list_source(source, options, subset, split)
         if shards.revision:
