@@ -28,6 +28,7 @@ _PLAIN = [
     "choose",
     "compression",
     "corpus",
+    "empty_files",
     "formats",
     "kinds",
     "listing",

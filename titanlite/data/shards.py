@@ -21,6 +21,7 @@ from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
 from titanlite.data.contact import fetch_remedy, reach
+from titanlite.data.empty_files import watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
@@ -92,7 +93,9 @@ class Shards(TextFiles):
 def all_records(files: TextFiles) -> Iterator[Record]:
     """Iterate over the records of all files, in order. Raises DataError if there is none."""
     shards = Shards.of(files)
-    of_files = [shards.records(number, 0) for number in range(len(shards.names))]
+    of_files = []
+    for number, name in enumerate(shards.names):
+        of_files.append(watched(shards.records(number, 0), name, is_shared=True))
     return all_of(of_files, shards.names)
 
 
