@@ -29,6 +29,7 @@ _PLAIN = [
     "compression",
     "corpus",
     "empty_files",
+    "file_stamps",
     "formats",
     "kinds",
     "listing",

@@ -36,12 +36,13 @@ class FoundFile(NamedTuple):
     """A file of a folder.
 
     `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
-    not known.
+    not known. `stamp`: what a store tells of it, see `titanlite.data.file_stamps`.
     """
 
     name: str
     relative: str
     size: int | None = None
+    stamp: str = ""
 
     @property
     def base(self) -> str:
@@ -76,6 +77,8 @@ class Listing:
     passed_over: Mapping[str, tuple[str, ...]]
     #: Split → number of files, where a pattern finds those of several.
     mixed_splits: Mapping[str, int]
+    #: What a store tells of each file; "": nothing.
+    stamps: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return what was found, and what was passed over and why, in words."""

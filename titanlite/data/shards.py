@@ -22,11 +22,19 @@ from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
 from titanlite.data.contact import fetch_remedy, reach
 from titanlite.data.empty_files import watched
+from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns, Record
-from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs, words
+from titanlite.data.remote import (
+    FileChangedError,
+    check_url,
+    open_file,
+    retried,
+    url_to_fs,
+    words,
+)
 from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.utils import counted, logger, pip_install
@@ -109,6 +117,7 @@ def remote_files(
     key = key_of(section, "path")
     revision = ""
     at = ""
+    stamps: tuple[str, ...] = ()
     if source.path is None:
         text = hub_text(source.name or "")
         assert text is not None
@@ -118,10 +127,14 @@ def remote_files(
         at = f" at revision {revision}" if revision else ""
     else:
         listing = url_text(Place(source.path, key, source.split, kind))
+        stamps = listing.stamps
+        if _is_one_file(source.path):
+            with open_file(source.path, patience) as file:
+                stamps = (stamp_of(*file.raw.identity),)
     name = public_name(source.name or str(source.path))
     count = counted(len(listing.files), "files")
     logger.info(f"{name}: {count}{at}, the first is {public_name(listing.files[0])}")
-    return TextFiles(listing.files, columns, kind, revision, patience, key, listing)
+    return TextFiles(listing.files, columns, kind, revision, patience, key, listing, stamps)
 
 
 def url_files(url: str, key: str) -> list[str]:
@@ -191,7 +204,10 @@ def _listed(url: str, key: str) -> list[FoundFile]:
         for name, about in sorted(files.items()):
             if about.get("type") != "directory":
                 relative = public_name(name).removeprefix(root) or _base(name)
-                listed.append(FoundFile(name, relative, about.get("size")))
+                size = about.get("size")
+                tag = about.get("ETag") or about.get("etag")
+                stamp = stamp_of(size, tag, about.get("LastModified"))
+                listed.append(FoundFile(name, relative, size, stamp))
         return listed
 
     return retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)

@@ -57,6 +57,8 @@ class TextFiles:
     key: str = "training.dataset_path"
     #: How the files were found, for reports.
     listing: Listing | None = field(default=None, compare=False)
+    #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
+    stamps: tuple[str, ...] = field(default=(), compare=False)
 
 
 def key_of(section: str, field: Literal["name", "path"] = "name") -> str:

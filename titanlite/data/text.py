@@ -18,6 +18,7 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
+from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
@@ -149,14 +150,22 @@ class TextReader:
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
-            return self._packed(tokens, order, epochs, tokens.listing)
+            rows = self._packed(tokens, order, epochs, tokens.listing)
+            names = tokens.listing.files
+            stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
+            rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
+            return rows
         files = self.share(f"files of {section}", lambda: self._files(source, section))
         _reach_on_this_node(files, source, section)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
-            return open_stream(self, files, order)
-        return self._packed(self._corpus(files), order, epochs, files.listing)
+            rows = open_stream(self, files, order)
+        else:
+            rows = self._packed(self._corpus(files), order, epochs, files.listing)
+        if files.stamps:
+            rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
+        return rows
 
     def _packed(
         self, corpus: Tokens, order: Order, epochs: int | None, listing: Listing | None = None
@@ -184,8 +193,15 @@ class TextReader:
         listing = find_text(name, source.path, key, source.split, kind)
         is_bundled = source.path is None
         reported = None if is_bundled else listing
+        stamps = local_stamps(listing.files)
         return TextFiles(
-            listing.files, columns, kind, patience=self.patience, key=key, listing=reported
+            listing.files,
+            columns,
+            kind,
+            patience=self.patience,
+            key=key,
+            listing=reported,
+            stamps=stamps,
         )
 
     def _is_stream(self, files: TextFiles, source: DataSource) -> bool:
