@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
+#: Threads that ask a server for each of its files.
+_ASKING = 16
 
 
 class Shards(TextFiles):
@@ -128,13 +131,20 @@ def remote_files(
     else:
         listing = url_text(Place(source.path, key, source.split, kind))
         stamps = listing.stamps
-        if _is_one_file(source.path):
-            with open_file(source.path, patience) as file:
-                stamps = (stamp_of(*file.raw.identity),)
+        if source.path.startswith(("http://", "https://")):
+            # A page of links tells nothing of the files.
+            with ThreadPoolExecutor(_ASKING, thread_name_prefix="titanlite-ask") as pool:
+                stamps = tuple(pool.map(lambda name: _stamp(name, patience), listing.files))
     name = public_name(source.name or str(source.path))
     count = counted(len(listing.files), "files")
     logger.info(f"{name}: {count}{at}, the first is {public_name(listing.files[0])}")
     return TextFiles(listing.files, columns, kind, revision, patience, key, listing, stamps)
+
+
+def _stamp(url: str, patience: float) -> str:
+    """Ask a server for what tells a file from others."""
+    with open_file(url, patience) as file:
+        return stamp_of(*file.raw.identity)
 
 
 def url_files(url: str, key: str) -> list[str]:
