@@ -51,16 +51,22 @@ class _WholeParam(FSDPParam):
         return [self._sharded_param_data]
 
     def init_all_gather_outputs(
-        self, numels: list[int], dtypes: list[torch.dtype], *rest: Any, **named: Any
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+        **more: Any,
     ) -> None:
         data = self._sharded_param_data
         # torch sets the size of the output's storage, which must not be one of several tensors.
         if self.param_dtype is None and data.untyped_storage().nbytes() == data.nbytes:
             # A copy of a tensor to itself does nothing.
             self.all_gather_outputs = [data]
-        else:
-            dtype = self.param_dtype or self.orig_dtype
-            super().init_all_gather_outputs(numels, [dtype], *rest, **named)
+            return
+        dtypes = [self.param_dtype or self.orig_dtype]
+        # torch 2.11 has one more argument.
+        super().init_all_gather_outputs(all_gather_input_numels, dtypes, world_size, device, **more)
 
     def free_unsharded_param(self) -> None:
         if self.all_gather_outputs[0] is not self._sharded_param_data:
