@@ -164,6 +164,11 @@ def test_text_is_read_by_the_proxy_of_the_environment(
         assert [record.text for record in found] == TEXTS
 
 
+@pytest.mark.parametrize("url", ["http://host:port/a", "http://[::1/a", "gs://bucket/a", "a/b"])
+def test_an_address_that_is_not_known_is_left_to_the_first_request(url: str) -> None:
+    assert contact_problem(url) is None
+
+
 def test_only_the_first_contact_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "_SECONDS", 1.0)
     with HubServer(tmp_path) as server:

@@ -64,7 +64,7 @@ def contact_problem(url: str) -> str | None:
 
     None also where its address is not known: then the first request tells.
     """
-    if urlsplit(url).scheme == "hf" and _is_offline():
+    if _scheme(url) == "hf" and _is_offline():
         return "the hub is not asked, since HF_HUB_OFFLINE is set"
     server = _server_of(url)
     if server is None or server in _reached:
@@ -86,10 +86,10 @@ def _is_offline() -> bool:
 
 def _server_of(url: str) -> str | None:
     """Return the address that requests for a URL go to; None: it is not known."""
-    scheme = urlsplit(url).scheme.lower()
-    if scheme in _PORTS:
-        return _address(url)
+    scheme = _scheme(url)
     try:
+        if scheme in _PORTS:
+            return _address(url)
         if scheme == "hf":
             from huggingface_hub import constants
 
@@ -97,9 +97,13 @@ def _server_of(url: str) -> str | None:
         if scheme in ("s3", "s3a"):
             return _address(url_to_fs(url)[0].s3.meta.endpoint_url)
     except Exception:
-        # A package is missing, or a login is not right: the first request says so.
+        # The URL or a login is not right, or a package is missing: the first request says so.
         return None
     return None
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 def _address(url: str) -> str:
