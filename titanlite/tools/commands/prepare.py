@@ -45,6 +45,7 @@ from titanlite.tools.commands.prepare_tasks import (
     divide,
     hash_of,
     list_source,
+    recognised,
     records_of,
 )
 from titanlite.utils import (
@@ -131,13 +132,6 @@ def _job(
 ) -> _Job:
     """List the text and divide it. Raises DataError."""
     tokenizer = load_tokenizer(options.tokenizer_path)
-    asked = {
-        "source": " ".join(filter(None, (source, subset, split))),
-        "options": options.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-    }
-    # It is equal with another signature of the same file, too.
-    plan: dict[str, Any] = public_tree(asked)
     known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
@@ -148,6 +142,16 @@ def _job(
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
     shards = replace(shards, patience=_PATIENCE, key="SOURCE")
+    if options.is_open:
+        shards = recognised(shards, tokenizer)
+        options = options.of_columns(shards.columns)
+    asked = {
+        "source": " ".join(filter(None, (source, subset, split))),
+        "options": options.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+    }
+    # It is equal with another signature of the same file, too.
+    plan: dict[str, Any] = public_tree(asked)
     tasks = divide(shards, options, tokenizer)
     stamp = hash_of([task.stamp for task in tasks])
     return _Job(shards, tasks, options, tokenizer, plan, stamp, known, listed)
