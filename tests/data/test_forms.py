@@ -15,14 +15,18 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.hf import bundled_as_json
+from tests.support.pool import Pools
 from tests.support.same_batches import check_ranks_and_resumes
 from tests.support.texts import LLAMA3
+from tests.support.tiny import TWO_LAYERS
+from titanlite.assembly import build
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import encode_chat, load_template
 from titanlite.data.forms import Alpaca, ShareGPT, plain
+from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.shards import Shards
@@ -30,6 +34,7 @@ from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.text_report import file_lines
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import load_config
 from titanlite.tools import cli
 
@@ -88,10 +93,10 @@ def lines(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def as_csv(path: Path, records: list[dict[str, Any]]) -> Path:
+def as_csv(path: Path, records: list[dict[str, Any]], delimiter: str = ",") -> Path:
     """Write strings as they are, and lists as JSON."""
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, delimiter=delimiter)
         writer.writerow(records[0])
         for one in records:
             writer.writerow(
@@ -207,6 +212,7 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
         lines(tmp_path / "a.jsonl", records),
         as_parquet(tmp_path / "a.parquet", records),
         as_csv(tmp_path / "a.csv", records),
+        as_csv(tmp_path / "semicolons.csv", records, ";"),
     ]
     wanted = tokens_of(read(kinds[0], record=form))
     assert sum(label != IGNORE for part in wanted[1::2] for label in part) > 50
@@ -285,7 +291,7 @@ def test_a_text_beside_other_fields_stays_the_text_and_that_is_said(tmp_path: Pa
     assert "text 3" in text
     assert "Below" not in text
     assert next(file_lines(rows)).endswith(
-        'the field text alone; they also have the fields of alpaca (data: record = "alpaca")'
+        "the field text alone; they also have the fields of alpaca (data.record chooses)"
     )
     assert read(lines(tmp_path / "b.jsonl", [{"text": "a"}] * 20)).listing.records == ""  # type: ignore[union-attr]
 
@@ -429,3 +435,34 @@ def test_a_form_decides_kept_tokens_and_the_place_in_a_stream(tmp_path: Path) ->
     stamps = {_Text([path], TOKENIZER, 2304, one, "auto").stamp() for one in columns}
     prints = {Shards((str(path),), one).fingerprint("x") for one in columns}
     assert len(stamps) == len(prints) == 3
+
+
+def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
+    """Hashes of this rank's batches of three steps of a run."""
+    flags = [
+        *TWO_LAYERS,
+        f"--training.dataset_path={path}",
+        f"--job.dump_folder={folder}",
+        "--training.seq_len=8",
+        "--training.batch_size=1",
+        "--training.global_batch_size=12",
+        "--training.steps=3",
+        "--no-validation.enable",
+        "--data.prefetch=0",
+    ]
+    loader = build(load_config("debug_model.toml", world.size, flags), world).loader
+    return [batch_hash(loader.next_step()) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["sharegpt.jsonl", "alpaca.csv", "messages.parquet"])
+def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: str) -> None:
+    """One rank recognises the form, and tells the others."""
+    form, _, suffix = name.partition(".")
+    write = {"jsonl": lines, "csv": as_csv, "parquet": as_parquet}[suffix]
+    path = write(tmp_path / name, RECORDS[form] * 3)
+    found = []
+    for ranks in (1, 2, 3):
+        of_ranks = pool(ranks).run(_hashes, str(path), str(tmp_path))
+        found.append([add_hashes(step) for step in zip(*of_ranks, strict=True)])
+    assert found[0] == found[1] == found[2]
+    assert len({*found[0]}) == 3

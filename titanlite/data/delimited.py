@@ -54,8 +54,8 @@ def csv_rows(
     The first row after the header has number 1. Empty lines have none. Rows before `start` are
     parsed and not decoded.
 
-    Raises DataError with file and row. A wanted column may be missing. A row may have another
-    length, a quote no end, a field other bytes than UTF-8.
+    Raises DataError, with the row, for a missing column or a row of another length. An open quote
+    and bytes that are not UTF-8 raise it, too.
     """
     try:
         import pyarrow
@@ -106,6 +106,7 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
     """Return the header of a file. Raises DataError where it does not name the wanted columns.
 
     The delimiter is a tab in .tsv, else a comma. Another one that names these columns serves, too.
+    Where no columns are wanted, it is the one of the longest header.
     """
     try:
         text = row.decode()
@@ -114,11 +115,13 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
             f"{name}, header: not UTF-8 ({error.reason}): iconv -f ENCODING -t UTF-8 FILE > NEW"
         ) from error
     delimiters = ",\t;"
-    if ".tsv" in Path(str(name)).suffixes:
+    if ".tsv" in Path(str(name).lower()).suffixes:
         delimiters = "\t,;"
-    headers = [_Header(one, _fields(text, one)) for one in delimiters]
+    headers = [_Header(one, _fields(text, one, name)) for one in delimiters]
+    header = max(headers, key=lambda one: len(one.names))
     fitting = [one for one in headers if {*columns.wanted} <= {*one.names}]
-    header = fitting[0] if fitting else headers[0]
+    if columns.wanted and fitting:
+        header = fitting[0]
     columns.check(header.names, f"{name}: the header")
     read = _read(header, columns)
     doubled = sorted({one for one in read if read.count(one) > 1})
@@ -132,11 +135,20 @@ def _read(header: _Header, columns: Columns) -> list[str]:
     return [one for one in header.names if not columns.fields or one in columns.fields]
 
 
-def _fields(row: str, delimiter: str) -> list[str]:
+def _fields(row: str, delimiter: str, name: Path | str) -> list[str]:
+    """Return the fields of a header. Raises DataError where a stray quote has joined it with rows
+    behind it.
+    """
     try:
-        return next(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter), [])
+        rows = list(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter))
     except csv.Error:
         return [row]
+    if len(rows) > 1:
+        raise DataError(
+            f"{name}: a quote in the header has no end: {cut(row)}; put a name that holds one into "
+            "quotes, and double it"
+        )
+    return rows[0]
 
 
 # Blocks

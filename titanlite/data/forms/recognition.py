@@ -6,7 +6,6 @@ Where the config names no field and no form, the first record decides. The start
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -93,28 +92,19 @@ def recognise(
     if record is None:
         return Found(None, "")
     fitting = [name for name, fits in _FORMS.items() if fits(record)]
-    lines = [f"record = {quote(name)}" for name in fitting]
-    if isinstance(record.get("text"), str):
-        if not fitting:
-            return Found(None, "")
-        return Found(
-            None,
-            f"the field text alone; they also have the fields of {' and '.join(fitting)} "
-            f"({section}: {' or '.join(lines)})",
-        )
-    if len(fitting) > 1:
-        raise DataError(
-            "\n".join(
-                [
-                    f"{key}: the records of {public_name(files[0])} have the fields of "
-                    f"{' and '.join(fitting)}",
-                    f"  one of these lines in [{section}] says which is meant:",
-                    *(f"    {line}" for line in lines),
-                ]
-            )
-        )
+    fields = " and ".join(fitting)
     if not fitting:
         return Found(None, "")
+    if isinstance(record.get("text"), str):
+        said = f"the field text alone; they also have the fields of {fields}"
+        return Found(None, f"{said} ({section}.record chooses)")
+    if len(fitting) > 1:
+        lines = [
+            f"{key}: the records of {public_name(files[0])} have the fields of {fields}",
+            f"  one of these lines in [{section}] says which is meant:",
+        ]
+        lines += [f"    record = {quote(name)}" for name in fitting]
+        raise DataError("\n".join(lines))
     form = fitting[0]
     return Found(form, f"{form}, recognised by {_FIELDS[form]} ({section}.record says otherwise)")
 
@@ -130,11 +120,11 @@ def _first_record(files: Sequence[str], kind: Format, patience: float) -> Mappin
         if reader in WHOLE:
             return None
         try:
-            found = read_file(name, kind, _WholeColumns(form=_Whole()), 0, patience)
-            for record in itertools.islice(found, 1):
-                return record.text if isinstance(record.text, Mapping) else None
+            record = next(read_file(name, kind, _WholeColumns(form=_Whole()), 0, patience), None)
         except DataError:
             return None
+        if record is not None:
+            return record.text if isinstance(record.text, Mapping) else None
     return None
 
 
