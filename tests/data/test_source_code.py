@@ -160,6 +160,18 @@ def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path)
         list_text(Place(str(folder), "SOURCE"))
 
 
+def test_a_folder_of_other_names_has_a_line_that_reads_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a[b", {"x.log": "one", "y/z.log": "two", "k.bin": "\x00"})
+    with pytest.raises(
+        DataError, match="holds no text .there are other kinds of files: k.bin, "
+    ) as caught:
+        listed(folder)
+    line = str(caught.value).partition("; if these are text, name them: ")[2]
+    assert names(listed(loads(line)["dataset_path"]), folder) == ["x.log", "y/z.log"]
+    found = iter_records(Path(loads(line)["dataset_path"]))
+    assert [one.text for one in found] == ["one", "two"]
+
+
 def test_markup_of_two_kinds_has_a_line_for_each_and_one_for_both(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a.md": "a", "b.rst": "b", "c/d.md": "d"})
     with pytest.raises(DataError, match="several kinds and on two levels") as caught:

@@ -7,8 +7,10 @@ of a config asks, too.
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
@@ -39,7 +41,8 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     texts = _without_scripts(texts, place, passed)
     texts = _of_reader(texts, place, passed)
     if not texts:
-        raise DataError(f"{place.key}: the folder {place.path} holds no text{_why_empty(passed)}")
+        why = _why_empty(passed, place)
+        raise DataError(f"{place.key}: the folder {place.path} holds no text{why}")
     texts = _of_split(texts, place, passed)
     splits = _splits_of(texts)
     if _are_several(texts, place, splits):
@@ -89,8 +92,10 @@ def _listing(
     )
 
 
-def _why_empty(passed: _Passed) -> str:
-    """Return what there is instead of text, and what is expected."""
+def _why_empty(passed: _Passed, place: Place) -> str:
+    """Return what there is instead of text, what is expected, and the line that reads the files
+    that may be text nevertheless.
+    """
     there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
     kinds = [kind for kind in KINDS if kind.reader != "source"]
     endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
@@ -100,6 +105,11 @@ def _why_empty(passed: _Passed) -> str:
     )
     if not there:
         return expected
+    shown = [name for reason, names in passed.items() if reason != "hidden" for name in names]
+    suffixes = Counter(PurePosixPath(name).suffix for name in shown)
+    if suffixes:
+        pattern = f"{glob.escape(place.path.rstrip('/'))}/**/*{suffixes.most_common(1)[0][0]}"
+        expected += f"; if these are text, name them: {place.path_line(pattern)}"
     return f" (there are {there}){expected}"
 
 
