@@ -26,6 +26,7 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import encode_chat, load_template
 from titanlite.data.forms import Alpaca, ShareGPT, plain
+from titanlite.data.forms.recognition import recognise
 from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE, Rows
@@ -466,3 +467,24 @@ def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: s
         found.append([add_hashes(step) for step in zip(*of_ranks, strict=True)])
     assert found[0] == found[1] == found[2]
     assert len({*found[0]}) == 3
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl", "stream.arrow"])
+def test_records_of_no_known_form_are_looked_at_once_and_keep_their_error(
+    tmp_path: Path, name: str
+) -> None:
+    """Also with columns that hold no Python values, and with two columns of one name."""
+    path = tmp_path / name
+    table = pa.table({"body": ["a"] * 2000, "at": pa.array([1] * 2000, pa.timestamp("ns"))})
+    if name.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif name.endswith(".arrow"):
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    elif name.endswith(".csv"):
+        path.write_text("body,body\na,b\n")
+    else:
+        lines(path, [{"body": "a"}])
+    assert recognise([str(path)], "auto", "key", "data") == (None, "")
+    with pytest.raises(DataError, match=r"(no column|the key) 'text' .*data\.text_key"):
+        read(path)

@@ -106,7 +106,7 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
     """Return the header of a file. Raises DataError where it does not name the wanted columns.
 
     The delimiter is a tab in .tsv, else a comma. Another one that names these columns serves, too.
-    Where no columns are wanted, it is the one of the longest header.
+    Where none names all of them, it is the one that finds most names.
     """
     try:
         text = row.decode()
@@ -118,10 +118,8 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
     if ".tsv" in Path(str(name).lower()).suffixes:
         delimiters = "\t,;"
     headers = [_Header(one, _fields(text, one, name)) for one in delimiters]
-    header = max(headers, key=lambda one: len(one.names))
     fitting = [one for one in headers if {*columns.wanted} <= {*one.names}]
-    if columns.wanted and fitting:
-        header = fitting[0]
+    header = max(fitting or headers, key=lambda one: len({*columns.fields} & {*one.names}))
     columns.check(header.names, f"{name}: the header")
     read = _read(header, columns)
     doubled = sorted({one for one in read if read.count(one) > 1})
@@ -131,8 +129,8 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
 
 
 def _read(header: _Header, columns: Columns) -> list[str]:
-    """Return the columns that are read."""
-    return [one for one in header.names if not columns.fields or one in columns.fields]
+    """Return the columns that are read: at least one, so that rows are counted."""
+    return [one for one in header.names if one in columns.fields] or header.names[:1]
 
 
 def _fields(row: str, delimiter: str, name: Path | str) -> list[str]:

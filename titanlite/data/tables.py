@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,14 +47,16 @@ def _rows_of(
     part: Any, begin: int, columns: Columns, name: Path | str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """Iterate over the rows of a part of a batch. begin: number of the first."""
-    wanted = columns.fields or part.schema.names
-    wanted = [column for column in wanted if column in part.schema.names]
+    wanted = [column for column in columns.fields if column in part.schema.names]
     try:
         values = [part.column(column).to_pylist() for column in wanted]
     except UnicodeDecodeError as error:
         rows = f"rows {begin} to {begin + part.num_rows - 1}"
         raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
-    for number, row in enumerate(zip(*values, strict=True), begin):
+    found: Iterable[tuple[Any, ...]] = zip(*values, strict=True)
+    if not wanted:
+        found = [()] * part.num_rows
+    for number, row in enumerate(found, begin):
         if (
             columns.chat is None
             and columns.form is None
@@ -85,7 +87,7 @@ def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[
     )
     there = table.schema_arrow.names
     read = None
-    if columns.fields and {*columns.wanted} <= {*there}:
+    if {*columns.wanted} <= {*there}:
         read = [column for column in columns.fields if column in there]
     before = 0
     for group in range(table.num_row_groups):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.toml import quote
-from titanlite.config.urls import public_name
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.formats import read_file
 from titanlite.data.forms import form_columns, plain
@@ -37,19 +37,27 @@ class Found(NamedTuple):
     said: str
 
 
-class _Whole(NamedTuple):
-    """Reads a record as it is, with all of its fields."""
+class _AsItIs(NamedTuple):
+    """Reads a record as it is: of a table the fields that tell a form."""
 
-    name: str = "whole"
+    name: str = "as it is"
     own: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = (
+        "text",
+        "messages",
+        "conversations",
+        "instruction",
+        "output",
+        "prompt",
+        "completion",
+    )
 
     def strings(self, record: Mapping[str, Any], columns: Columns, where: str) -> list[Any]:
         return [record]
 
 
-class _WholeColumns(Columns):
-    """All fields of a record."""
+class _AnyColumns(Columns):
+    """Fields of a record, none of which it must have."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -110,9 +118,9 @@ def recognise(
 
 
 def _first_record(files: Sequence[str], kind: Format, patience: float) -> Mapping[str, Any] | None:
-    """Return the first record; None where there is none, or none can be read.
+    """Return the first record; None where there is none, or a local one cannot be read.
 
-    What is wrong is said when the text is read.
+    What is wrong is said when the text is read. Raises DataError where a server gives none.
     """
     for name in files[:_FILES]:
         named = kind_of_name(public_name(name))
@@ -120,8 +128,10 @@ def _first_record(files: Sequence[str], kind: Format, patience: float) -> Mappin
         if reader in WHOLE:
             return None
         try:
-            record = next(read_file(name, kind, _WholeColumns(form=_Whole()), 0, patience), None)
+            record = next(read_file(name, kind, _AnyColumns(form=_AsItIs()), 0, patience), None)
         except DataError:
+            if is_url(name):
+                raise
             return None
         if record is not None:
             return record.text if isinstance(record.text, Mapping) else None

@@ -141,10 +141,11 @@ def _job(
         shards = list_source(source, options, subset, split)
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
-    shards = replace(shards, patience=_PATIENCE, key="SOURCE")
+    shards = replace(shards, key="SOURCE")
     if options.is_open:
         shards = recognised(shards, tokenizer)
         options = options.of_columns(shards.columns)
+    shards = replace(shards, patience=_PATIENCE)
     asked = {
         "source": " ".join(filter(None, (source, subset, split))),
         "options": options.to_json(),
