@@ -168,7 +168,7 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
         "_delta_log/0.json",
         "cache-0123abcd.arrow",
         "requirements.txt",
-        "x.csv",
+        "x.zip",
     ]
     folder = write_files(
         tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known

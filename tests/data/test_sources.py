@@ -176,7 +176,8 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
         (["a", None, "c"], ", row 2: the key 'text' must be a string, found NoneType"),
         (
             [1, 2],
-            ", row 1: the key 'text' must be a string, found int; name the field by data.text_key",
+            ", row 1: the key 'text' must be a string, found int: 1; name the field by "
+            "data.text_key",
         ),
         (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", rows 1 to 2: not UTF-8"),
     ],
@@ -190,14 +191,11 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.json",
-            b' [\n{"text": "a"}]',
-            "is one JSON array; write each record on a line of its own: jq",
-        ),
+        ("a.json", b' [\n{"text": "a"}, {"text": "b"', ", record 2: not valid JSON"),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
-        ("a.csv", b"text\na\n", "is a file of another kind"),
+        ("a.csv", b"text\na\0b\n", "is a file of another kind"),
+        ("a.csv", "text\na\n".encode("utf-16"), "is text in UTF-16: iconv -f UTF-16"),
         ("a.txt", b"a\ncaf\xe9\n", ", line 2: not UTF-8"),
         ("a.txt", b"", "the files are empty"),
     ],

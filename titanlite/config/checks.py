@@ -73,6 +73,14 @@ _HELD_OUT = "validation.dataset"
 _SOURCES = "validation.sources"
 _ADVICE = "make it one of the sources"
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
+#: Form of records → keys of fields that it does not have.
+_NOT_OF_FORM = {
+    "text": ("prompt_key", "completion_key", "messages_key"),
+    "completion": ("text_key", "messages_key"),
+    "messages": _TEXT_KEYS,
+    "sharegpt": _TEXT_KEYS,
+    "alpaca": (*_TEXT_KEYS, "messages_key"),
+}
 _EARLY = "optimizer.early_step_in_backward"
 
 #: A value of a key needs one of another.
@@ -108,6 +116,11 @@ CONFLICTS: tuple[Rule, ...] = (
     *(
         Rule("data.messages_key", bool, f"data.{name}", bool, "it names the text")
         for name in _TEXT_KEYS
+    ),
+    *(
+        Rule("data.record", form, f"data.{name}", bool, "its records have no such field")
+        for form, names in _NOT_OF_FORM.items()
+        for name in names
     ),
     Rule("training.dataset_path", bool, "data.source", bool, _ADVICE),
     Rule("training.epochs", bool, "data.source", bool, "give epochs of each source"),
@@ -367,6 +380,10 @@ def _text_keys(d: Config, key: str, source: DataSource) -> Iterator[Finding]:
             if getattr(source, name):
                 message = f"has {name} beside messages_key, which names the text"
                 yield "conflict", key, message, "leave one out"
+    for name in _NOT_OF_FORM[source.record] if source.record else ():
+        if getattr(source, name):
+            message = f"has {name}, and records of the form {source.record} have no such field"
+            yield "conflict", key, message, "leave one out"
     prompt = source.prompt_key or d.data.prompt_key
     completion = source.completion_key or d.data.completion_key
     if prompt is not None and completion is None:

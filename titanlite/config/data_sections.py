@@ -28,6 +28,12 @@ def steps_of(item: int | str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
+TextFormat = Literal["auto", "json", "parquet", "arrow", "csv", "text", "source", "tokens"]
+
+
+RecordForm = Literal["text", "completion", "messages", "sharegpt", "alpaca"]
+
+
 class DataSource(Section, frozen=True):
     """One `[[data.source]]`: text, and its share of the mixture.
 
@@ -44,8 +50,10 @@ class DataSource(Section, frozen=True):
     """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
     (None: a folder must have one alone). "all": all splits.
     """
-    format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
-    """Kind of file. auto: by content. text: each file is one document."""
+    format: TextFormat = "auto"
+    """Kind of file. auto: by content. text: each file is one document. source: so is each file of
+    source code or markup.
+    """
     text_key: Name | None = None
     """Field of a record that holds the text. None: data.text_key."""
     prompt_key: Name | None = None
@@ -54,6 +62,8 @@ class DataSource(Section, frozen=True):
     """Field that follows the prompt and is trained on. None: data.completion_key."""
     messages_key: Name | None = None
     """Field that holds a conversation. None: data.messages_key."""
+    record: RecordForm | None = None
+    """Form of the records. None: data.record, unless this source names fields."""
     weight: Positive = 1.0
     """Share of the mixture in tokens, relative to the other sources."""
     epochs: Count | None = None
@@ -100,8 +110,13 @@ class Data(Section, frozen=True):
     """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's
     turns alone.
     """
+    record: RecordForm | None = None
+    """Form of the records: text, completion (prompt, completion), messages, sharegpt
+    (conversations) or alpaca (instruction, input, output). None: recognised by their fields where
+    no key names one.
+    """
     chat_template: Location | None = None
-    """Jinja file that renders conversations. None: that of chat_template.jinja or
+    """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or
     tokenizer_config.json.
     """
     subset: Name | None = None
@@ -110,6 +125,8 @@ class Data(Section, frozen=True):
     """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
     (None: a folder must have one alone). "all": all splits.
     """
+    format: TextFormat | None = None
+    """Kind of the files of training.dataset_path, as format of a source. None: by content."""
     streaming: Literal["auto"] | bool = "auto"
     """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false:
     tokenize it first.
@@ -177,6 +194,8 @@ class Validation(Section, frozen=True):
     """Split of dataset or dataset_path, as data.split. None: that of a registered name, else as
     there.
     """
+    format: TextFormat | None = None
+    """Kind of the files of dataset_path, as format of a source. None: by content."""
     sources: list[DataSource] = []
     """Array of tables: several texts, each with a name and its own loss, instead of dataset and
     dataset_path.

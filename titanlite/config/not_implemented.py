@@ -65,7 +65,7 @@ def _optimizer(*names: str) -> Callable[[str], bool]:
     return lambda optimizer: optimizer in names or is_dotted(optimizer)
 
 
-_FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key")
+_FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
 _TEXTS = ("training.dataset_path", "data.source", "validation.dataset_path", "validation.sources")
 _OWN_TEXT = {
     **dict.fromkeys(_TEXTS, bool),
@@ -95,11 +95,14 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "optimizer.implementation": {"optimizer.name": _optimizer("AdamW", "Adam")},
     **{f"data.{name}": _OWN_TEXT for name in _FIELDS},
     "data.subset": {"training.dataset": _not_bundled},
+    "data.format": {"training.dataset": _not_bundled, "training.dataset_path": bool},
     "data.split": {"training.dataset": _not_bundled, "training.dataset_path": bool},
     **{f"data.{name}": {"data.streaming": bool} for name in ("lanes", "shuffle_buffer")},
     "data.persistent_workers": {"validation.enable": True},
     "data.chat_template": {
         "data.messages_key": bool,
+        "data.record": ("messages", "sharegpt"),
+        "training.dataset_path": bool,
         "data.source": bool,
         "validation.sources": bool,
     },

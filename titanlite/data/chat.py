@@ -21,6 +21,7 @@ from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
+from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import parse_json
 
@@ -29,6 +30,8 @@ _UNMARKED = str.maketrans("", "", BEGIN + END)
 #: Files beside a tokenizer that may hold its template, the first that does.
 TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
+#: Names the template of `titanlite.data.forms.plain`.
+_PLAIN = "plain"
 
 
 class ChatTemplate(NamedTuple):
@@ -45,9 +48,9 @@ class ChatTemplate(NamedTuple):
         Raises DataError if `messages` is no list of messages, the template refuses it, or a turn
         cannot be found.
         """
-        if not _are_messages(messages):
+        if not are_turns(messages, ("role",)):
             raise DataError(
-                f"{where}: {messages!r:.80} is no list of messages, each with role and content"
+                f"{where}: this is no list of messages, each with role and content: {cut(messages)}"
             )
         content = json.dumps(messages, ensure_ascii=False, default=str)
         if BEGIN in content or END in content:
@@ -61,6 +64,12 @@ class ChatTemplate(NamedTuple):
             raise DataError(
                 f"{where}: no message has the role assistant (roles: {found}), so the loss counts "
                 "nothing"
+            )
+        unweighted = [one for one in messages if one.get("weight", 1) not in (1, None)]
+        if unweighted:
+            raise DataError(
+                f"{where}: a message has a weight that is not 1, and the loss counts each turn of "
+                f"the assistant: {cut(unweighted[0])}; leave the record or the weight out"
             )
         return self._ask("render", messages, where)
 
@@ -90,12 +99,6 @@ class ChatTemplate(NamedTuple):
         return text
 
 
-def _are_messages(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    return all(isinstance(message, dict) and message.get("role") for message in messages)
-
-
 def _check(source: str, place: str) -> None:
     """Raise DataError, which begins with `place`, for a template that is not valid."""
     try:
@@ -112,22 +115,40 @@ def _check(source: str, place: str) -> None:
 
 
 def load_template(
-    path: str | None, tokenizer: Tokenizer, key: str = "data.chat_template"
+    path: str | None,
+    tokenizer: Tokenizer,
+    key: str = "data.chat_template",
+    *,
+    or_plain: bool = False,
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
-    key: what names the file, for messages. Raises DataError if there is none, or it is not valid.
+    path: "plain" is the plain one of `titanlite.data.forms`. key: what names the file, for
+    messages. or_plain: take the plain one where the tokenizer brings none.
+
+    Raises DataError if there is none, or it is not valid.
     """
     folder = tokenizer.folder
     config = _config_beside(folder, path, key)
+    if path == _PLAIN:
+        return _plain_template(tokenizer, config)
     place, source = _find_source(folder, path, config, key)
+    if not isinstance(source, str) and or_plain:
+        return _plain_template(tokenizer, config)
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
-            f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
+            f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file, "
+            f'or "{_PLAIN}" for titanlite\'s own'
         )
     _check(source, f"{key}: {place}")
     return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+
+
+def _plain_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ChatTemplate:
+    from titanlite.data.forms import plain
+
+    return ChatTemplate(plain.SOURCE, tuple(_variables(tokenizer, config).items()))
 
 
 def _config_beside(folder: str | None, path: str | None, key: str) -> dict[str, Any]:

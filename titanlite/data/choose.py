@@ -7,13 +7,14 @@ of a config asks, too.
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
-from titanlite.data.kinds import COMPRESSED, KINDS, is_hidden, why_no_text
+from titanlite.data.kinds import COMPRESSED, KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 
@@ -30,20 +31,24 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     passed: _Passed = {}
     texts: list[FoundFile] = []
     for file in found:
-        reason = _why_not(file)
+        reason = why_no_text(file.relative)
         if reason is None:
             texts.append(file)
         else:
             passed.setdefault(reason, []).append(file.relative)
-    texts = _without_descriptions(texts, passed)
+    if place.reader != "source":
+        texts = _without_descriptions(texts, passed)
+    texts = _without_scripts(texts, place, passed)
     texts = _of_reader(texts, place, passed)
     if not texts:
-        raise DataError(f"{place.key}: the folder {place.path} holds no text{_why_empty(passed)}")
+        why = _why_empty(passed, place)
+        raise DataError(f"{place.key}: the folder {place.path} holds no text{why}")
     texts = _of_split(texts, place, passed)
-    if _are_several(texts, place):
+    splits = _splits_of(texts)
+    if _are_several(texts, place, splits):
         from titanlite.data.text_choices import unclear
 
-        raise unclear(texts, found, place)
+        raise unclear(texts, splits, found, place)
     return _listing(texts, passed, place.split)
 
 
@@ -56,7 +61,7 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
     texts = _of_split(found, place, passed)
     if place.split is not None:
         return _listing(texts, passed, place.split)
-    splits = Counter(split_of(file.relative) or "no split" for file in found)
+    splits = Counter(split or "no split" for split in _splits_of(found))
     if not are_apart(splits):
         return _listing(texts, passed, None)
     return _listing(texts, passed, None, splits)
@@ -88,20 +93,24 @@ def _listing(
     )
 
 
-def _why_not(file: FoundFile) -> str | None:
-    folders = PurePosixPath(file.relative).parts[:-1]
-    if any(map(is_hidden, folders)):
-        return "hidden"
-    return why_no_text(file.base)
-
-
-def _why_empty(passed: _Passed) -> str:
-    """Return what there is instead of text, and what is expected."""
+def _why_empty(passed: _Passed, place: Place) -> str:
+    """Return what there is instead of text, what is expected, and the line that reads the files
+    that may be text nevertheless.
+    """
     there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
-    endings = ", ".join(suffix for kind in KINDS for suffix in kind.suffixes)
-    expected = f"; expected names in {endings}, also with {' or '.join(COMPRESSED)}"
+    kinds = [kind for kind in KINDS if kind.reader != "source"]
+    endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
+    expected = (
+        f"; expected names in {endings}, or of source code (docs/cli.md), also with "
+        f"{' or '.join(COMPRESSED)}"
+    )
     if not there:
         return expected
+    shown = [name for reason, names in passed.items() if reason != "hidden" for name in names]
+    suffixes = Counter(PurePosixPath(name).suffix for name in shown)
+    if suffixes:
+        pattern = f"{glob.escape(place.path.rstrip('/'))}/**/*{suffixes.most_common(1)[0][0]}"
+        expected += f"; if these are text, name them: {place.path_line(pattern)}"
     return f" (there are {there}){expected}"
 
 
@@ -117,6 +126,19 @@ def _without_descriptions(texts: Sequence[FoundFile], passed: _Passed) -> list[F
     return kept
 
 
+def _without_scripts(texts: list[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
+    """Return the files without source code that is little beside their text."""
+    code = [file for file in texts if file.is_source]
+    if not code or place.reader == "source":
+        return texts
+    from titanlite.data.source_code import are_scripts
+
+    if not are_scripts(texts):
+        return texts
+    passed["source code beside the text"] = [file.relative for file in code]
+    return [file for file in texts if not file.is_source]
+
+
 def _of_reader(texts: list[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
     """Return the files of the format that is asked for; all of them where no name tells that
     format.
@@ -124,7 +146,7 @@ def _of_reader(texts: list[FoundFile], place: Place, passed: _Passed) -> list[Fo
     kept: list[FoundFile] = []
     others: list[str] = []
     for file in texts:
-        if file.kind and file.kind.reader == place.reader:
+        if _is_of(file, place.reader):
             kept.append(file)
         else:
             others.append(file.relative)
@@ -135,6 +157,13 @@ def _of_reader(texts: list[FoundFile], place: Place, passed: _Passed) -> list[Fo
     return kept
 
 
+def _is_of(file: FoundFile, reader: Format) -> bool:
+    """Return whether a file is of a format. Source code has its markup with it."""
+    if file.kind is None:
+        return False
+    return file.kind.reader == reader or reader == "source" and file.kind.describes_records
+
+
 def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
     """Return the files of the split that is asked for.
 
@@ -143,7 +172,7 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""
-    splits = [split_of(file.relative) for file in texts]
+    splits = _splits_of(texts)
     if wanted == "train" and not any(splits):
         return list(texts)
     if wanted not in splits:
@@ -162,12 +191,31 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
     return kept
 
 
-def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
+def _splits_of(texts: Sequence[FoundFile]) -> list[str | None]:
+    """Return the split that each file is of."""
+    if not _are_code(texts):
+        return [split_of(file.relative) for file in texts]
+    from titanlite.data.source_code import splits_of_code
+
+    return splits_of_code(texts)
+
+
+def _are_code(texts: Sequence[FoundFile]) -> bool:
+    """Return whether files are those of a code base."""
+    if not any(file.is_source for file in texts):
+        return False
+    from titanlite.data.source_code import is_code_base
+
+    return is_code_base(texts)
+
+
+def _are_several(texts: Sequence[FoundFile], place: Place, splits: Sequence[str | None]) -> bool:
     """Whether the files are of several kinds, on two levels, or of splits that do not belong
-    together.
+    together. A code base is one text, of whatever languages and levels.
     """
+    has_several_splits = place.split is None and are_apart({split or "" for split in splits})
+    if place.reader == "source" or _are_code(texts):
+        return has_several_splits
     kinds = {file.kind_name for file in texts}
     levels = {file.is_direct for file in texts}
-    splits = {split_of(file.relative) or "" for file in texts}
-    has_several_splits = place.split is None and are_apart(splits)
     return len(kinds) > 1 or len(levels) > 1 or has_several_splits

@@ -112,6 +112,11 @@ class Tokens(Protocol):
         """Bytes of the text; None where they were not counted."""
         ...
 
+    @property
+    def characters(self) -> int | None:
+        """Characters of the text; None where they were not counted."""
+        ...
+
     def describe(self) -> str:
         """Return the size in words."""
         ...
@@ -144,7 +149,8 @@ class Corpus(DocumentArray):
     `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
     `files`: of the texts, in order; empty for those that a function returned;
     `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all
-    of them count.
+    of them count;
+    `characters`: of the texts and prompts; None: not counted.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -153,6 +159,7 @@ class Corpus(DocumentArray):
     fingerprint: str
     files: tuple[Path, ...]
     targets: NDArray[np.bool_] | None = None
+    characters: int | None = None
     keeps_order: ClassVar[bool] = False
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
@@ -220,12 +227,14 @@ def tokenize(
     lengths: list[int] = []
     masks: list[NDArray[np.bool_]] = []
     progress = _Progress(files)
+    characters = 0
     if records is None:
         records = iter_records(files)
     for documents in encode(records, tokenizer, vocab_size, workers):
         parts.append(np.concatenate([document.ids for document in documents]).astype(dtype))
         for record, ids, mask in documents:
             progress.bytes += _add_text(digest, record)
+            characters += len(record.text) + len(record.prompt or "")
             lengths.append(len(ids))
             masks.append(mask)
         progress.report(documents[-1].record, len(lengths))
@@ -237,6 +246,7 @@ def tokenize(
         fingerprint=digest.hexdigest(),
         files=tuple(files),
         targets=targets_of(offsets, masks) if any(map(len, masks)) else None,
+        characters=characters,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of one file: JSON lines, parquet, arrow or plain text; gzip and zstd around lines and text.
+"""Rows of one file: JSON lines, parquet, arrow, CSV or text; gzip and zstd around lines and text.
 
 The content decides the kind, not the name. A reader takes an open file, so it serves local files
 and streams.
@@ -20,15 +20,16 @@ from typing import Any, BinaryIO, cast
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError, decompressed, is_compressed, was_compressed
-from titanlite.data.kinds import Format, kind_of_name
+from titanlite.data.kinds import WHOLE, Format, kind_of_name
 from titanlite.data.records import Columns, Record, strings_of
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 #: First bytes of a file that tell its kind.
 _HEAD = 4096
+_ARRAY = re.compile(rb"\[\s*[{\]]")
 #: Bytes of the longest plain text or line, which is read whole.
 _LONGEST = 256 << 20
-_EXPECTED = "JSON lines, parquet, arrow or text in UTF-8, plain or compressed by gzip or zstd"
+_EXPECTED = "JSON lines, parquet, arrow, CSV or text in UTF-8, plain or compressed by gzip or zstd"
 
 #: Number of a row, its text and perhaps its prompt.
 _Rows = Iterator[tuple[int, Sequence[Any]]]
@@ -47,7 +48,7 @@ def iter_rows(
         file: at its first byte; the caller closes it. Parquet and arrow files (not arrow streams)
             need `seek`.
         name: path or URL, for errors and records.
-        kind: "auto" looks at the content. "text" is one document per file.
+        kind: "auto" looks at the content. "text" and "source" are one document per file.
         start: rows to skip: to continue after a record, give its `number`. Lines are skipped
             unparsed, row groups of parquet unread.
 
@@ -61,7 +62,7 @@ def iter_rows(
         content = decompressed(file, name)
         if kind == "auto":
             kind = _kind_of(content.peek(_HEAD), str(name))
-        if kind in ("parquet", "arrow"):
+        if kind in ("parquet", "arrow", "csv"):
             unit = "row"
         for number, strings in _rows_of(content, kind, name, columns, start):
             yield Record(name, number, *strings)
@@ -86,11 +87,23 @@ def _rows_of(
         from titanlite.data.tables import table_rows
 
         return table_rows(content, kind, name, columns, start)
-    if kind != "text":
+    if kind == "csv":
+        from titanlite.data.delimited import csv_rows
+
+        return csv_rows(content, name, columns, start)
+    if kind not in WHOLE and is_array(content.peek(_HEAD)):
+        from titanlite.data.json_array import array_rows
+
+        return array_rows(content, name, columns, start)
+    if kind not in WHOLE:
         return _json_rows(content, name, columns, start)
     if columns.chat is not None:
         raise DataError(
             f"{name}: a plain text holds no messages; leave {columns.section}.messages_key out"
+        )
+    if columns.form is not None:
+        raise DataError(
+            f"{name}: a plain text holds no records; leave {columns.section}.record out"
         )
     return _text_rows(content, name, start)
 
@@ -123,12 +136,20 @@ def _open(name: str, patience: float) -> BinaryIO:
 
 
 def plain_kind(file: BinaryIO, name: str) -> Format | None:
-    """Return the kind of an open file; None for one that is compressed.
+    """Return the kind of an open file; None for one that is compressed or one JSON array.
 
     Raises DataError as `iter_rows` does.
     """
     head = file.read(_HEAD)
-    return None if is_compressed(head) else _kind_of(head, name)
+    if is_compressed(head):
+        return None
+    kind = _kind_of(head, name)
+    return None if kind == "json" and is_array(head) else kind
+
+
+def is_array(head: bytes) -> bool:
+    """Return whether a file that begins so is one JSON array of records."""
+    return _ARRAY.match(head.removeprefix(b"\xef\xbb\xbf").lstrip()) is not None
 
 
 def _kind_of(head: bytes, name: str) -> Format:
@@ -139,7 +160,6 @@ def _kind_of(head: bytes, name: str) -> Format:
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
-    base = name.lower().removesuffix(".gz").removesuffix(".zst")
     kind_of_this_name = kind_of_name(name)
     named = kind_of_this_name.reader if kind_of_this_name else None
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -149,13 +169,12 @@ def _kind_of(head: bytes, name: str) -> Format:
         )
     if named in ("parquet", "arrow") and head:
         raise DataError(f"{name} is no {named} file; copy it again")
-    if b"\0" in head or base.endswith((".csv", ".tsv")):
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{name} is text in UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW")
+    if b"\0" in head:
         raise DataError(f"{name} is a file of another kind; expected {_EXPECTED}")
-    if named != "text" and re.match(rb"\[\s*\{", start):
-        raise DataError(
-            f"{name} is one JSON array; write each record on a line of its own: jq -c '.[]' FILE "
-            "> FILE.jsonl"
-        )
+    if named not in ("csv", *WHOLE) and _ARRAY.match(start):
+        return "json"
     if named is not None:
         return named
     return "json" if start.startswith(b"{") else "text"

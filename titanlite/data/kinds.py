@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-Format = Literal["auto", "json", "parquet", "arrow", "text"]
+Format = Literal["auto", "json", "parquet", "arrow", "csv", "text", "source"]
 
 
 class Kind(NamedTuple):
@@ -26,15 +26,63 @@ class Kind(NamedTuple):
     @property
     def has_records(self) -> bool:
         """Whether a file holds many documents."""
-        return self.reader != "text"
+        return self.reader not in WHOLE
 
 
+#: Readers that make a whole file one document.
+WHOLE: tuple[Format, ...] = ("text", "source")
+#: Of source code: language → ends of names, in small letters. docs/cli.md has the same list.
+LANGUAGES: dict[str, tuple[str, ...]] = {
+    "Assembly": (".asm", ".s"),
+    "C": (".c", ".h"),
+    "C#": (".cs",),
+    "C++": (".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"),
+    "CMake": (".cmake",),
+    "CSS": (".css", ".less", ".scss"),
+    "CUDA": (".cu", ".cuh"),
+    "Clojure": (".clj",),
+    "Dart": (".dart",),
+    "Elixir": (".ex", ".exs"),
+    "Erlang": (".erl",),
+    "Fortran": (".f", ".f90", ".f95"),
+    "Go": (".go",),
+    "HTML": (".htm", ".html"),
+    "Haskell": (".hs",),
+    "Java": (".java",),
+    "JavaScript": (".cjs", ".js", ".jsx", ".mjs"),
+    "Julia": (".jl",),
+    "Kotlin": (".kt", ".kts"),
+    "Lisp": (".el", ".lisp", ".scm"),
+    "Lua": (".lua",),
+    "OCaml": (".ml", ".mli"),
+    "PHP": (".php",),
+    "Perl": (".pl", ".pm"),
+    "Protocol Buffers": (".proto",),
+    "Python": (".py", ".pyi", ".pyx"),
+    "R": (".r",),
+    "Ruby": (".rb",),
+    "Rust": (".rs",),
+    "SQL": (".sql",),
+    "Scala": (".scala",),
+    "settings": (".cfg", ".ini", ".toml", ".yaml", ".yml"),
+    "Shell": (".bash", ".sh", ".zsh"),
+    "Swift": (".swift",),
+    "TeX": (".tex",),
+    "TypeScript": (".ts", ".tsx"),
+    "Verilog": (".sv", ".v"),
+    "Vue": (".vue",),
+    "XML": (".xml",),
+    "Zig": (".zig",),
+}
 KINDS = (
     Kind("JSON lines", (".json", ".jsonl", ".ndjson"), "json"),
     Kind("parquet", (".parquet",), "parquet"),
     Kind("arrow", (".arrow",), "arrow"),
+    Kind("CSV", (".csv", ".tsv"), "csv"),
     Kind("plain text", (".txt", ".text"), "text"),
     Kind("Markdown", (".md", ".markdown"), "text", describes_records=True),
+    Kind("reStructuredText", (".rst",), "text", describes_records=True),
+    *(Kind(language, suffixes, "source") for language, suffixes in LANGUAGES.items()),
 )
 COMPRESSED = (".gz", ".zst")
 #: Ends of the names of all kinds.
@@ -51,7 +99,7 @@ _NO_TEXT = {
     ),
     "cache of datasets": re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow"),
 }
-#: Names of documentation in plain text or Markdown, alone or with one more word: LICENSE-MIT.txt,
+#: Names of documentation in plain text or markup, alone or with one more word: LICENSE-MIT.txt,
 #: README_zh.md.
 _DOCUMENTATION = re.compile(
     r"(readme|licen[sc]es?|copying|changelog|citations?|contributing|code[-_]of[-_]conduct|dataset[-_]?card)"
@@ -82,15 +130,21 @@ def ending_of(name: str) -> str:
     return name[-len(longest) :]
 
 
-def is_hidden(name: str) -> bool:
-    """Return whether programs that read folders of data leave a file or folder of this name out."""
-    return name.startswith((".", "_"))
+def is_hidden(path: str) -> bool:
+    """Return whether programs that read folders of data leave a file out, by its path below the
+    folder. Names of source code may begin with `_`, as `__init__.py`.
+    """
+    parts = path.split("/")
+    kind = kind_of_name(parts[-1])
+    signs = "." if kind is not None and kind.reader == "source" else (".", "_")
+    return any(part.startswith(signs) for part in parts)
 
 
-def why_no_text(name: str) -> str | None:
-    """Return why a file with this name in a folder is none of its text; None: it is text."""
-    if is_hidden(name):
+def why_no_text(path: str) -> str | None:
+    """Return why a file is none of the text of a folder, by its path below it; None: it is text."""
+    if is_hidden(path):
         return "hidden"
+    name = path.rpartition("/")[2]
     base = _without_compression(name.lower())
     for reason, names in _NO_TEXT.items():
         if names.fullmatch(base):
@@ -100,7 +154,7 @@ def why_no_text(name: str) -> str | None:
         return "other kinds of files"
     stem = name[: len(name) - len(ending_of(name))]
     is_documentation = _DOCUMENTATION.fullmatch(stem) or _DOCUMENTATION_IN_CAPITALS.fullmatch(stem)
-    if not kind.has_records and is_documentation:
+    if kind.reader == "text" and is_documentation:
         return "documentation"
     return None
 

@@ -58,6 +58,16 @@ class FoundFile(NamedTuple):
         return "another kind" if kind is None else kind.name
 
     @property
+    def is_source(self) -> bool:
+        """Whether its name tells source code."""
+        return self.kind is not None and self.kind.reader == "source"
+
+    @property
+    def is_code_or_markup(self) -> bool:
+        """Whether it may be a part of a code base."""
+        return self.kind is not None and (self.is_source or self.kind.describes_records)
+
+    @property
     def is_direct(self) -> bool:
         """Whether it lies in the folder itself."""
         return "/" not in self.relative
@@ -77,6 +87,8 @@ class Listing:
     passed_over: Mapping[str, tuple[str, ...]]
     #: Split → number of files, where a pattern finds those of several.
     mixed_splits: Mapping[str, int]
+    #: Which fields of their records are read, where that was recognised; "": as the config says.
+    records: str = ""
     #: What a store tells of each file; "": nothing.
     stamps: tuple[str, ...] = ()
 
@@ -91,6 +103,8 @@ class Listing:
         if self.passed_over:
             passed = [f"{some_of(names)} ({why})" for why, names in self.passed_over.items()]
             text += f"; passed over: {', '.join(passed)}"
+        if self.records:
+            text += f"; records: {self.records}"
         return text
 
     def warning(self) -> str | None:
@@ -135,6 +149,10 @@ class Place:
     def split_line(self, split: str) -> str:
         """Return what to write for a split."""
         return f"--split {split}" if self.is_of_a_command else f"split = {quote(split)}"
+
+    def format_line(self, reader: Format) -> str:
+        """Return what to write for a format."""
+        return f"--format {reader}" if self.is_of_a_command else f"format = {quote(reader)}"
 
     def where(self, table: str) -> str:
         """Return where these lines go, in words."""

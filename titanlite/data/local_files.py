@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.data import DataError
 from titanlite.data.choose import choose, named_files
-from titanlite.data.kinds import is_hidden, why_no_text
+from titanlite.data.kinds import why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place
 
 
@@ -66,7 +66,7 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
     direct = [file for file in folder.iterdir() if not file.is_dir()]
     for file in sorted([*direct, *_below(folder)]):
         relative = file.relative_to(folder).as_posix()
-        if why_no_text(file.name) is not None:
+        if why_no_text(relative) is not None:
             yield FoundFile(str(file), relative)
         elif file.is_file():
             yield FoundFile(str(file), relative, _size(file))
@@ -77,8 +77,9 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Yield the files of all subfolders that are not hidden, also behind links; of each folder
-    once.
+    """Yield the files of all subfolders, also behind links; of each folder once.
+
+    Folders whose names begin with a dot are left out.
     """
     real = {os.path.realpath(path)}
     for folder, subfolders, _ in os.walk(path):
@@ -103,4 +104,4 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _shown(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not is_hidden(name)]
+    return [name for name in names if not name.startswith(".")]

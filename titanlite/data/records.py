@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,10 @@ from titanlite.data.surrogates import refuse_surrogates
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
+    from titanlite.data.forms import Form
+
+#: Characters of a field that an error shows.
+_SHOWN = 160
 
 
 class Record(NamedTuple):
@@ -37,10 +42,28 @@ class Columns(NamedTuple):
     section: str = "data"
     #: `text` holds messages, which it renders.
     chat: ChatTemplate | None = None
+    #: How other fields become a text; None: the fields above are as they are.
+    form: Form | None = None
 
     @property
     def wanted(self) -> tuple[str, ...]:
         return (self.text,) if self.prompt is None else (self.text, self.prompt)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that are read: those that are wanted, and others where a record has them."""
+        return self.wanted if self.form is None else (*self.wanted, *self.form.optional)
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The fields that hold lists. In a CSV file they are JSON."""
+        return () if self.chat is None else (self.text,)
+
+    @property
+    def decisive(self) -> list[Any]:
+        """What decides the text of a record, besides the fields that are wanted."""
+        form = [] if self.form is None else [self.form.name]
+        return [*(self.chat or ()), *form]
 
     @property
     def has_masks(self) -> bool:
@@ -49,7 +72,17 @@ class Columns(NamedTuple):
 
     def remedy(self, column: str) -> str:
         """Return what to do where a record has no such field."""
+        if self.form is not None and column in self.form.own:
+            return f"{self.section}.record has another value for records of another form"
         return f"name the field by {self.section}.{self._key_of(column)}"
+
+    def check(self, names: Collection[str], where: str) -> None:
+        """Raise DataError where a table has not all columns. names: of its columns."""
+        for column in self.wanted:
+            if column not in names:
+                raise DataError(
+                    f"{where}: no column {column!r} ({', '.join(names)}); {self.remedy(column)}"
+                )
 
     def _key_of(self, column: str) -> str:
         if self.chat:
@@ -69,17 +102,48 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
             f"{where}: expected a text, or a table with the key {columns.text!r}, found "
             f"{type(record).__name__}"
         )
+    if columns.form is not None:
+        return columns.form.strings(record, columns, where)
     if columns.chat is not None and columns.text in record:
-        refuse_surrogates(record[columns.text], columns.text, where)
-        return [columns.chat.render(record[columns.text], where), None]
+        messages = record[columns.text]
+        if not are_turns(messages, ("role",)):
+            raise DataError(
+                f"{where}: the key {columns.text!r} is no list of messages, each with role and "
+                f"content: {cut(messages)}; {columns.remedy(columns.text)}"
+            )
+        refuse_surrogates(messages, columns.text, where)
+        return [columns.chat.render(messages, where), None]
+    check_strings(record, columns, where)
+    return [record[column] for column in columns.wanted]
+
+
+def check_strings(record: Mapping[Any, Any], columns: Columns, where: str) -> None:
+    """Raise DataError that begins with `where` if one of the wanted fields is no string, or holds a
+    lone surrogate.
+    """
     for column in columns.wanted:
         value = record.get(column)
         if isinstance(value, str):
             refuse_surrogates(value, column, where)
             continue
         if column in record:
-            problem = f"must be a string, found {type(value).__name__}"
+            problem = f"must be a string, found {type(value).__name__}: {cut(value)}"
         else:
             problem = f"is missing (keys: {', '.join(map(repr, record)) or 'none'})"
         raise DataError(f"{where}: the key {column!r} {problem}; {columns.remedy(column)}")
-    return [record[column] for column in columns.wanted]
+
+
+def are_turns(value: object, keys: Collection[str]) -> bool:
+    """Return whether a value is a list of tables, each with a value for all of these keys."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(one, dict) and all(map(one.get, keys)) for one in value)
+
+
+def cut(value: object) -> str:
+    """Return a value as JSON shows it, for an error; a long one ends with an ellipsis."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

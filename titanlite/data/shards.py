@@ -62,8 +62,7 @@ class Shards(TextFiles):
         else:
             names = [_base(name) for name in self.names]
         wanted = list(self.columns.wanted)
-        template = self.columns.chat or ()
-        decisive = [names, wanted, self.kind, description, *template]
+        decisive = [names, wanted, self.kind, description, *self.columns.decisive]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     def at(self, revision: str) -> Shards:
@@ -278,7 +277,7 @@ def hub_files(
         known = ", ".join(files) or "no files"
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {known}")
     kind = type(builder).__module__.rpartition(".")[2]
-    known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
+    known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow", "csv") else "auto"
     return names, _revision_in(names), known_kind
 
 

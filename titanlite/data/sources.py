@@ -126,7 +126,14 @@ def columns_of(
             return Columns("completion", "prompt")
         return Columns()
     source = source or DataSource()
-    has_own = bool(source.text_key or source.prompt_key or source.completion_key)
+    form = _form_of(data, source)
+    if form:
+        from titanlite.data.forms import form_columns
+
+        assert tokenizer is not None
+        section = "data.source" if source.record else "data"
+        return form_columns(form, data, source, tokenizer, section)
+    has_own = _names_text(source)
     messages = source.messages_key
     if not messages and not has_own:
         messages = data.messages_key
@@ -142,6 +149,26 @@ def columns_of(
     if prompt and completion:
         return Columns(completion, prompt, section)
     return Columns(source.text_key or data.text_key or _usual_text_key(dataset), None, section)
+
+
+def _form_of(data: Data, source: DataSource) -> str | None:
+    """Return the form of records that the config asks for: of a source with fields of its own, its
+    own alone.
+    """
+    if source.record or _names_text(source) or source.messages_key:
+        return source.record
+    return data.record
+
+
+def _names_text(source: DataSource) -> bool:
+    """Return whether a source names the field of its text."""
+    return bool(source.text_key or source.prompt_key or source.completion_key)
+
+
+def names_records(data: Data, source: DataSource) -> bool:
+    """Return whether the config says which fields a record has."""
+    names = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
+    return any(getattr(source, name) or getattr(data, name) for name in names)
 
 
 def _prompt_keys(data: Data, source: DataSource) -> tuple[str | None, str | None]:

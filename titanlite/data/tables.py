@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,8 +29,8 @@ def table_rows(
             f"{name}: reading {kind} needs the package pyarrow: {pip_install('pyarrow')}"
         ) from None
     try:
-        for before, batch in _batches(content, kind, columns.wanted, start):
-            _check_columns(batch.schema.names, columns, name)
+        for before, batch in _batches(content, kind, columns, start):
+            columns.check(batch.schema.names, f"{name}")
             for first in range(max(start - before, 0), batch.num_rows, _BATCH):
                 part = batch.slice(first, _BATCH)
                 yield from _rows_of(part, before + first + 1, columns, name)
@@ -43,26 +43,25 @@ def table_rows(
         raise
 
 
-def _check_columns(names: Sequence[str], columns: Columns, name: Path | str) -> None:
-    for column in columns.wanted:
-        if column not in names:
-            raise DataError(
-                f"{name}: no column {column!r} ({', '.join(names)}); {columns.remedy(column)}"
-            )
-
-
 def _rows_of(
     part: Any, begin: int, columns: Columns, name: Path | str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """Iterate over the rows of a part of a batch. begin: number of the first."""
-    wanted = columns.wanted
+    wanted = [column for column in columns.fields if column in part.schema.names]
     try:
         values = [part.column(column).to_pylist() for column in wanted]
     except UnicodeDecodeError as error:
         rows = f"rows {begin} to {begin + part.num_rows - 1}"
         raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
-    for number, row in enumerate(zip(*values, strict=True), begin):
-        if columns.chat is None and all(isinstance(value, str) for value in row):
+    found: Iterable[tuple[Any, ...]] = zip(*values, strict=True)
+    if not wanted:
+        found = [()] * part.num_rows
+    for number, row in enumerate(found, begin):
+        if (
+            columns.chat is None
+            and columns.form is None
+            and all(isinstance(value, str) for value in row)
+        ):
             yield number, row
         else:
             record = dict(zip(wanted, row, strict=True))
@@ -70,15 +69,15 @@ def _rows_of(
 
 
 def _batches(
-    content: io.BufferedReader[Any], kind: Format, wanted: Sequence[str], start: int
+    content: io.BufferedReader[Any], kind: Format, columns: Columns, start: int
 ) -> Iterator[tuple[int, Any]]:
     """Iterate over (rows before, batch)."""
     if kind == "parquet":
-        return _parquet(content, wanted, start)
+        return _parquet(content, columns, start)
     return _arrow(content)
 
 
-def _parquet(content: BinaryIO, wanted: Sequence[str], start: int) -> Iterator[tuple[int, Any]]:
+def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[int, Any]]:
     """Iterate over batches without the row groups that end before `start`."""
     from pyarrow.parquet import ParquetFile
 
@@ -86,14 +85,16 @@ def _parquet(content: BinaryIO, wanted: Sequence[str], start: int) -> Iterator[t
     table = ParquetFile(
         content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
     )
-    has_all = {*wanted} <= {*table.schema_arrow.names}
-    columns = list(wanted) if has_all else None
+    there = table.schema_arrow.names
+    read = None
+    if {*columns.wanted} <= {*there}:
+        read = [column for column in columns.fields if column in there]
     before = 0
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
         if before + rows > start:
             seen = before
-            for batch in table.iter_batches(_BATCH, [group], columns, use_threads=False):
+            for batch in table.iter_batches(_BATCH, [group], read, use_threads=False):
                 yield seen, batch
                 seen += batch.num_rows
         before += rows

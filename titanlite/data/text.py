@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
-from titanlite.config.text_names import hub_text
+from titanlite.config.text_names import REGISTERED, hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
@@ -22,7 +22,14 @@ from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
-from titanlite.data.sources import TextFiles, columns_of, find_text, key_of
+from titanlite.data.sources import (
+    BUNDLED,
+    TextFiles,
+    columns_of,
+    find_text,
+    key_of,
+    names_records,
+)
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_paths import is_tokens
 from titanlite.data.tokenizer import Tokenizer
@@ -100,6 +107,7 @@ class TextReader:
             path=training.dataset_path,
             subset=data.subset,
             split=data.split,
+            format=data.format or "auto",
         )
         return self.open_with_end(source, "training", training.seq_len, training.epochs)
 
@@ -114,7 +122,10 @@ class TextReader:
         reader = replace(self, data=settings)
         if not validation.sources:
             source = DataSource(
-                name=validation.dataset, path=validation.dataset_path, split=validation.split
+                name=validation.dataset,
+                path=validation.dataset_path,
+                split=validation.split,
+                format=validation.format or "auto",
             )
             return {"": reader.open(_held_out(source), "validation", seq_len, epochs=1)}
         found: dict[str, Rows] = {}
@@ -155,7 +166,7 @@ class TextReader:
             stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
             rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
             return rows
-        files = self.share(f"files of {section}", lambda: self._files(source, section))
+        files = self.share(f"files of {section}", lambda: self.files_of(source, section))
         _reach_on_this_node(files, source, section)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
@@ -179,6 +190,16 @@ class TextReader:
             rows = PackedDataset(corpus, epochs=epochs, **order._asdict())
         rows.listing = listing
         return rows
+
+    def files_of(self, source: DataSource, section: str) -> TextFiles:
+        """List the files of a source, and recognise the form of their records."""
+        files = self._files(source, section)
+        is_known = source.path is None and (source.name in BUNDLED or source.name in REGISTERED)
+        if is_known or files.columns.chat is None and names_records(self.data, source):
+            return files
+        from titanlite.data.forms.recognition import with_form
+
+        return with_form(files, self.data, source, self.tokenizer)
 
     def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""

@@ -9,9 +9,9 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.config.data_sections import Data, Validation
+from titanlite.config.data_sections import Data, TextFormat, Validation
 from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
@@ -77,13 +77,16 @@ def _exists(path: str) -> bool:
 def _local_texts(training: Training, data: Data, validation: Validation) -> Iterator[_Text]:
     """Yield the local texts of training and, if it is on, of validation."""
     if not data.source:
-        yield from _local("training.dataset_path", training.dataset_path, data.split)
+        path = training.dataset_path
+        yield from _local("training.dataset_path", path, data.split, data.format)
     for number, source in enumerate(data.source):
         yield from _local(f"data.source[{number}].path", source.path, source.split, source.format)
     if not validation.enable:
         return
     if not validation.sources:
-        yield from _local("validation.dataset_path", validation.dataset_path, validation.split)
+        path = validation.dataset_path
+        split = validation.split
+        yield from _local("validation.dataset_path", path, split, validation.format)
     for number, source in enumerate(validation.sources):
         key = f"validation.sources[{number}].path"
         yield from _local(key, source.path, source.split, source.format)
@@ -93,11 +96,11 @@ def _local(
     key: str,
     path: str | None,
     split: str | None,
-    form: Format | Literal["tokens"] = "auto",
+    form: TextFormat | None = None,
 ) -> Iterator[_Text]:
     """Yield a text if it is local."""
     if path is not None and not is_url(path):
-        yield _Text(key, path, split, None if form == "tokens" else form)
+        yield _Text(key, path, split, None if form == "tokens" else form or "auto")
 
 
 # Passes

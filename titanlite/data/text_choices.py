@@ -5,14 +5,18 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from titanlite.data.kinds import ending_of
+from titanlite.data.kinds import Format, ending_of
 from titanlite.data.listing import FoundFile, Place, UnclearTextError
-from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, holds_out, split_of, words_of
+from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, holds_out, words_of
 from titanlite.utils import counted, human_bytes
+
+#: Kind of a group of files of several languages.
+_SOURCE = "source code"
 
 
 class _Group(NamedTuple):
@@ -24,13 +28,17 @@ class _Group(NamedTuple):
 
 
 def unclear(
-    texts: Sequence[FoundFile], found: Sequence[FoundFile], place: Place
+    texts: Sequence[FoundFile],
+    split_of_each: Sequence[str | None],
+    found: Sequence[FoundFile],
+    place: Place,
 ) -> UnclearTextError:
     """Return the error for files that are several texts. found: all files of the folder."""
-    splits = {split_of(file.relative) or "" for file in texts}
+    splits = {split or "" for split in split_of_each}
     several_splits = place.split is None and are_apart(splits)
-    several_levels = len({file.is_direct for file in texts}) > 1
-    groups = _grouped(texts, by_split=several_splits, by_level=several_levels)
+    several_levels = len({file.is_direct for file in texts if not file.is_source}) > 1
+    with_splits = list(zip(texts, split_of_each, strict=True))
+    groups = _grouped(with_splits, by_split=several_splits, by_level=several_levels)
     differences: list[str] = []
     if several_splits:
         differences.append("of several splits")
@@ -38,41 +46,92 @@ def unclear(
         differences.append("of several kinds")
     if several_levels:
         differences.append("on two levels")
-    lines = [f"one of these lines {place.where(place.table)} says which is meant:"]
-    lines += [f"  {_choice(group, groups[group], found, place)}" for group in groups]
-    if several_splits:
-        table = "data" if place.table == "training" else place.table
-        lines.append(f"or one of these {place.where(table)}:")
-        lines += [f"  {line}" for line in _split_choices(splits, place)]
+    lines = _choices(groups, splits if several_splits else set(), found, place)
     reason = f"the folder {place.path} holds text {' and '.join(differences)}"
     return UnclearTextError(place.key, reason, lines)
 
 
+def _choices(
+    groups: Mapping[_Group, Sequence[FoundFile]],
+    splits: set[str],
+    found: Sequence[FoundFile],
+    place: Place,
+) -> list[str]:
+    """Return the lines that choose a text, below the tables that they go into."""
+    patterns = {group: pattern_of(groups[group], found, place.path) for group in groups}
+    formats = _formats(groups, patterns)
+    paths: list[str] = []
+    for group, pattern in patterns.items():
+        if pattern is not None or group not in formats:
+            paths.append(_choice(group, groups[group], pattern, place))
+    others: list[str] = []
+    for group, reader in formats.items():
+        others.append(f"{place.format_line(reader)}  # {_languages(groups[group])}")
+    if splits:
+        others += _split_choices(splits, place)
+    table = "data" if place.table == "training" else place.table
+    lines: list[str] = []
+    if paths:
+        lines.append(f"one of these lines {place.where(place.table)} says which is meant:")
+        lines += [f"  {line}" for line in paths]
+    if others and paths:
+        lines.append(f"or one of these {place.where(table)}:")
+    elif others:
+        lines.append(f"one of these lines {place.where(table)} says which is meant:")
+    lines += [f"  {line}" for line in others]
+    return lines
+
+
 def _grouped(
-    texts: Sequence[FoundFile], *, by_split: bool, by_level: bool
+    texts: Sequence[tuple[FoundFile, str | None]], *, by_split: bool, by_level: bool
 ) -> dict[_Group, list[FoundFile]]:
-    """Return the files of each text: those of one kind, and perhaps of one split and one level."""
+    """Return the files of each text: those of one kind, and perhaps of one split and one level.
+
+    texts: files, each with its split. Source code and its markup are one text.
+    """
+    has_code = any(file.is_source for file, _ in texts)
     groups: dict[_Group, list[FoundFile]] = {}
-    for file in texts:
-        split = split_of(file.relative) or ""
+    for file, split in texts:
+        is_code = has_code and file.is_code_or_markup
         group = _Group(
-            split=split if by_split else None,
-            is_direct=file.is_direct if by_level else None,
-            kind=file.kind_name,
+            split=(split or "") if by_split else None,
+            is_direct=file.is_direct if by_level and not is_code else None,
+            kind=_SOURCE if is_code else file.kind_name,
         )
         groups.setdefault(group, []).append(file)
     return groups
 
 
-def _choice(
-    group: _Group, files: Sequence[FoundFile], found: Sequence[FoundFile], place: Place
-) -> str:
+def _choice(group: _Group, files: Sequence[FoundFile], pattern: str | None, place: Place) -> str:
     """Return the line that chooses a group of files."""
     about = _about(group, files)
-    pattern = pattern_of(files, found, place.path)
     if pattern is None:
         return f"(no single pattern finds {about}, as {files[0].relative}: move them into a folder)"
     return f"{place.path_line(pattern)}  # {about}"
+
+
+def _formats(
+    groups: Mapping[_Group, Sequence[FoundFile]], patterns: Mapping[_Group, str | None]
+) -> dict[_Group, Format]:
+    """Return the format of each group that this alone chooses, and that no pattern finds.
+
+    Source code has one in any case.
+    """
+    readers: dict[_Group, Format] = {}
+    for group, files in groups.items():
+        kind = files[0].kind
+        if group.kind == _SOURCE:
+            readers[group] = "source"
+        elif kind is not None:
+            readers[group] = kind.reader
+    counts = Counter(readers.values())
+    chosen: dict[_Group, Format] = {}
+    for group, reader in readers.items():
+        is_whole = group.split is None and group.is_direct is None
+        is_alone = counts[reader] == 1 and len(counts) > 1
+        if is_whole and is_alone and (patterns[group] is None or reader == "source"):
+            chosen[group] = reader
+    return chosen
 
 
 def _split_choices(splits: set[str], place: Place) -> Iterator[str]:
@@ -98,6 +157,12 @@ def _about(group: _Group, files: Sequence[FoundFile]) -> str:
     if None not in sizes:
         text += f", {human_bytes(sum(size for size in sizes if size))}"
     return text
+
+
+def _languages(files: Sequence[FoundFile]) -> str:
+    """Return the numbers of files of each language."""
+    kinds = Counter(file.kind_name for file in files)
+    return ", ".join(f"{counted(count, 'files')} of {kind}" for kind, count in kinds.items())
 
 
 # Patterns

@@ -122,7 +122,7 @@ class _Text:
         decisive = [PACKING, self.tokenizer.fingerprint, self.vocab_size, versions, texts]
         if (columns.wanted, self.kind) != (Columns().wanted, "auto"):
             decisive += [columns.wanted, self.kind]
-        decisive += columns.chat or ()
+        decisive += columns.decisive
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
@@ -248,7 +248,15 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
     with contextlib.suppress(OSError):
         os.utime(path)
     offsets, tokens, *targets = arrays
-    return Corpus(tokens, offsets, tokenizer.eos_id, about["fingerprint"], tuple(files), *targets)
+    return Corpus(
+        tokens=tokens,
+        offsets=offsets,
+        pad_id=tokenizer.eos_id,
+        fingerprint=about["fingerprint"],
+        files=tuple(files),
+        targets=targets[0] if targets else None,
+        characters=about.get("characters"),
+    )
 
 
 def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
@@ -266,6 +274,7 @@ def _save(corpus: Corpus, path: Path) -> None:
         "tokens": corpus.size,
         "dtype": corpus.tokens.dtype.str,
         "fingerprint": corpus.fingerprint,
+        "characters": corpus.characters,
     }
     if corpus.targets is not None:
         about["targets"] = True

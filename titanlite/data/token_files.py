@@ -106,6 +106,10 @@ class TokenFiles:
         return self._documents[-1]
 
     @property
+    def characters(self) -> None:
+        """Return nothing: bytes were counted, see `text_bytes`."""
+
+    @property
     def text_bytes(self) -> int | None:
         return self.index["text_bytes"] if self.index else None
 
@@ -215,6 +219,11 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
     data = reader.data
     names = ("text_key", "prompt_key", "completion_key", "messages_key")
     fields = {name: getattr(source, name) or getattr(data, name) for name in names}
+    form = source.record or data.record
+    if form:
+        from titanlite.data.forms import fields_of
+
+        fields = fields_of(form, fields)
     key = key_of(section, "path")
     records = records_folder(data.token_cache)
     files = open_tokens(str(source.path), reader.tokenizer, reader.vocab_size, key, fields, records)

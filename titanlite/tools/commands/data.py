@@ -8,10 +8,11 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from titanlite import exit_codes
 from titanlite.config import trust
+from titanlite.config.data_sections import RecordForm, TextFormat
 from titanlite.data import DataError
 from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group, no_flags
 from titanlite.utils import Style
@@ -68,6 +69,11 @@ def _add_prepare(actions: Commands) -> None:
     add("--prompt-key", metavar="KEY", help="field that is read and not trained on")
     add("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
     add("--messages-key", metavar="KEY", help="field that holds conversations")
+    record = "text, completion, messages, sharegpt or alpaca (default: recognised by the fields)"
+    add("--record", choices=get_args(RecordForm), metavar="FORM", help=record)
+    kind = "json, parquet, arrow, csv, text or source (default: by content)"
+    formats = [one for one in get_args(TextFormat) if one != "tokens"]
+    add("--format", choices=formats, metavar="KIND", help=kind)
     template = "as data.chat_template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=template)
     workers = "cores to use (default: all)"
@@ -158,7 +164,15 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
-    names = ("text_key", "prompt_key", "completion_key", "messages_key", "chat_template")
+    names = (
+        "text_key",
+        "prompt_key",
+        "completion_key",
+        "messages_key",
+        "record",
+        "format",
+        "chat_template",
+    )
     keys = Data(**{name: getattr(arguments, name) for name in names})
     options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
     try:

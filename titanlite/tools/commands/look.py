@@ -33,8 +33,9 @@ from titanlite.data.documents import Document, documents_of
 from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.sources import columns_of, iter_records
+from titanlite.data.sources import iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
+from titanlite.data.text import TextReader
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures, sources_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.attempts import read_attempts
@@ -43,7 +44,7 @@ from titanlite.start.fit import check_config, fitted
 from titanlite.start.run_text import phases_of, read_held_out, read_training_text
 from titanlite.tools.commands.config import side, world_size_of
 from titanlite.tools.parser import no_flags
-from titanlite.utils import Style, counted, human_count
+from titanlite.utils import Style, counted, human_bytes, human_count
 
 #: Tokens and characters of a document's start that are shown.
 _TOKENS = 48
@@ -272,8 +273,11 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     """
     data = run.config.data
     training = run.config.training
-    single = DataSource(name=training.dataset, path=training.dataset_path)
+    single = DataSource(
+        name=training.dataset, path=training.dataset_path, format=data.format or "auto"
+    )
     found: dict[tuple[str, ...], tuple[str, int]] = {}
+    reader = TextReader(data, run.tokenizer, run.tokenizer.vocab_size)
     for source, rows in zip(
         data.source or [single], sources_of(run.rows, "").values(), strict=True
     ):
@@ -283,9 +287,8 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
         if rows.corpus is None or not rows.corpus.files:
             continue
         wanted = {document.name for document in documents if document.source == name}
-        columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
-        kind = "auto" if source.format == "tokens" else source.format
-        for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
+        files = reader.files_of(source, "data.source")
+        for number, record in enumerate(iter_records(rows.corpus.files, files.columns, files.kind)):
             if str(number) in wanted:
                 found[str(name), str(number)] = str(record.file), record.number
                 wanted.remove(str(number))
@@ -332,15 +335,30 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
 
 
 def _found(rows: Rows, training: Training) -> str:
-    """Return the files of the text, those passed over, and the documents; "" for text without
-    files.
+    """Return the files of the text, those passed over, the documents and the characters; "" for
+    text without files.
     """
     label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
     lines = list(file_lines(rows))
     lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
     if not lines:
         return ""
-    return "\n".join([*lines, rows.describe()])
+    sizes = [_size(name, one) for name, one in sources_of(rows, "").items()]
+    return "\n".join([*lines, *sizes, rows.describe()])
+
+
+def _size(name: str, rows: Rows) -> str:
+    """Return documents and characters of a source."""
+    title = f"{name}: " if name else ""
+    corpus = rows.corpus
+    if corpus is None:
+        return f"{title}a stream, whose documents and characters are not known before they are read"
+    text = f"{title}{counted(corpus.documents, 'documents')}"
+    if corpus.characters is not None:
+        return f"{text}, {counted(corpus.characters, 'characters')}"
+    if corpus.text_bytes is not None:
+        return f"{text}, {human_bytes(corpus.text_bytes)} of text"
+    return f"{text}, whose characters were not counted"
 
 
 def shown_row(

@@ -46,6 +46,7 @@ from titanlite.tools.commands.prepare_tasks import (
     divide,
     hash_of,
     list_source,
+    recognised,
     records_of,
 )
 from titanlite.utils import (
@@ -141,13 +142,6 @@ def _job(
             file=sys.stderr,
             flush=True,
         )
-    asked = {
-        "source": " ".join(filter(None, (source, subset, split))),
-        "options": options.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-    }
-    # It is equal with another signature of the same file, too.
-    plan: dict[str, Any] = public_tree(asked)
     known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
@@ -159,7 +153,18 @@ def _job(
         shards = list_source(source, options, subset, split)
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
-    shards = replace(shards, patience=_PATIENCE, key="SOURCE")
+    shards = replace(shards, key="SOURCE")
+    if options.is_open:
+        shards = recognised(shards, tokenizer)
+        options = options.of_columns(shards.columns)
+    shards = replace(shards, patience=_PATIENCE)
+    asked = {
+        "source": " ".join(filter(None, (source, subset, split))),
+        "options": options.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+    }
+    # It is equal with another signature of the same file, too.
+    plan: dict[str, Any] = public_tree(asked)
     tasks = divide(shards, options, tokenizer)
     stamp = hash_of([task.stamp for task in tasks])
     return _Job(shards, tasks, options, tokenizer, plan, stamp, known, listed)

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
+from titanlite.data.kinds import WHOLE, Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
@@ -47,6 +48,9 @@ class Options:
     part_tokens: int = PART_TOKENS
     messages_key: str | None = None
     chat: ChatTemplate | None = None
+    #: A form that has code of its own, see `titanlite.data.forms`.
+    record: str | None = None
+    format: Format | None = None
 
     @classmethod
     def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
@@ -56,25 +60,46 @@ class Options:
         """
         path = source if os.path.exists(source) else None
         columns = columns_of(keys, source, path, None, load_tokenizer(tokenizer))
+        kind = None if keys.format == "tokens" else keys.format
+        return cls(tokenizer, part_tokens=part_tokens, format=kind).of_columns(columns)
+
+    def of_columns(self, columns: Columns) -> Options:
+        """Return these options with other fields."""
+        form = columns.form.name if columns.form else None
+        fields = replace(self, text_key=None, prompt_key=None, completion_key=None, record=form)
         if columns.chat is not None:
-            return cls(tokenizer, None, None, None, part_tokens, columns.text, columns.chat)
+            return replace(fields, messages_key=columns.text, chat=columns.chat)
         if columns.prompt is None:
-            return cls(tokenizer, columns.text, part_tokens=part_tokens)
-        return cls(tokenizer, None, columns.prompt, columns.text, part_tokens)
+            return replace(fields, text_key=columns.text)
+        return replace(fields, prompt_key=columns.prompt, completion_key=columns.text)
 
     @property
     def columns(self) -> Columns:
         text = self.messages_key or self.completion_key or self.text_key or "text"
-        return Columns(text, self.prompt_key, chat=self.chat)
+        form = None
+        if self.record:
+            from titanlite.data.forms import form_of
+
+            form = form_of(self.record)
+        return Columns(text, self.prompt_key, chat=self.chat, form=form)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no fields are named, so that those of the records decide."""
+        return self.columns == Columns() and self.format not in WHOLE
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON has them.
 
-        Of folders without conversations they are as they always were.
+        Of folders without conversations, forms and a format they are as they always were.
         """
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         if not self.chat:
             del found["messages_key"], found["chat"]
+        if not self.record:
+            del found["record"]
+        if not self.format:
+            del found["format"]
         return found
 
 
@@ -116,9 +141,21 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
     if subset:
         raise DataError(f"--subset is of data sets of the hub, and {source} is none")
     bundled = None if os.path.exists(source) else BUNDLED.get(source)
-    place = Place(str(bundled or source), "SOURCE", split)
+    place = Place(str(bundled or source), "SOURCE", split, options.format or "auto")
     listing = url_text(place) if is_url(source) else list_text(place)
-    return replace(shards, names=listing.files, listing=None if bundled else listing)
+    return replace(
+        shards,
+        names=listing.files,
+        kind=options.format or "auto",
+        listing=None if bundled else listing,
+    )
+
+
+def recognised(shards: Shards, tokenizer: Tokenizer) -> Shards:
+    """Return the files with the fields of the form that their first record has."""
+    from titanlite.data.forms.recognition import with_form
+
+    return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
 
 
 def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:
@@ -173,7 +210,9 @@ def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
     borders = [0, size]
     if size > most and not is_url(name):
         with open(name, "rb") as file:
-            kind = plain_kind(file, name) if shards.kind == "auto" else shards.kind
+            kind = plain_kind(file, name)
+            if kind is not None and shards.kind != "auto":
+                kind = shards.kind
             if kind == "json":
                 unit = "bytes"
                 for place in range(most, size, most):

@@ -1,0 +1,270 @@
+"""Source code and markup as text: which folders of them are one text, and the lines for others."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+from tests.support.same_batches import check_ranks_and_resumes
+from titanlite.config.data_sections import Data, DataSource, Validation
+from titanlite.config.errors import ConfigError
+from titanlite.config.sections import Training
+from titanlite.config.toml import loads
+from titanlite.data import DataError
+from titanlite.data.choose import choose
+from titanlite.data.kinds import LANGUAGES
+from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.local_files import list_text
+from titanlite.data.sources import iter_records
+from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.start.fit import load_config
+
+TOKENIZER = load_tokenizer()
+
+#: A repository of code, as it is cloned.
+CLONE = {
+    ".git/config": "[core]\n",
+    "README.md": "# A library\n",
+    "LICENSE": "MIT\n",
+    "pyproject.toml": "[project]\nname = 'x'\n",
+    "requirements.txt": "numpy\n",
+    "logo.png": "\x00",
+    "docs/guide.md": "Call `f`.\n",
+    "docs/api.rst": "API\n===\n",
+    "src/x/__init__.py": "# x\n",
+    "src/_vendor/__main__.py": "f()\n",
+    "src/_vendor/data.md": "data\n",
+    "src/x/train.py": "def train():\n    pass\n",
+    "src/x/license_check.py": "VALID = ('MIT',)\n",
+    "src/native.CPP": "int f() { return 1; }\n",
+    "tests/test_x.py": "assert True\n",
+    "tests/validation.js": "let valid = 1\n",
+}
+#: Its files that are read.
+CODE = [
+    "docs/api.rst",
+    "docs/guide.md",
+    "pyproject.toml",
+    "src/_vendor/__main__.py",
+    "src/native.CPP",
+    "src/x/__init__.py",
+    "src/x/license_check.py",
+    "src/x/train.py",
+    "tests/test_x.py",
+    "tests/validation.js",
+]
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def listed(folder: Path | str, reader: str = "auto", split: str | None = None) -> Listing:
+    return list_text(Place(str(folder), "training.dataset_path", split, reader))  # type: ignore[arg-type]
+
+
+def names(listing: Listing, folder: Path) -> list[str]:
+    return [Path(file).relative_to(folder).as_posix() for file in listing.files]
+
+
+def lines_of(error: DataError) -> list[dict[str, str]]:
+    """The lines of TOML in a refusal."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return [loads(line) for line in lines if re.match(r"\w+ = ", line)]
+
+
+def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path) -> None:
+    folder = write(tmp_path / "code", CLONE)
+    listing = listed(folder)
+    assert names(listing, folder) == CODE
+    assert listing.kinds == {
+        "C++": 1,
+        "JavaScript": 1,
+        "Markdown": 1,
+        "Python": 5,
+        "reStructuredText": 1,
+        "settings": 1,
+    }
+    assert listing.passed_over == {
+        "about the data": ("requirements.txt",),
+        "documentation": ("README.md",),
+        "hidden": ("src/_vendor/data.md",),
+        "other kinds of files": ("LICENSE", "logo.png"),
+    }
+    assert listing.warning() is None
+    training = Training(dataset_path=str(folder), seq_len=8, epochs=1)
+    rows = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
+    assert rows.corpus is not None
+    text = TOKENIZER.decode(rows.corpus.read(0, rows.corpus.size).tolist())
+    documents = re.split(r"<\|\w+\|>", text)
+    assert [one for one in documents if one] == [CLONE[name] for name in CODE]
+
+
+@pytest.mark.parametrize(
+    "suffix", [".md", ".rst", ".py", ".TOML", ".tex", ".html", ".rs", ".py.gz"]
+)
+def test_a_folder_of_one_suffix_is_text(tmp_path: Path, suffix: str) -> None:
+    pack = gzip.compress if suffix.endswith(".gz") else bytes
+    for number in range(3):
+        (tmp_path / f"{number}{suffix}").write_bytes(pack(f"text {number}\n".encode()))
+    assert [one.text for one in iter_records(tmp_path)] == [f"text {n}\n" for n in range(3)]
+
+
+def test_scripts_beside_data_are_passed_over_and_named(tmp_path: Path) -> None:
+    """As in a data set of the hub with its loading script."""
+    record = '{"text": "%s"}\n' % ("x" * 500)
+    folder = write(tmp_path, {"c4.py": "a = 1\n", "data/a.json": record, "tools/b.sh": "ls\n"})
+    listing = listed(folder)
+    assert names(listing, folder) == ["data/a.json"]
+    assert listing.passed_over == {"source code beside the text": ("c4.py", "tools/b.sh")}
+    assert "c4.py, tools/b.sh (source code beside the text)" in listing.describe()
+    write(folder, {"tools/b.sh": "x" * 60})
+    with pytest.raises(DataError, match="holds text of several kinds"):
+        listed(folder)
+
+
+def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path) -> None:
+    files = {
+        "package.json": '{"text": "1"}\n',
+        "a/b.js": "let b\n" * 9,
+        "c.ts": "let c\n" * 9,
+        "guide.rst": "guide\n",
+    }
+    folder = write(tmp_path, files)
+    with pytest.raises(DataError) as caught:
+        listed(folder)
+    assert str(caught.value).splitlines() == [
+        f"training.dataset_path: the folder {folder} holds text of several kinds",
+        "  one of these lines in [training] says which is meant:",
+        f'    dataset_path = "{folder}/package.json"  # 1 file of JSON lines, 14 B',
+        "  or one of these in [data]:",
+        '    format = "source"  # 1 file of JavaScript, 1 file of TypeScript',
+    ]
+    path, source = lines_of(caught.value)
+    assert names(listed(path["dataset_path"]), folder) == ["package.json"]
+    listing = listed(folder, source["format"])
+    assert names(listing, folder) == ["a/b.js", "c.ts", "guide.rst"]
+    assert listing.passed_over == {"not of format source": ("package.json",)}
+    with pytest.raises(DataError, match=r"(?s)\[\[data.source\]\], number 2.*format = \"source\""):
+        list_text(Place(str(folder), "data.source[1].path"))
+    with pytest.raises(DataError, match=r"(?s)on the command line.*--format source"):
+        list_text(Place(str(folder), "SOURCE"))
+
+
+def test_a_folder_of_other_names_has_a_line_that_reads_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a[b", {"x.log": "one", "y/z.log": "two", "k.bin": "\x00"})
+    with pytest.raises(
+        DataError, match="holds no text .there are other kinds of files: k.bin, "
+    ) as caught:
+        listed(folder)
+    line = str(caught.value).partition("; if these are text, name them: ")[2]
+    assert names(listed(loads(line)["dataset_path"]), folder) == ["x.log", "y/z.log"]
+    found = iter_records(Path(loads(line)["dataset_path"]))
+    assert [one.text for one in found] == ["one", "two"]
+
+
+def test_markup_of_two_kinds_has_a_line_for_each_and_one_for_both(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.md": "a", "b.rst": "b", "c/d.md": "d"})
+    with pytest.raises(DataError, match="several kinds and on two levels") as caught:
+        listed(folder)
+    found = [names(listed(line["dataset_path"]), folder) for line in lines_of(caught.value)]
+    assert found == [["a.md"], ["b.rst"], ["c/d.md"]]
+    assert names(listed(folder, "source"), folder) == ["a.md", "b.rst", "c/d.md"]
+
+
+def test_text_without_a_pattern_of_its_own_has_a_format(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path, {"a.txt": "a", "LICENSE.txt": "b", "c.text": "c", "d.csv": "text\nd\n"}
+    )
+    with pytest.raises(DataError) as caught:
+        listed(folder)
+    lines = lines_of(caught.value)
+    assert lines == [{"dataset_path": f"{folder}/d.csv"}, {"format": "text"}]
+    assert names(listed(folder, "text"), folder) == ["a.txt", "c.text"]
+
+
+def test_folders_of_splits_divide_code_and_words_in_names_do_not(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"train/test_a.py": "a", "train/b/c.go": "c", "valid/train.py": "d"})
+    with pytest.raises(DataError, match="several splits") as caught:
+        listed(folder)
+    assert lines_of(caught.value)[-3:] == [
+        {"split": "train"},
+        {"split": "validation"},
+        {"split": "all"},
+    ]
+    assert names(listed(folder, split="train"), folder) == ["train/b/c.go", "train/test_a.py"]
+    assert names(listed(folder, split="validation"), folder) == ["valid/train.py"]
+    write(folder, {"setup.py": "e"})
+    assert len(listed(folder).files) == 4
+    assert listed(f"{folder}/**/*.py").warning() is None
+
+
+def test_stores_have_the_same_rules() -> None:
+    found = [FoundFile(f"s3://b/c/{name}", name, len(CLONE[name])) for name in sorted(CLONE)]
+    code = choose(found, Place("s3://b/c/"))
+    assert code.files == tuple(f"s3://b/c/{name}" for name in CODE)
+    data = FoundFile("s3://b/c/a.jsonl", "a.jsonl", 10)
+    with pytest.raises(DataError, match="several kinds"):
+        choose([*found, data], Place("s3://b/c/"))
+    assert choose([*found, data._replace(size=9999)], Place("s3://b/c/")).kinds == {"JSON lines": 1}
+
+
+def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.py": "x = 1\n", "b.txt": "text\n"})
+    data = Data(format="source", shuffle=False)
+    reader = TextReader(data, TOKENIZER, TOKENIZER.vocab_size)
+    train = reader.train(Training(dataset_path=str(folder), seq_len=4))
+    validation = Validation(dataset_path=str(folder), format="text")
+    held_out = reader.held_out(validation, 4)[""]
+    assert train.listing is not None
+    assert held_out.listing is not None
+    assert train.listing.kinds == {"Python": 1}
+    assert held_out.listing.kinds == {"plain text": 1}
+    flags = ["--training.seq_len=4", "--training.epochs=1"]
+    with pytest.raises(ConfigError, match=r"(?s)several kinds.*format = \"source\""):
+        load_config("debug_model.toml", 1, [f"--training.dataset_path={folder}", *flags])
+    run = load_config(
+        "debug_model.toml",
+        1,
+        [f"--training.dataset_path={folder}", "--data.format=source", *flags],
+    )
+    assert run.data.format == "source"
+    idle = load_config("debug_model.toml", 1, ["--data.format=text"])
+    assert "no effect, as their features are off: data.format" in idle.notes
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ranks_and_resumes_see_the_same_batches(tmp_path: Path, streaming: bool) -> None:
+    files = {f"{n % 3}/{n}.{'py' if n % 2 else 'md'}": f"# {n}\n" * (n + 5) for n in range(30)}
+    folder = write(tmp_path, files)
+    data = Data(streaming=streaming, lanes=4 if streaming else None, shuffle_buffer=12)
+    training = Training(dataset_path=str(folder), seq_len=8)
+    check_ranks_and_resumes(lambda: build_dataset(training, data, TOKENIZER, TOKENIZER.vocab_size))
+
+
+def test_a_source_of_a_mixture_may_be_code(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a/b.py": "x = 1\n", "c.toml": "y = 2\n"})
+    data = Data(source=[DataSource(path=str(folder), name="code"), DataSource(name="c4_test")])
+    rows = build_dataset(Training(seq_len=8), data, TOKENIZER, TOKENIZER.vocab_size)
+    assert rows.mixture is not None
+    listing = rows.mixture.rows[0].listing
+    assert listing is not None
+    assert listing.kinds == {"Python": 1, "settings": 1}
+
+
+def test_the_page_lists_the_suffixes() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    section = page.partition("## Source code\n")[2].partition("\n##")[0]
+    listed = max(re.findall(r"`([^`]*)`", section), key=len).split()
+    every = [suffix for suffixes in LANGUAGES.values() for suffix in suffixes]
+    assert listed == sorted(every)
+    assert len(every) == len({*every})
