@@ -39,6 +39,16 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     texts = _of_reader(texts, place, passed)
     if not texts:
         raise DataError(f"{place.key}: the folder {place.path} holds no text{_why_empty(passed)}")
+    return choose_among(texts, found, place, passed)
+
+
+def choose_among(
+    texts: Sequence[FoundFile], found: Sequence[FoundFile], place: Place, passed: _Passed
+) -> Listing:
+    """Return those of the wanted split. found: all files of the folder. passed: gets the others.
+
+    Raises UnclearTextError where the files are of several splits, kinds or levels.
+    """
     texts = _of_split(texts, place, passed)
     if _are_several(texts, place):
         from titanlite.data.text_choices import unclear

@@ -91,6 +91,15 @@ class Tokens(Protocol):
         """Return the documents of tokens [begin, end), see `DocumentArray`."""
         ...
 
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin in [begin, end), see `DocumentArray`."""
+        ...
+
+    @property
+    def cut(self) -> str:
+        """How ids alone tell documents apart, for the order of a run; "" where offsets do."""
+        ...
+
     def place_of(self, document: int) -> FilePlace | None:
         """Return where a document is from; None where that is not kept."""
         ...
@@ -133,6 +142,12 @@ class DocumentArray:
         numbers = np.arange(place(begin, side="right") - 1, place(end - 1, side="right"))
         return np.stack([numbers, np.maximum(self.offsets[numbers], begin)], axis=1)
 
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first token in [begin, end) of each document there [documents]; the first is
+        `begin`.
+        """
+        return self.documents_in(begin, end)[:, 1]
+
 
 @dataclass(frozen=True)
 class Corpus(DocumentArray):
@@ -156,6 +171,7 @@ class Corpus(DocumentArray):
     keeps_order: ClassVar[bool] = False
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
+    cut: ClassVar[str] = ""
 
     @property
     def size(self) -> int:

@@ -36,12 +36,13 @@ class FoundFile(NamedTuple):
     """A file of a folder.
 
     `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
-    not known.
+    not known. `stated_kind`: its kind in words, where no kind of text is meant.
     """
 
     name: str
     relative: str
     size: int | None = None
+    stated_kind: str | None = None
 
     @property
     def base(self) -> str:
@@ -53,6 +54,8 @@ class FoundFile(NamedTuple):
 
     @property
     def kind_name(self) -> str:
+        if self.stated_kind is not None:
+            return self.stated_kind
         kind = self.kind
         return "another kind" if kind is None else kind.name
 

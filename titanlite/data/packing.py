@@ -144,7 +144,7 @@ class PackedDataset(Rows):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the fingerprint."""
-        settings = {
+        settings: dict[str, Any] = {
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -152,7 +152,14 @@ class PackedDataset(Rows):
         }
         if self.mask_documents:
             settings["mask_documents"] = True
+        if self.uses_documents and self.corpus.cut:
+            settings["documents"] = self.corpus.cut
         return settings
+
+    @property
+    def uses_documents(self) -> bool:
+        """Whether rows depend on where documents begin."""
+        return self.mask_documents
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
@@ -186,8 +193,7 @@ class PackedDataset(Rows):
         begins: list[NDArray[np.int64]] = []
         before = 0
         for begin, end in ranges:
-            first_tokens = corpus.documents_in(begin, end)[:, 1]
-            begins.append(first_tokens - begin + before)
+            begins.append(corpus.begins_in(begin, end) - begin + before)
             before += end - begin
         return Window(ids, targets, np.concatenate(begins))
 

@@ -45,6 +45,27 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
     return io.BufferedReader(_RemoteFile(name, patience), _MOST)
 
 
+def file_size(url: str, patience: float = 0.0) -> int | None:
+    """Return the bytes of a file; None if there is no such file. Raises DataError as `retried`."""
+    check_url("a file of tokens", url)
+
+    def ask() -> int | None:
+        system, path = url_to_fs(url)
+        try:
+            about = system.info(path)
+        except FileNotFoundError as error:
+            # Of HTTP it may hide another one.
+            reason = _reason(error)
+            if isinstance(reason, FileNotFoundError) or _status(reason) in (404, 410):
+                return None
+            raise
+        if about.get("size") is None:
+            raise DataError(f"{public_name(url)}: the server does not tell its size; copy the file")
+        return int(about["size"])
+
+    return retried(ask, f"{public_name(url)} cannot be found", patience)
+
+
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 

@@ -149,12 +149,26 @@ class TextReader:
 
             tokens = open_source(self, source, section)
             return self._packed(tokens, order, epochs, tokens.listing)
+        self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self._files(source, section))
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
             return open_stream(self, files, order)
         return self._packed(self._corpus(files), order, epochs, files.listing)
+
+    def _refuse_type(self, source: DataSource, section: str) -> None:
+        """Raise DataError for a type of ids beside text."""
+        key = ""
+        if source.token_dtype is not None:
+            key = f"{section}.token_dtype"
+        elif section == "training" and self.data.token_dtype != "auto":
+            key = "data.token_dtype"
+        if key:
+            raise DataError(
+                f"{key}: {source.path or source.name} is text, not token files; leave the key out, "
+                'or set format = "tokens" of a source whose files have other names'
+            )
 
     def _packed(
         self, corpus: Tokens, order: Order, epochs: int | None, listing: Listing | None = None

@@ -1,0 +1,118 @@
+"""The type of ids in files that do not tell it: that of the vocabulary, if it is the only one that
+fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+from titanlite.data.foreign.ranges import ByteFile
+
+#: Pieces of all files that are looked at, and bytes in each.
+_PIECES = 64
+_PIECE = 1 << 15
+#: Types for ids, the narrowest first.
+_TYPES = ("uint16", "uint32", "uint64")
+
+
+class Vocabulary(NamedTuple):
+    """Sizes that limit ids: the tokenizer's decides the type, the model's the highest id."""
+
+    tokenizer: int
+    model: int
+
+    @property
+    def type_name(self) -> str:
+        """The narrowest type of its ids, that tools write."""
+        return "uint16" if self.tokenizer <= 1 << 16 else "uint32"
+
+
+class _Misfit(NamedTuple):
+    """A token, from 0, whose id is outside the vocabulary."""
+
+    file: ByteFile
+    token: int
+    id: int
+
+
+def guess_type(files: Sequence[ByteFile], vocabulary: Vocabulary, key: str) -> str:
+    """Return the type of ids in files without a header, after a look at pieces of them.
+
+    key: of the config, that gives the type. Raises DataError where ids of that type are outside the
+    vocabulary, or a wider type fits too: tokens of 4 bytes, read as 2, are ids and zeros.
+    """
+    expected = vocabulary.type_name
+    pieces = list(_pieces(files))
+    wider = _TYPES[_TYPES.index(expected) + 1 :]
+    fitting = [name for name in wider if _fits(name, files, pieces, vocabulary.model)]
+    if fitting:
+        others = " and ".join(fitting)
+        raise DataError(
+            f"{key}: {files[0].name} has no header, and its ids could be {expected} or {others}. "
+            f'Say which: {key} = "{fitting[0]}" (or "{expected}")'
+        )
+    check_sizes(files, expected, key)
+    wrong = _misfit(expected, pieces, vocabulary.model)
+    if wrong is not None:
+        raise DataError(
+            f"{wrong.file.name}, token {wrong.token:,} (from 0): read as {expected}, as the "
+            f"vocabulary suggests, id {wrong.id} is outside the model's vocabulary of "
+            f"{vocabulary.model}. The file has no header: set {key} to the type that wrote it, or "
+            "model.vocab_size above the id"
+        )
+    return expected
+
+
+def check_sizes(files: Sequence[ByteFile], type_name: str, key: str) -> None:
+    """Raise DataError for a file whose size is no whole number of ids."""
+    item = np.dtype(type_name).itemsize
+    for file in files:
+        if file.size % item:
+            raise DataError(
+                f"{file.name} has {file.size:,} bytes, which are no whole number of ids of "
+                f"{item} bytes ({type_name}): it was cut, or {key} must name another type"
+            )
+
+
+def _pieces(files: Sequence[ByteFile]) -> Iterator[tuple[ByteFile, int, bytes]]:
+    """Yield file, first byte and bytes of pieces from everywhere, in order."""
+    ends = np.cumsum([file.size for file in files])
+    total = int(ends[-1])
+    places = np.unique(np.linspace(0, max(total - _PIECE, 0), _PIECES).astype(np.int64))
+    for place in places.tolist():
+        number = int(np.searchsorted(ends, place, side="right"))
+        file = files[number]
+        # Every type begins at a multiple of 8 bytes.
+        begin = (place - int(ends[number]) + file.size) // 8 * 8
+        yield file, begin, file.read(begin, _PIECE)
+
+
+def _fits(
+    type_name: str,
+    files: Sequence[ByteFile],
+    pieces: Sequence[tuple[ByteFile, int, bytes]],
+    vocab_size: int,
+) -> bool:
+    item = np.dtype(type_name).itemsize
+    if any(file.size % item for file in files):
+        return False
+    return _misfit(type_name, pieces, vocab_size) is None
+
+
+def _misfit(
+    type_name: str, pieces: Sequence[tuple[ByteFile, int, bytes]], vocab_size: int
+) -> _Misfit | None:
+    """Return the first id outside the vocabulary, if the pieces are of this type."""
+    dtype = np.dtype(type_name).newbyteorder("<")
+    for file, begin, piece in pieces:
+        ids: NDArray[np.unsignedinteger] = np.frombuffer(piece, dtype, len(piece) // dtype.itemsize)
+        over = np.flatnonzero(ids >= vocab_size)
+        if len(over):
+            first = int(over[0])
+            return _Misfit(file, begin // dtype.itemsize + first, int(ids[first]))
+    return None
