@@ -3,10 +3,13 @@
 datatrove is in no extra of the project. Its bytes were compared once: `TokenizedFile` of datatrove
 0.10.1 wrote documents with and without a tokenizer's name, as 2 and as 4 bytes a token, with its
 mask. `write_datatrove` gave the same `.ds`, `.ds.index`, `.ds.loss` and `.ds.metadata` to the last
-byte, but for the third line of the metadata, which datatrove rounds from 1,000 tokens on. The same
-documents were then read by datatrove's own data set (positions of 199 windows), by
-`iter_document_indices` of ai2-olmo-core 3.0.0, and written and read by the IndexedDataset of
-megatron-core: all agreed with the documents of titanlite. llm.c's header follows its dev/data/data_common.py, which modded-nanogpt's files share.
+byte, but for the third line of the metadata, which datatrove rounds from 1,000 tokens on.
+
+The same documents were then read by datatrove's own data set (positions in 199 windows), and by
+`iter_document_indices` of ai2-olmo-core 3.0.0. `IndexedDataset` of megatron-core 0.16.1 wrote and
+read them too. All agreed with the documents of titanlite.
+
+llm.c's header follows its dev/data/data_common.py, which modded-nanogpt's files share.
 """
 
 from __future__ import annotations

@@ -79,6 +79,15 @@ class Tokens(Protocol):
         """Whether not every token is a target."""
         ...
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read asks a server."""
+        ...
+
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next."""
+        ...
+
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""
         ...
@@ -172,6 +181,7 @@ class Corpus(DocumentArray):
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
     cut: ClassVar[str] = ""
+    is_remote: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -185,6 +195,9 @@ class Corpus(DocumentArray):
     @property
     def has_targets(self) -> bool:
         return self.targets is not None
+
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: all tokens are at hand."""
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""

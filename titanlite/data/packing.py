@@ -178,6 +178,15 @@ class PackedDataset(Rows):
         windows = (self._read(ranges) for ranges in self.ranges(self.window(index)))
         return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
 
+    def prepare(self, indexes: Sequence[int]) -> None:
+        # Neighbours in file order are read ahead together.
+        if not self.corpus.is_remote or not self.shuffle:
+            return
+        ranges: list[Range] = []
+        for index in indexes:
+            ranges += itertools.chain.from_iterable(self.ranges(self.window(index)))
+        self.corpus.prepare(ranges)
+
     def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
         return make_row((), self.seq_len, self.corpus.pad_id, self.mask_documents)

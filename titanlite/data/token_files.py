@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -139,6 +139,20 @@ class TokenFiles:
             return f"{counted(self.documents, 'documents')}, {text}"
         return f"{text}, cut into documents {self.cut}"
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read asks a server."""
+        return self.parts[0].is_remote
+
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next."""
+        of_parts: dict[int, list[tuple[int, int]]] = {}
+        for begin, end in ranges:
+            for span in self._spans(begin, end):
+                of_parts.setdefault(span.number, []).append((span.begin, span.end))
+        for number, spans in of_parts.items():
+            self.parts[number].prepare(spans)
+
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
         pieces = [span.part.tokens[span.begin : span.end] for span in self._spans(begin, end)]
@@ -217,7 +231,7 @@ class TokenFiles:
         """Check pieces from all over the files; return a digest of them and of the sizes."""
         sizes = [(part.size, part.dtype.str) for part in self.parts]
         digest = hashlib.sha256(f"{ORDER}\n{sizes}".encode())
-        pieces = _REMOTE_PIECES if any(part.is_remote for part in self.parts) else _PIECES
+        pieces = _REMOTE_PIECES if self.is_remote else _PIECES
         begins = np.unique(np.linspace(0, self.size - 1, pieces).astype(np.int64)).tolist()
         for begin in [*begins, max(self.size - _PIECE, 0)]:
             piece = self.read(begin, min(begin + _PIECE, self.size))

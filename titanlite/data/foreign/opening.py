@@ -29,6 +29,7 @@ from titanlite.data.token_parts import TokenPart
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
+    from titanlite.data.remote import Identity
     from titanlite.data.token_files import TokenKeys
     from titanlite.data.tokenizer import Tokenizer
 
@@ -52,8 +53,9 @@ class _Facts(NamedTuple):
     name: str
     size: int
     header: Header
-    index_file: tuple[str, int] | None
-    loss_file: tuple[str, int] | None
+    index_file: tuple[str, int] | None = None
+    loss_file: tuple[str, int] | None = None
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _part_of(facts: _Facts, seen: _Examined, patience: float) -> ForeignPart:
         tokens = (facts.size - header.first_byte) // dtype.itemsize
     assert seen.cut is not None
     return ForeignPart(
-        open_bytes(facts.name, facts.size, patience),
+        open_bytes(facts.name, facts.size, patience, facts.identity),
         dtype,
         tokens,
         header.first_byte,
@@ -179,9 +181,10 @@ def _facts_of(sizes: Mapping[str, int], patience: float, name: str) -> _Facts:
         other = beside(name, suffix)
         return open_bytes(other, sizes[other], patience) if other in sizes else None
 
-    header = read_header(open_bytes(name, size, patience), companion)
+    file = open_bytes(name, size, patience)
+    header = read_header(file, companion)
     if header.form != DATATROVE:
-        return _Facts(name, size, header, None, None)
+        return _Facts(name, size, header, identity=file.identity)
     index = _sized(beside(name, ".index"), sizes)
     loss = _sized(beside(name, ".loss"), sizes)
     if loss is not None and header.tokens not in (None, loss[1]):
@@ -189,7 +192,7 @@ def _facts_of(sizes: Mapping[str, int], patience: float, name: str) -> _Facts:
             f"{public_name(loss[0])} has {loss[1]:,} bytes instead of one for each of "
             f"{header.tokens:,} tokens; copy it again"
         )
-    return _Facts(name, size, header, index, loss)
+    return _Facts(name, size, header, index, loss, file.identity)
 
 
 def _sized(name: str, sizes: Mapping[str, int]) -> tuple[str, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.foreign.cuts import Cut
-from titanlite.data.foreign.ranges import ByteFile, Numbers
+from titanlite.data.foreign.ranges import ByteFile, Numbers, RemoteNumbers
 from titanlite.data.token_checks import check_offsets
 from titanlite.data.token_parts import TokenPart
 
@@ -82,6 +83,13 @@ class ForeignPart(TokenPart):
         if self.index is None:
             return self.cut.begins_in(self.tokens, begin, end)
         return super().begins_in(begin, end)
+
+    def prepare(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch tokens [begin, end) of each span, if they are behind a URL."""
+        numbers = [self.tokens] if self.loss is None else [self.tokens, self._loss]
+        for one in numbers:
+            if isinstance(one, RemoteNumbers):
+                one.prepare(spans)
 
     @cached_property
     def _loss(self) -> Numbers:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.foreign.ranges import ByteFile
 
-#: Pieces of all files that are looked at, and bytes in each.
+#: Pieces of all files that are looked at, of those behind URLs, and bytes in each.
 _PIECES = 64
+_REMOTE_PIECES = 8
 _PIECE = 1 << 15
 #: Types for ids, the narrowest first.
 _TYPES = ("uint16", "uint32", "uint64")
@@ -83,7 +84,8 @@ def _pieces(files: Sequence[ByteFile]) -> Iterator[tuple[ByteFile, int, bytes]]:
     """Yield file, first byte and bytes of pieces from everywhere, in order."""
     ends = np.cumsum([file.size for file in files])
     total = int(ends[-1])
-    places = np.unique(np.linspace(0, max(total - _PIECE, 0), _PIECES).astype(np.int64))
+    pieces = _REMOTE_PIECES if files[0].is_remote else _PIECES
+    places = np.unique(np.linspace(0, max(total - _PIECE, 0), pieces).astype(np.int64))
     for place in places.tolist():
         number = int(np.searchsorted(ends, place, side="right"))
         file = files[number]
