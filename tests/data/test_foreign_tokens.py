@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from tests.support.foreign_tokens import (
     write_llmc,
     write_raw,
 )
+from tests.support.hub_server import HubServer
 from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
+from tests.support.train_runs import STEPS, flags, global_batches, saved, train
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -29,9 +32,10 @@ from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
+from titanlite.tools.cli import main
+from titanlite.tools.drill.faults import Fault
 
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
-STEPS = 6
 BATCH = 12
 
 
@@ -45,7 +49,7 @@ def built(path: Path | str, **data: Any) -> Rows:
 
 
 def hashes(rows: Rows) -> list[str | None]:
-    return [step_hash(rows, step * BATCH, BATCH) for step in range(STEPS)]
+    return [step_hash(rows, step * BATCH, BATCH) for step in range(6)]
 
 
 def lengths(files: TokenFiles) -> list[int]:
@@ -69,7 +73,7 @@ def test_the_same_tokens_give_the_same_batches_in_every_form(tmp_path: Path, key
         found[name] = hashes(built(write(folder, documents), **keys))
     assert len(found) == 8
     assert len(set(map(tuple, found.values()))) == 1, found
-    assert len(set(found["Dolma"])) == STEPS
+    assert len(set(found["Dolma"])) == 6
 
 
 def test_batches_are_those_of_the_ids_in_their_order(tmp_path: Path) -> None:
@@ -96,7 +100,7 @@ def test_any_number_of_ranks_and_a_resume_serve_the_same_batches(tmp_path: Path,
             for rank in range(ranks)
         ]
         served: list[str] = []
-        for step in range(STEPS):
+        for step in range(6):
             if step == 3:
                 state = loaders[0].state_dict()
                 loaders = [
@@ -469,3 +473,54 @@ def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
     assert is_tokens(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert not is_tokens(str(tmp_path))
+
+
+# Commands and runs
+
+
+def test_data_verify_checks_what_files_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_datatrove(tmp_path / "a.ds", [[5, 6], [7]])
+    assert main(["data", "verify", str(path)]) == 0
+    assert "a.ds (datatrove): 1 part, 3 tokens, 6 B" in capsys.readouterr().out
+    (tmp_path / "a.ds.index").write_bytes(struct.pack("<3Q", 2, 1, 3))
+    assert main(["data", "verify", str(path)]) == 1
+    assert "DAMAGED: " in capsys.readouterr().out
+    raw = write_raw(tmp_path / "a.bin", [5, 6])
+    assert main(["data", "verify", str(raw)]) == 2
+    assert "holds raw ids without header, index or hash" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_raw_tokens_resumes_exactly_on_other_ranks_and_by_url(
+    tmp_path: Path,
+) -> None:
+    """Real processes: a folder of Dolma's files, then the same files behind URLs."""
+    served = tmp_path / "served"
+    served.mkdir()
+    documents = make_documents(60)
+    for number in range(3):
+        write_raw(served / f"part-{number}.npy", joined(documents[20 * number : 20 * number + 20]))
+    local = [f"--training.dataset_path={served}", "--data.mask_documents"]
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
+    codes, console = train(flags(straight, *local), 2, tmp_path / "console")
+    assert codes == [0, 0], console
+    kill = Fault("kill", "step", 6, 1)
+    train(flags(killed, *local), 2, tmp_path / "console", kill)
+    assert saved(killed)[-1] == "step-4"
+    wanted = global_batches(straight, 2)
+    with HubServer(served) as server:
+        remote = [f"--training.dataset_path={server.url}/files/part-*.npy", local[1]]
+        (served / "files").mkdir()
+        for file in served.glob("*.npy"):
+            file.rename(served / "files" / file.name)
+        for ranks in (1, 4):
+            other = tmp_path / str(ranks)
+            shutil.copytree(killed / "checkpoint", other / "checkpoint")
+            codes, console = train(flags(other, *remote), ranks, tmp_path / "console")
+            assert codes == [0] * ranks, console
+            found = global_batches(other, ranks)
+            assert found == {step: wanted[step] for step in range(5, STEPS + 1)}
+        assert len(server.of("*/files/", "GET")) <= 4, "one rank of each run lists the files"

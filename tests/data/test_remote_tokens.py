@@ -91,8 +91,12 @@ def test_the_rows_of_a_step_are_fetched_at_the_same_time(
     assert batch_hash(second) == batch_hash(local.next_step())
 
 
+#: Far more than what is read at the start.
+LARGE = joined(make_documents(400)) * 300
+
+
 def test_faults_of_the_server_change_no_batch(server: HubServer, tmp_path: Path) -> None:
-    path = write_raw(tmp_path / "files/a.bin", joined(make_documents(400)))
+    path = write_raw(tmp_path / "files/a.bin", LARGE)
     rows = built(f"{server.url}/files/a.bin")
     server.fail("*a.bin", status=503, times=3)
     server.fail("*a.bin", cut=7, times=4)
@@ -104,7 +108,7 @@ def test_faults_of_the_server_change_no_batch(server: HubServer, tmp_path: Path)
 def test_a_source_that_stays_away_is_named_after_its_patience(
     server: HubServer, tmp_path: Path
 ) -> None:
-    write_raw(tmp_path / "files/a.bin", joined(make_documents(400)))
+    write_raw(tmp_path / "files/a.bin", LARGE)
     rows = built(f"{server.url}/files/a.bin", patience=0.1)
     with server.refused(), pytest.raises(DataError, match=r"files/a.bin cannot be read at byte .*"):
         hashes(rows)
@@ -113,7 +117,7 @@ def test_a_source_that_stays_away_is_named_after_its_patience(
 
 
 def test_ranges_alone_are_read(server: HubServer, tmp_path: Path) -> None:
-    """A file of 64 MiB: its start and some rows take less than a hundredth of it."""
+    """A file of 64 MiB: its start and some rows take a sixteenth of it."""
     ids = np.full(32 << 20, 5, "<u2")
     ids[:: 1 << 12] = TOKENIZER.eos_id
     ids.tofile(tmp_path / "files/a.bin")
@@ -122,9 +126,9 @@ def test_ranges_alone_are_read(server: HubServer, tmp_path: Path) -> None:
     hashes(rows)
     asked = server.of("*a.bin")
     sent = sum(request.sent for request in asked)
-    assert started < 3 << 20, started
+    assert started < 4 << 20, started
     assert sent - started == BATCH * STEPS * 33 * 2
-    assert len(asked) < 150
+    assert len(asked) < 400
 
 
 def test_rows_in_order_are_read_ahead(server: HubServer, tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_bad_files_behind_urls_are_named(server: HubServer, tmp_path: Path) -> N
 
 def test_several_threads_read_one_file(server: HubServer, tmp_path: Path) -> None:
     """Validation and the thread of the next steps may read together."""
-    path = write_raw(tmp_path / "files/a.bin", joined(make_documents(400)))
+    path = write_raw(tmp_path / "files/a.bin", LARGE)
     rows = built(f"{server.url}/files/a.bin")
     local = built(path)
     wrong: list[int] = []

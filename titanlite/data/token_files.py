@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
     from titanlite.data.text import TextReader
 
-#: Pieces of foreign files that are read at the start, of those behind URLs, and tokens in each.
+#: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES = 256
-_REMOTE_PIECES = 8
 _PIECE = 4096
 
 
@@ -62,8 +61,8 @@ class TokenFiles:
             checked at the start.
         check: compares the hashes of the parts that are read.
 
-    Raises DataError if there are no tokens, and for an id that is too high, naming file and place.
-    A read after a part's hashes failed their check raises it too.
+    Raises DataError if there are no tokens. A read of an id that is too high raises it, naming file
+    and place. A read after a part's hashes failed their check raises it too.
     """
 
     keeps_order: ClassVar[bool] = True
@@ -91,7 +90,11 @@ class TokenFiles:
         self._ends = list(accumulate(part.size for part in parts))
         if not parts or not self.size:
             raise DataError(f"{public_name(path)} holds no tokens")
-        self.fingerprint = str(index["fingerprint"]) if index else self._sample()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the folder's content, or of samples of another program's files."""
+        return str(self.index["fingerprint"]) if self.index else self.sample()
 
     @property
     def listing(self) -> Listing:
@@ -144,14 +147,17 @@ class TokenFiles:
         """Whether each read asks a server."""
         return self.parts[0].is_remote
 
-    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Get tokens [begin, end) of each range ready, which are read next."""
+    def prepare(self, ranges: Iterable[tuple[int, int]], targets: bool = True) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next.
+
+        targets: also whether they are targets.
+        """
         of_parts: dict[int, list[tuple[int, int]]] = {}
         for begin, end in ranges:
             for span in self._spans(begin, end):
                 of_parts.setdefault(span.number, []).append((span.begin, span.end))
         for number, spans in of_parts.items():
-            self.parts[number].prepare(spans)
+            self.parts[number].prepare(spans, targets)
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
@@ -227,15 +233,19 @@ class TokenFiles:
             f"the text with the model's tokenizer{span.part.remedy}"
         )
 
-    def _sample(self) -> str:
-        """Check pieces from all over the files; return a digest of them and of the sizes."""
+    def sample(self) -> str:
+        """Check pieces from all over the files; return a digest of them and of the sizes.
+
+        Raises DataError for an id outside the vocabulary.
+        """
         sizes = [(part.size, part.dtype.str) for part in self.parts]
         digest = hashlib.sha256(f"{ORDER}\n{sizes}".encode())
-        pieces = _REMOTE_PIECES if self.is_remote else _PIECES
-        begins = np.unique(np.linspace(0, self.size - 1, pieces).astype(np.int64)).tolist()
-        for begin in [*begins, max(self.size - _PIECE, 0)]:
-            piece = self.read(begin, min(begin + _PIECE, self.size))
-            digest.update(piece.astype("<i8").tobytes())
+        begins = np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist()
+        begins.append(max(self.size - _PIECE, 0))
+        ranges = [(begin, min(begin + _PIECE, self.size)) for begin in begins]
+        self.prepare(ranges, targets=False)
+        for begin, end in ranges:
+            digest.update(self.read(begin, end).astype("<i8").tobytes())
         return digest.hexdigest()
 
 
@@ -333,6 +343,11 @@ def _foreign(
     files = TokenFiles(path, found.parts, tokenizer, vocab_size)
     files.found = found.listing
     files.cut = str(found.cut or "")
+    if files.is_remote:
+        # One rank asks the server for all.
+        files.fingerprint = keys.share(f"samples of {key}", files.sample)
+    else:
+        files.fingerprint = files.sample()
     return files
 
 

@@ -102,9 +102,9 @@ def open_foreign(
 
 def whole_parts(path: str) -> tuple[str, list[TokenPart]]:
     """Return the kind of local token files, and their parts after all checks that need no
-    tokenizer.
+    tokenizer; no parts where the files tell nothing to compare.
 
-    Raises DataError and OSError as `open_foreign`, and DataError for files that tell nothing.
+    Raises DataError and OSError as `open_foreign`.
     """
     found = find_tokens(Place(path, "SOURCE"))
     names = found.listing.files
@@ -113,7 +113,7 @@ def whole_parts(path: str) -> tuple[str, list[TokenPart]]:
     facts = _all_facts(found, 0.0)
     form = facts[0].header.form
     if any(one.header.dtype is None for one in facts):
-        raise DataError(f"{path}: {form} tell neither size nor type, so nothing can be compared")
+        return form, []
     seen = _Examined(found.listing, cut=Cut(-1, leads=False))
     parts: list[TokenPart] = []
     for one in facts:

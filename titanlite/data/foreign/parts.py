@@ -84,12 +84,12 @@ class ForeignPart(TokenPart):
             return self.cut.begins_in(self.tokens, begin, end)
         return super().begins_in(begin, end)
 
-    def prepare(self, spans: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, spans: Sequence[tuple[int, int]], targets: bool) -> None:
         """Fetch tokens [begin, end) of each span, if they are behind a URL."""
-        numbers = [self.tokens] if self.loss is None else [self.tokens, self._loss]
-        for one in numbers:
-            if isinstance(one, RemoteNumbers):
-                one.prepare(spans)
+        if isinstance(self.tokens, RemoteNumbers):
+            self.tokens.prepare(spans)
+        if targets and self.loss is not None and isinstance(self._loss, RemoteNumbers):
+            self._loss.prepare(spans)
 
     @cached_property
     def _loss(self) -> Numbers:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
+from titanlite.data.skip_ranges import merged
 from titanlite.data.token_parts import map_array
 
 if TYPE_CHECKING:
@@ -124,29 +125,34 @@ class RemoteFile:
     def prepare(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch bytes [begin, end) of each span in threads; they wait for `read`.
 
-        What was prepared before and not read is dropped.
+        What was prepared before is dropped.
         """
         pool = _pool()
-        coming = {span: pool.submit(self._fetch, *span) for span in spans}
         with self._lock:
-            self._coming = coming
+            for future in self._coming.values():
+                future.cancel()
+            wanted = [span for span in merged(spans) if not self._holds(*span)]
+            self._coming = {span: pool.submit(self._fetch, *span) for span in wanted}
 
     def read(self, begin: int, count: int) -> bytes:
         end = min(begin + count, self.size)
         with self._lock:
-            if not self._begin <= begin <= end <= self._begin + len(self._bytes):
-                self._bytes = self._read(begin, end)
-                self._begin = begin
+            if not self._holds(begin, end):
+                self._begin, self._bytes = self._block(begin, end)
             return self._bytes[begin - self._begin : end - self._begin]
 
-    def _read(self, begin: int, end: int) -> bytes:
-        coming = self._coming.pop((begin, end), None)
-        if coming is not None:
-            return coming.result()
+    def _holds(self, begin: int, end: int) -> bool:
+        return self._begin <= begin <= end <= self._begin + len(self._bytes)
+
+    def _block(self, begin: int, end: int) -> tuple[int, bytes]:
+        """Return bytes that hold [begin, end), and the first byte of them."""
+        for span, future in self._coming.items():
+            if span[0] <= begin and end <= span[1]:
+                return span[0], future.result()
         # Neighbouring rows share a token.
         if self._begin < begin <= self._begin + len(self._bytes):
             end = min(max(end, begin + _AHEAD), self.size)
-        return self._fetch(begin, end)
+        return begin, self._fetch(begin, end)
 
     def _fetch(self, begin: int, end: int) -> bytes:
         """Read bytes [begin, end) from the server; several threads may do so."""

@@ -201,6 +201,11 @@ def _verify_foreign(path: Path) -> Verdict:
         ) from error
     except DataError as error:
         return Verdict(str(path), "files of another program", 1, problems={path.name: str(error)})
+    if not parts:
+        raise DataError(
+            f"{path} holds {kind} without header, index or hash: nothing tells what the files must "
+            "be. A run compares samples of the ids with its vocabulary"
+        )
     names = [Path(part.name).name for part in parts]
     size = sum(part.size * part.dtype.itemsize for part in parts)
     return Verdict(
