@@ -175,7 +175,12 @@ class PackedDataset(Rows):
             raise EndOfData(
                 f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}"
             )
-        windows = (self._read(ranges) for ranges in self.ranges(self.window(index)))
+        windows = [self._read(ranges) for ranges in self.ranges(self.window(index))]
+        ids, targets, _ = windows[0] if windows else Window(np.empty(0))
+        if len(ids) > self.seq_len and targets is None and not self.mask_documents:
+            # Most rows: nothing to fill up or to leave out.
+            ids = ids.astype(np.int64, copy=False)
+            return Row(ids[:-1], ids[1:])
         return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
 
     def prepare(self, indexes: Sequence[int]) -> None:
@@ -193,7 +198,8 @@ class PackedDataset(Rows):
 
     def _read(self, ranges: Sequence[Range]) -> Window:
         corpus = self.corpus
-        ids = np.concatenate([corpus.read(*one) for one in ranges])
+        pieces = [corpus.read(*one) for one in ranges]
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         targets = None
         if corpus.has_targets:
             targets = np.concatenate([corpus.is_target(*one) for one in ranges])

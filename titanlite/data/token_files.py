@@ -163,13 +163,12 @@ class TokenFiles:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
         pieces = [span.part.tokens[span.begin : span.end] for span in self._spans(begin, end)]
         joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        ids = joined.astype(np.int64)
         # Unsigned numbers find negative ids too.
-        unsigned = ids.view(np.uint64)
+        unsigned = joined.view(joined.dtype.str.replace("i", "u"))
         if int(unsigned.max()) >= self.vocab_size:
             wrong = int(np.flatnonzero(unsigned >= self.vocab_size)[0])
-            raise self._over_vocabulary(begin + wrong, int(ids[wrong]))
-        return ids
+            raise self._over_vocabulary(begin + wrong, int(joined[wrong]))
+        return joined.astype(np.int64)
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
