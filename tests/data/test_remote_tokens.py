@@ -25,6 +25,7 @@ from tests.support.token_folders import SIZE, TOKENIZER
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.foreign.ranges import RemoteFile
 from titanlite.data.hashes import batch_hash, step_hash
 from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import Rows
@@ -149,6 +150,22 @@ def test_a_file_that_is_replaced_is_named(server: HubServer, tmp_path: Path) -> 
         np.full(4 << 20, 6, "<u2").tofile(path)
         with pytest.raises(DataError, match="a.bin has changed while it was read"):
             fetch(rows)
+
+
+def test_a_new_connection_reads_the_same_file_or_none(server: HubServer, tmp_path: Path) -> None:
+    """Other threads and other ranks compare with the file that was seen first."""
+    path = write_raw(tmp_path / "files/a.bin", [5] * 5000)
+    url = f"{server.url}/files/a.bin"
+    first = RemoteFile(url, 10_000, patience=1)
+    first.read(0, 10)
+    other = RemoteFile(url, 10_000, patience=1, identity=first.identity)
+    assert other.read(20, 4) == b"\5\0\5\0"
+    write_raw(path, [6] * 5000)
+    late = RemoteFile(url, 10_000, patience=1, identity=first.identity)
+    with pytest.raises(DataError, match="a.bin has changed while it was read"):
+        late.read(20, 4)
+    with pytest.raises(DataError, match="a.bin has changed since it was listed"):
+        RemoteFile(url, 9_000, patience=1).read(20, 4)
 
 
 def test_bad_files_behind_urls_are_named(server: HubServer, tmp_path: Path) -> None:

@@ -146,6 +146,9 @@ class RemoteFile:
 
     def _block(self, begin: int, end: int) -> tuple[int, bytes]:
         """Return bytes that hold [begin, end), and the first byte of them."""
+        exact = self._coming.get((begin, end))
+        if exact is not None:
+            return begin, exact.result()
         for span, future in self._coming.items():
             if span[0] <= begin and end <= span[1]:
                 return span[0], future.result()
