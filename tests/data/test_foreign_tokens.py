@@ -217,6 +217,22 @@ def test_the_way_of_cutting_is_part_of_the_order_where_it_matters(tmp_path: Path
     assert "documents" not in built(indexed, mask_documents=True).settings
 
 
+def test_a_long_file_without_the_id_between_documents_warns(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    opened(write_raw(tmp_path / "a.bin", [5] * 70_000), dtype="uint16")
+    assert f"the first 65,536 tokens of {tmp_path}/a.bin do not hold id {EOS}" in logged()
+    assert "is model.tokenizer_path theirs?" in logged()
+
+
+def test_short_files_without_it_and_files_with_an_index_do_not_warn(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    opened(write_raw(tmp_path / "a.bin", [5] * 60_000), dtype="uint16")
+    opened(write_datatrove(tmp_path / "a.ds", [[5] * 70_000]))
+    assert logged() == ""
+
+
 # Types
 
 
@@ -241,6 +257,14 @@ def test_wider_ids_are_not_read_as_ids_and_zeros(tmp_path: Path, dtype: str) -> 
     source = DataSource(path=str(path), token_dtype=dtype)
     rows = TextReader(Data(shuffle=False), TOKENIZER, SIZE).open(source, "data.source[0]", 8, None)
     assert rows.sequence(0).tokens.tolist() == ids[:8]
+
+
+def test_a_file_of_another_type_in_a_folder_is_named(tmp_path: Path) -> None:
+    for number in range(4):
+        dtype = "<u4" if number == 2 else "<u2"
+        write_raw(tmp_path / f"{number}.npy", joined(make_documents()), dtype)
+    with pytest.raises(DataError, match="2.npy has no header, and its ids could be uint16 or uint"):
+        opened(tmp_path)
 
 
 def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path: Path) -> None:
@@ -296,6 +320,9 @@ def test_a_type_that_says_nothing_new_is_refused(tmp_path: Path) -> None:
     source = DataSource(path=str(text), token_dtype="uint16")
     with pytest.raises(DataError, match=r"data.source\[1\].token_dtype: .* is text"):
         TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[1]", 8, None)
+    mixture = Data(source=[DataSource(path=str(text))], token_dtype="uint16")
+    with pytest.raises(DataError, match="data.token_dtype: no source is of token files"):
+        build_dataset(Training(seq_len=8), mixture, TOKENIZER, SIZE)
 
 
 # Bad input

@@ -90,6 +90,11 @@ class TextReader:
         """
         data = self.data
         if data.source:
+            if data.token_dtype != "auto" and not any(map(_is_of_tokens, data.source)):
+                raise DataError(
+                    "data.token_dtype: no source is of token files; leave the key out, or give a "
+                    "source its own"
+                )
             from titanlite.data.mixture import open_mixture
 
             return open_mixture(self, training, phases or {})
@@ -144,7 +149,7 @@ class TextReader:
             from titanlite.data.own_text import own_corpus
 
             return self._packed(own_corpus(self, source, section), order, epochs)
-        if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
+        if _is_of_tokens(source):
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
@@ -233,6 +238,10 @@ class TextReader:
             columns=files.columns,
             kind=files.kind,
         )
+
+
+def _is_of_tokens(source: DataSource) -> bool:
+    return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def _is_of_hub(source: DataSource) -> bool:

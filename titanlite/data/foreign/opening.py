@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
@@ -67,6 +68,8 @@ class _Examined:
     type_name: str = ""
     was_guessed: bool = False
     cut: Cut | None = None
+    #: Whether the head of the first file is long and holds no id between documents.
+    has_no_cuts: bool = False
 
 
 def open_foreign(
@@ -97,6 +100,11 @@ def open_foreign(
             part.remedy = remedy
         found.append(part)
     has_indexes = all(facts.index_file is not None for facts in seen.facts)
+    if seen.has_no_cuts and seen.cut is not None and not has_indexes:
+        logger.warning(
+            f"{key}: the first {_FIRST_TOKENS:,} tokens of {found[0].name} do not hold id "
+            f"{seen.cut.id}, which divides documents: is model.tokenizer_path theirs?"
+        )
     return ForeignFiles(found, seen.listing, None if has_indexes else seen.cut)
 
 
@@ -156,8 +164,11 @@ def _examine(place: Place, tokenizer: Tokenizer, vocab_size: int, keys: TokenKey
     files = [open_bytes(one.name, one.size, keys.patience) for one in facts]
     vocabulary = Vocabulary(tokenizer.vocab_size, vocab_size)
     type_name, was_guessed = _type_of(facts, files, vocabulary, keys)
-    cut = _cut_of(facts[0], files[0], type_name, tokenizer)
-    return _Examined(found.listing, facts, type_name, was_guessed, cut)
+    first_tokens = _first_tokens(facts[0], files[0], type_name)
+    cut = find_cut(first_tokens, tokenizer, facts[0].header.form == LLMC)
+    is_long = len(first_tokens) == _FIRST_TOKENS
+    has_no_cuts = is_long and not bool((first_tokens == cut.id).any())
+    return _Examined(found.listing, facts, type_name, was_guessed, cut, has_no_cuts)
 
 
 def _all_facts(found: Found, patience: float) -> list[_Facts]:
@@ -240,9 +251,8 @@ def _type_of(
     return guess_type(files, vocabulary, keys.dtype_key), True
 
 
-def _cut_of(facts: _Facts, file: ByteFile, type_name: str, tokenizer: Tokenizer) -> Cut:
+def _first_tokens(facts: _Facts, file: ByteFile, type_name: str) -> NDArray[Any]:
     header = facts.header
     dtype = np.dtype(header.dtype or type_name)
     head = file.read(header.first_byte, _FIRST_TOKENS * dtype.itemsize)
-    first_tokens = np.frombuffer(head, dtype, len(head) // dtype.itemsize)
-    return find_cut(first_tokens, tokenizer, header.form == LLMC)
+    return np.frombuffer(head, dtype, len(head) // dtype.itemsize)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.foreign.ranges import ByteFile
 
-#: Pieces of all files that are looked at, of those behind URLs, and bytes in each.
+#: Places of all files, and beginnings of files, that are looked at; of those behind URLs; and bytes
+#: at each.
 _PIECES = 64
 _REMOTE_PIECES = 8
 _PIECE = 1 << 15
@@ -49,12 +50,10 @@ def guess_type(files: Sequence[ByteFile], vocabulary: Vocabulary, key: str) -> s
     """
     expected = vocabulary.type_name
     pieces = list(_pieces(files))
-    wider = _TYPES[_TYPES.index(expected) + 1 :]
-    fitting = [name for name in wider if _fits(name, files, pieces, vocabulary.model)]
-    if fitting:
+    for file, fitting in _wider_types(expected, pieces, vocabulary.model):
         others = " and ".join(fitting)
         raise DataError(
-            f"{key}: {files[0].name} has no header, and its ids could be {expected} or {others}. "
+            f"{key}: {file.name} has no header, and its ids could be {expected} or {others}. "
             f'Say which: {key} = "{fitting[0]}" (or "{expected}")'
         )
     check_sizes(files, expected, key)
@@ -85,25 +84,37 @@ def _pieces(files: Sequence[ByteFile]) -> Iterator[tuple[ByteFile, int, bytes]]:
     ends = np.cumsum([file.size for file in files])
     total = int(ends[-1])
     pieces = _REMOTE_PIECES if files[0].is_remote else _PIECES
-    places = np.unique(np.linspace(0, max(total - _PIECE, 0), pieces).astype(np.int64))
+    everywhere = np.linspace(0, total - 1, pieces).astype(np.int64)
+    some_files = np.linspace(0, len(files) - 1, pieces).astype(np.int64)
+    begins = ends - [file.size for file in files]
+    places = np.unique(np.concatenate([everywhere, begins[some_files]]))
     for place in places.tolist():
         number = int(np.searchsorted(ends, place, side="right"))
         file = files[number]
         # Every type begins at a multiple of 8 bytes.
-        begin = (place - int(ends[number]) + file.size) // 8 * 8
+        begin = (place - int(begins[number])) // 8 * 8
         yield file, begin, file.read(begin, _PIECE)
 
 
-def _fits(
-    type_name: str,
-    files: Sequence[ByteFile],
-    pieces: Sequence[tuple[ByteFile, int, bytes]],
-    vocab_size: int,
-) -> bool:
-    item = np.dtype(type_name).itemsize
-    if any(file.size % item for file in files):
-        return False
-    return _misfit(type_name, pieces, vocab_size) is None
+def _wider_types(
+    expected: str, pieces: Sequence[tuple[ByteFile, int, bytes]], vocab_size: int
+) -> Iterator[tuple[ByteFile, list[str]]]:
+    """Yield each file whose pieces are also ids of wider types, with the types.
+
+    A folder may hold files of several types.
+    """
+    of_files: dict[str, list[tuple[ByteFile, int, bytes]]] = {}
+    for piece in pieces:
+        of_files.setdefault(piece[0].name, []).append(piece)
+    for own in of_files.values():
+        file = own[0][0]
+        fitting: list[str] = []
+        for name in _TYPES[_TYPES.index(expected) + 1 :]:
+            is_whole = file.size % np.dtype(name).itemsize == 0
+            if is_whole and _misfit(name, own, vocab_size) is None:
+                fitting.append(name)
+        if fitting:
+            yield file, fitting
 
 
 def _misfit(
