@@ -5,6 +5,8 @@ tokenizer.
     python benchmarks/data.py --versus torchtitan    # and torchtitan 0.2.2's HuggingFaceTextDataset
     # instead: memory of a rank that streams 400 MB, and 2 GB of text
     python benchmarks/data.py --memory
+    # instead: token files of several forms against a loop over a numpy map (token_files.py)
+    python benchmarks/data.py --tokens
 
 The files are C4-format .json.gz shards of the bundled text. Each contestant runs in a process of
 its own, all in turn in every repeat, and the first one changes. The time starts after imports and
@@ -299,9 +301,14 @@ def main() -> None:
         metavar="MEGABYTES",
         help="measure the memory of a rank instead",
     )
+    parser.add_argument("--tokens", action="store_true", help="measure token files instead")
     parser.add_argument("--contestant", choices=[*CONTESTANTS, "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--files", type=Path, nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.tokens:
+        import token_files
+
+        return token_files.run(arguments.repeats)
     if arguments.memory:
         return memory(arguments.memory)
     if arguments.contestant == "memory":

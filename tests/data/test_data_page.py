@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests.support.foreign_tokens import joined, make_documents, write_raw
 from tests.support.hub_server import HubServer
 from tests.support.processes import ROOT, python
 from tests.support.shards import LINES, TEXTS, write_c4
@@ -36,6 +37,7 @@ def test_each_example_is_read(tmp_path: Path) -> None:
         "web",
         "papers",
         "held-out",
+        "dolma",
         "assets/Llama-3.1-8B-Instruct",
         "bucket/corpus",
     ):
@@ -51,6 +53,7 @@ def test_each_example_is_read(tmp_path: Path) -> None:
     (tmp_path / "web/a.jsonl.zst").write_bytes(zstandard.compress(LINES))
     (tmp_path / "papers/a.jsonl").write_bytes(LINES.replace(b'"text"', b'"body"'))
     (tmp_path / "held-out/wiki.jsonl").write_bytes(LINES)
+    write_raw(tmp_path / "dolma/part-0.npy", joined(make_documents()), "<u4")
     write_c4(tmp_path, 2)
     (tmp_path / "datasets/HuggingFaceFW/fineweb-edu").mkdir(parents=True)
     (tmp_path / "datasets/HuggingFaceFW/fineweb-edu/a.jsonl").write_bytes(LINES)
@@ -66,8 +69,8 @@ def test_each_example_is_read(tmp_path: Path) -> None:
             )
         done = python("-c", PEEK, *flags, env=hub.environment(tmp_path / "home"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert len(blocks) == 9
-    assert done.stdout.count(", sequence 0, ") == 9
+    assert len(blocks) == 10
+    assert done.stdout.count(", sequence 0, ") == 10
     assert "[[Question: 1\nAnswer:]] 2<|end_of_text|>" in done.stdout
     assert "Hello?]][[<|eot_id|>" in done.stdout
     assert "]]Good day.<|eot_id|>" in done.stdout

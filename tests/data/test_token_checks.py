@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
 from titanlite.data.prepared_tokens import fingerprint_of
-from titanlite.data.token_files import TokenFiles, open_tokens
+from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import INDEX
 from titanlite.start.signals import StopSignal
 from titanlite.tools.cli import main
@@ -51,7 +51,9 @@ def flip(file: Path, place: int = 20) -> None:
 
 
 def opened(folder: Path, records: Path | None) -> TokenFiles:
-    return open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size, records=records)
+    return open_tokens(
+        str(folder), TOKENIZER, TOKENIZER.vocab_size, keys=TokenKeys(records=records)
+    )
 
 
 def begin(files: TokenFiles, first: int, end: int) -> None:

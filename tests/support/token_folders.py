@@ -74,13 +74,17 @@ def write_prepared(
 
 
 def write_megatron(
-    stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2"
+    stem: Path,
+    documents: list[list[int]],
+    code: int = 8,
+    dtype: str = "<u2",
+    ids: list[int] | None = None,
 ) -> Path:
     """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of
-    their sequences.
+    their sequences. ids: None: 1, 2, 3, …
     """
     lengths = np.array([n for document in documents for n in document], dtype="<i4")
-    tokens = np.arange(1, lengths.sum() + 1).astype(dtype)
+    tokens = np.array(ids or np.arange(1, lengths.sum() + 1)).astype(dtype)
     pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * tokens.dtype.itemsize
     bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
     head = (

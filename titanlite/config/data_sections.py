@@ -21,6 +21,9 @@ StepRange = Annotated[
 ]
 """First and last step, both included."""
 
+TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int32", "int64"]
+"""Type of the ids in a file, little-endian."""
+
 
 def steps_of(item: int | str) -> tuple[int, int]:
     """Return first and last step of an item of data.skip_steps."""
@@ -54,6 +57,8 @@ class DataSource(Section, frozen=True):
     """Kind of file. auto: by content. text: each file is one document. source: so is each file of
     source code or markup.
     """
+    token_dtype: TokenType | None = None
+    """Type of ids in token files that do not tell it. None: data.token_dtype."""
     text_key: Name | None = None
     """Field of a record that holds the text. None: data.text_key."""
     prompt_key: Name | None = None
@@ -100,6 +105,10 @@ class Data(Section, frozen=True):
     """Array of tables: a mixture of sources instead of one dataset."""
     phase: list[DataPhase] = []
     """Array of tables: changes of course during the run."""
+    token_dtype: Literal["auto"] | TokenType = "auto"
+    """Type of ids in token files without a header. auto: uint16, or uint32 for vocabularies over
+    65,536; an error where another type could be meant.
+    """
     text_key: Name | None = None
     """Field of a record that holds the text. None: that of a registered name, else text."""
     prompt_key: Name | None = None

@@ -94,6 +94,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "optimizer.args": {"optimizer.name": is_dotted},
     "optimizer.implementation": {"optimizer.name": _optimizer("AdamW", "Adam")},
     **{f"data.{name}": _OWN_TEXT for name in _FIELDS},
+    "data.token_dtype": dict.fromkeys(_TEXTS, bool),
     "data.subset": {"training.dataset": _not_bundled},
     "data.format": {"training.dataset": _not_bundled, "training.dataset_path": bool},
     "data.split": {"training.dataset": _not_bundled, "training.dataset_path": bool},

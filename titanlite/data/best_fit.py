@@ -65,6 +65,10 @@ class BestFitDataset(PackedDataset):
         return f"{super().describe()}, best-fit with {padding:.2%} padding"
 
     @property
+    def uses_documents(self) -> bool:
+        return True
+
+    @property
     def settings(self) -> dict[str, Any]:
         return {**super().settings, "packing": "best-fit"}
 

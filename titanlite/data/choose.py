@@ -43,6 +43,16 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     if not texts:
         why = _why_empty(passed, place)
         raise DataError(f"{place.key}: the folder {place.path} holds no text{why}")
+    return choose_among(texts, found, place, passed)
+
+
+def choose_among(
+    texts: Sequence[FoundFile], found: Sequence[FoundFile], place: Place, passed: _Passed
+) -> Listing:
+    """Return those of the wanted split. found: all files of the folder. passed: gets the others.
+
+    Raises UnclearTextError where the files are of several splits, kinds or levels.
+    """
     texts = _of_split(texts, place, passed)
     splits = _splits_of(texts)
     if _are_several(texts, place, splits):

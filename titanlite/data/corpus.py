@@ -79,6 +79,15 @@ class Tokens(Protocol):
         """Whether not every token is a target."""
         ...
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read asks a server."""
+        ...
+
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next."""
+        ...
+
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""
         ...
@@ -89,6 +98,15 @@ class Tokens(Protocol):
 
     def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the documents of tokens [begin, end), see `DocumentArray`."""
+        ...
+
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin in [begin, end), see `DocumentArray`."""
+        ...
+
+    @property
+    def cut(self) -> str:
+        """How ids alone tell documents apart, for the order of a run; "" where offsets do."""
         ...
 
     def place_of(self, document: int) -> FilePlace | None:
@@ -138,6 +156,12 @@ class DocumentArray:
         numbers = np.arange(place(begin, side="right") - 1, place(end - 1, side="right"))
         return np.stack([numbers, np.maximum(self.offsets[numbers], begin)], axis=1)
 
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first token in [begin, end) of each document there [documents]; the first is
+        `begin`.
+        """
+        return self.documents_in(begin, end)[:, 1]
+
 
 @dataclass(frozen=True)
 class Corpus(DocumentArray):
@@ -163,6 +187,8 @@ class Corpus(DocumentArray):
     keeps_order: ClassVar[bool] = False
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
+    cut: ClassVar[str] = ""
+    is_remote: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -176,6 +202,9 @@ class Corpus(DocumentArray):
     @property
     def has_targets(self) -> bool:
         return self.targets is not None
+
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: all tokens are at hand."""
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""

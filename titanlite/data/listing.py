@@ -36,13 +36,15 @@ class FoundFile(NamedTuple):
     """A file of a folder.
 
     `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
-    not known. `stamp`: what a store tells of it, see `titanlite.data.file_stamps`.
+    not known. `stamp`: what a store tells of it, see `titanlite.data.file_stamps`. `stated_kind`:
+    its kind in words, where no kind of text is meant.
     """
 
     name: str
     relative: str
     size: int | None = None
     stamp: str = ""
+    stated_kind: str | None = None
 
     @property
     def base(self) -> str:
@@ -54,6 +56,8 @@ class FoundFile(NamedTuple):
 
     @property
     def kind_name(self) -> str:
+        if self.stated_kind is not None:
+            return self.stated_kind
         kind = self.kind
         return "another kind" if kind is None else kind.name
 

@@ -129,6 +129,8 @@ class TrainLoader:
             )
         step = skip_ranges.take(self.position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
+        total = self.dataset.total_sequences
+        self.dataset.prepare([index for index in indexes if total is None or index < total])
         size = self.micro_batch_size
         batches = [stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
         self.position = step[-1] + 1

@@ -86,7 +86,7 @@ class MixedRows(Rows):
             "shuffle": of_sources["shuffle"],
             "sources": self.names,
         }
-        for name in ("mask_documents", "packing", "buffer"):
+        for name in ("mask_documents", "packing", "documents", "buffer"):
             if name in of_sources:
                 settings[name] = of_sources[name]
         return settings
@@ -112,6 +112,14 @@ class MixedRows(Rows):
     def sequence(self, index: int) -> Row:
         source, number = self.locate(index)
         return self.rows[source].sequence(number)
+
+    def prepare(self, indexes: Sequence[int]) -> None:
+        of_sources: dict[int, list[int]] = {}
+        for index in indexes:
+            source, number = self.locate(index)
+            of_sources.setdefault(source, []).append(number)
+        for source, numbers in of_sources.items():
+            self.rows[source].prepare(numbers)
 
     def padding(self) -> Row:
         return self.rows[0].padding()

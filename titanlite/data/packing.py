@@ -144,7 +144,7 @@ class PackedDataset(Rows):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the fingerprint."""
-        settings = {
+        settings: dict[str, Any] = {
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -152,7 +152,14 @@ class PackedDataset(Rows):
         }
         if self.mask_documents:
             settings["mask_documents"] = True
+        if self.uses_documents and self.corpus.cut:
+            settings["documents"] = self.corpus.cut
         return settings
+
+    @property
+    def uses_documents(self) -> bool:
+        """Whether rows depend on where documents begin."""
+        return self.mask_documents
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
@@ -168,8 +175,22 @@ class PackedDataset(Rows):
             raise EndOfData(
                 f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}"
             )
-        windows = (self._read(ranges) for ranges in self.ranges(self.window(index)))
+        windows = [self._read(ranges) for ranges in self.ranges(self.window(index))]
+        ids, targets, _ = windows[0] if windows else Window(np.empty(0))
+        if len(ids) > self.seq_len and targets is None and not self.mask_documents:
+            # Most rows: nothing to fill up or to leave out.
+            ids = ids.astype(np.int64, copy=False)
+            return Row(ids[:-1], ids[1:])
         return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
+
+    def prepare(self, indexes: Sequence[int]) -> None:
+        # Neighbours in file order are read ahead together.
+        if not self.corpus.is_remote or not self.shuffle:
+            return
+        ranges: list[Range] = []
+        for index in indexes:
+            ranges += itertools.chain.from_iterable(self.ranges(self.window(index)))
+        self.corpus.prepare(ranges)
 
     def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
@@ -177,7 +198,8 @@ class PackedDataset(Rows):
 
     def _read(self, ranges: Sequence[Range]) -> Window:
         corpus = self.corpus
-        ids = np.concatenate([corpus.read(*one) for one in ranges])
+        pieces = [corpus.read(*one) for one in ranges]
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         targets = None
         if corpus.has_targets:
             targets = np.concatenate([corpus.is_target(*one) for one in ranges])
@@ -186,8 +208,7 @@ class PackedDataset(Rows):
         begins: list[NDArray[np.int64]] = []
         before = 0
         for begin, end in ranges:
-            first_tokens = corpus.documents_in(begin, end)[:, 1]
-            begins.append(first_tokens - begin + before)
+            begins.append(corpus.begins_in(begin, end) - begin + before)
             before += end - begin
         return Window(ids, targets, np.concatenate(begins))
 

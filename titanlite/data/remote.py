@@ -34,6 +34,10 @@ _STEADY = 16
 T = TypeVar("T")
 
 
+#: Size in bytes, and the server's tag and time of the content; None: it does not tell.
+Identity = tuple[int | None, str | None, str | None]
+
+
 class FileChangedError(DataError):
     """The file behind a URL is another one than before."""
 
@@ -41,7 +45,28 @@ class FileChangedError(DataError):
 def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
     """Open a URL for reading. Reads raise DataError alone, see `retried` for `patience`."""
     check_url("a file of the text", name)
-    return io.BufferedReader(_RemoteFile(name, patience), _MOST)
+    return io.BufferedReader(RemoteReader(name, patience), _MOST)
+
+
+def file_size(url: str, patience: float = 0.0) -> int | None:
+    """Return the bytes of a file; None if there is no such file. Raises DataError as `retried`."""
+    check_url("a file of tokens", url)
+
+    def ask() -> int | None:
+        system, path = url_to_fs(url)
+        try:
+            about = system.info(path)
+        except FileNotFoundError as error:
+            # Of HTTP it may hide another one.
+            reason = _reason(error)
+            if isinstance(reason, FileNotFoundError) or _status(reason) in (404, 410):
+                return None
+            raise
+        if about.get("size") is None:
+            raise DataError(f"{public_name(url)}: the server does not tell its size; copy the file")
+        return int(about["size"])
+
+    return retried(ask, f"{public_name(url)} cannot be found", patience)
 
 
 def check_url(key: str, url: str) -> None:
@@ -178,23 +203,22 @@ class _Checked:
         return answer
 
 
-class _RemoteFile(io.RawIOBase):
+class RemoteReader(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
     After a cut transfer smaller ranges are requested. So a server that cuts each answer does not
     stop the run. From a server without ranges it is read again from its first byte. Raises
-    FileChangedError where an answer is of another file than the first one.
+    FileChangedError where an answer is of another file than the first one, or than `identity`.
     """
 
-    def __init__(self, name: str, patience: float) -> None:
+    def __init__(self, name: str, patience: float, identity: Identity | None = None) -> None:
         self._url = name
         self._name = public_name(name)
         self._patience = patience
         self._at = self._requests = 0
         self._most = _MOST
         self._file: Any = None
-        #: Size in bytes, and the server's tag and time of the content; None: it does not tell.
-        self.identity: tuple[int | None, str | None, str | None] | None = None
+        self.identity = identity
         self._retried(self._open)
 
     def _retried(self, call: Callable[[], T]) -> T:

@@ -97,6 +97,11 @@ class Rows(ABC):
     def sequence(self, index: int) -> Row:
         """Return row `index`. Raises EndOfData for an index at or above `total_sequences`."""
 
+    def prepare(self, indexes: Sequence[int]) -> None:
+        """Get rows ready that are asked for next, where that saves time."""
+        # Most text is at hand.
+        return
+
     @abstractmethod
     def padding(self) -> Row:
         """Return a row without targets, to fill up the last batch of finite data."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -31,6 +31,7 @@ from titanlite.data.records import Columns, Record
 from titanlite.data.remote import (
     FileChangedError,
     check_url,
+    file_size,
     open_file,
     retried,
     url_to_fs,
@@ -38,6 +39,7 @@ from titanlite.data.remote import (
 )
 from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
+from titanlite.data.token_paths import is_tokens
 from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
@@ -233,6 +235,33 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
     return [file for file in shown if file.kind] or shown
+
+
+def remote_tokens(
+    place: Place, companions: Callable[[Sequence[str]], list[str]]
+) -> tuple[list[FoundFile], bool]:
+    """Return the files behind the URL of token files, and whether it is a folder.
+
+    companions: returns names that may lie beside files; those of a file and of a pattern are asked
+    for. Raises DataError as `url_files`.
+    """
+    url = place.path
+    _check_url(url, place.key)
+    if _is_pattern(url):
+        found = _listed(url, place.key)
+        for pattern in companions([url]):
+            found += _listed(pattern, place.key)
+        return found, False
+    if not is_tokens(url):
+        return _listed(url, place.key), True
+    found = []
+    for name in [url, *companions([url])]:
+        size = file_size(name, _LISTING_SECONDS)
+        if size is not None:
+            found.append(FoundFile(name, _base(name), size))
+    if not found or found[0].name != url:
+        raise DataError(f"{place.key}: there is no file at {public_name(url)}")
+    return found, False
 
 
 def hub_files(

@@ -99,6 +99,11 @@ class TextReader:
         """
         data = self.data
         if data.source:
+            if data.token_dtype != "auto" and not any(map(_is_of_tokens, data.source)):
+                raise DataError(
+                    "data.token_dtype: no source is of token files; leave the key out, or give a "
+                    "source its own"
+                )
             from titanlite.data.mixture import open_mixture
 
             return open_mixture(self, training, phases or {})
@@ -157,7 +162,7 @@ class TextReader:
             from titanlite.data.own_text import own_corpus
 
             return self._packed(own_corpus(self, source, section), order, epochs)
-        if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
+        if _is_of_tokens(source):
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
@@ -166,6 +171,7 @@ class TextReader:
             stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
             rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
             return rows
+        self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
         _reach_on_this_node(files, source, section)
         if self._is_stream(files, source):
@@ -177,6 +183,19 @@ class TextReader:
         if files.stamps:
             rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
         return rows
+
+    def _refuse_type(self, source: DataSource, section: str) -> None:
+        """Raise DataError for a type of ids beside text."""
+        key = ""
+        if source.token_dtype is not None:
+            key = f"{section}.token_dtype"
+        elif section == "training" and self.data.token_dtype != "auto":
+            key = "data.token_dtype"
+        if key:
+            raise DataError(
+                f"{key}: {source.path or source.name} is text, not token files; leave the key out, "
+                'or set format = "tokens" of a source whose files have other names'
+            )
 
     def _packed(
         self, corpus: Tokens, order: Order, epochs: int | None, listing: Listing | None = None
@@ -273,6 +292,10 @@ def _reach_on_this_node(files: TextFiles, source: DataSource, section: str) -> N
         text = source.path or source.name or first
         remedy = fetch_remedy(text, key)
         reach(first, f"{key}: {public_name(first)} cannot be read", remedy)
+
+
+def _is_of_tokens(source: DataSource) -> bool:
+    return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def _is_of_hub(source: DataSource) -> bool:

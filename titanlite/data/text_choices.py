@@ -206,7 +206,7 @@ def _ends(bases: Sequence[str]) -> list[str]:
     """Return patterns for names without their folders: by their ending, start, and words of
     splits.
     """
-    endings = set(map(ending_of, bases))
+    endings = {ending_of(base) or PurePosixPath(base).suffix for base in bases}
     ending = glob.escape(endings.pop()) if len(endings) == 1 else ""
     start = os.path.commonprefix(bases)
     start_word = re.sub(r"[\d\W_]+$", "", start)

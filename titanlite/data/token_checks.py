@@ -267,7 +267,12 @@ def _try_lock(file: BinaryIO) -> bool:
 # At the start
 
 
-def check_offsets(file: Path, offsets: NDArray[np.int64], tokens: int) -> None:
+def check_offsets(
+    file: Path | str,
+    offsets: NDArray[np.int64],
+    tokens: int,
+    remedy: str = "prepare the text again",
+) -> None:
     """Check where documents begin in a part of so many tokens. offsets: [documents + 1].
 
     Raises DataError, naming the file and the place, unless they go from 0 to the end without going
@@ -276,8 +281,7 @@ def check_offsets(file: Path, offsets: NDArray[np.int64], tokens: int) -> None:
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens:
         ends = f"{offsets[0]:,} to {offsets[-1]:,}" if len(offsets) else "nowhere"
         raise DataError(
-            f"{file} is damaged: it goes from {ends} instead of 0 to {tokens:,}; prepare the text "
-            "again"
+            f"{file} is damaged: it goes from {ends} instead of 0 to {tokens:,}; {remedy}"
         )
     for begin in range(0, len(offsets) - 1, _OFFSETS):
         piece = offsets[begin : begin + _OFFSETS + 1]
@@ -286,7 +290,7 @@ def check_offsets(file: Path, offsets: NDArray[np.int64], tokens: int) -> None:
             place = begin + int(back[0])
             raise DataError(
                 f"{file} is damaged: document {place} (from 0) begins at {offsets[place]:,} and "
-                f"ends before that, at {offsets[place + 1]:,}; prepare the text again"
+                f"ends before that, at {offsets[place + 1]:,}; {remedy}"
             )
 
 

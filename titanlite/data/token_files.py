@@ -1,5 +1,5 @@
 """Tokens in files that are mapped into memory: prepared by `titanlite data prepare`
-(`titanlite.data.prepared_tokens`), or by other programs (`titanlite.data.foreign_tokens`).
+(`titanlite.data.prepared_tokens`), or by other programs (`titanlite.data.foreign`).
 
 The memory of a rank does not grow with the corpus. Parts are mapped when they are first read; the
 pages of a map belong to the system's page cache.
@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.listing import Listing
 from titanlite.data.rows import FilePlace
 from titanlite.data.sources import key_of
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, HashCheck, check_offsets
-from titanlite.data.token_parts import ORDER, Part
+from titanlite.data.token_parts import ORDER, TokenPart
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, logger
@@ -43,7 +44,7 @@ class _Span(NamedTuple):
     """Tokens [begin, end) of a part, by its number."""
 
     number: int
-    part: Part
+    part: TokenPart
     begin: int
     end: int
 
@@ -52,7 +53,7 @@ class TokenFiles:
     """A corpus of token files, read as one array.
 
     Args:
-        path: of the folder or file, for messages.
+        path: as the config names it, for messages.
         parts: in order.
         tokenizer: whose BOS and EOS are in the text.
         vocab_size: of the model; no id may be as high.
@@ -60,8 +61,8 @@ class TokenFiles:
             checked at the start.
         check: compares the hashes of the parts that are read.
 
-    Raises DataError if there are no tokens, and for an id that is too high, naming file and place.
-    A read after a part's hashes failed their check raises it too.
+    Raises DataError if there are no tokens. A read of an id that is too high raises it, naming file
+    and place. A read after a part's hashes failed their check raises it too.
     """
 
     keeps_order: ClassVar[bool] = True
@@ -69,8 +70,8 @@ class TokenFiles:
 
     def __init__(
         self,
-        path: Path,
-        parts: list[Part],
+        path: str,
+        parts: Sequence[TokenPart],
         tokenizer: Tokenizer,
         vocab_size: int,
         index: Mapping[str, Any] | None = None,
@@ -82,17 +83,25 @@ class TokenFiles:
         self.index = index
         self.check = check
         self.pad_id = tokenizer.eos_id
-        #: Of all parts up to each: tokens and documents.
+        #: Of another program's files: how they were found, and how ids tell documents apart.
+        self.found: Listing | None = None
+        self.cut = ""
+        #: Tokens of all parts up to each.
         self._ends = list(accumulate(part.size for part in parts))
-        self._documents = list(accumulate(part.documents for part in parts))
         if not parts or not self.size:
-            raise DataError(f"{path} holds no tokens")
-        self.fingerprint = str(index["fingerprint"]) if index else self._sample()
+            raise DataError(f"{public_name(path)} holds no tokens")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the folder's content, or of samples of another program's files."""
+        return str(self.index["fingerprint"]) if self.index else self.sample()
 
     @property
     def listing(self) -> Listing:
         """The files, for reports."""
-        names = tuple(str(part.file) for part in self.parts)
+        if self.found is not None:
+            return self.found
+        names = tuple(part.name for part in self.parts)
         size = sum(part.size * part.dtype.itemsize for part in self.parts)
         return Listing(names, {"tokens": len(names)}, size, None, {}, {})
 
@@ -100,6 +109,11 @@ class TokenFiles:
     def size(self) -> int:
         """Number of tokens."""
         return self._ends[-1]
+
+    @cached_property
+    def _documents(self) -> list[int]:
+        """Documents of all parts up to each. Where ids tell documents apart all are read."""
+        return list(accumulate(part.documents for part in self.parts))
 
     @property
     def documents(self) -> int:
@@ -127,20 +141,38 @@ class TokenFiles:
 
     def describe(self) -> str:
         """Return the size in words."""
-        documents = counted(self.documents, "documents")
-        return f"{documents}, {self.size:,} tokens per epoch, from token files"
+        text = f"{self.size:,} tokens per epoch, from token files"
+        if all(part.is_counted for part in self.parts):
+            return f"{counted(self.documents, 'documents')}, {text}"
+        return f"{text}, cut into documents {self.cut}"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read asks a server."""
+        return self.parts[0].is_remote
+
+    def prepare(self, ranges: Iterable[tuple[int, int]], targets: bool = True) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next.
+
+        targets: also whether they are targets.
+        """
+        of_parts: dict[int, list[tuple[int, int]]] = {}
+        for begin, end in ranges:
+            for span in self._spans(begin, end):
+                of_parts.setdefault(span.number, []).append((span.begin, span.end))
+        for number, spans in of_parts.items():
+            self.parts[number].prepare(spans, targets)
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
         pieces = [span.part.tokens[span.begin : span.end] for span in self._spans(begin, end)]
         joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        ids = joined.astype(np.int64)
         # Unsigned numbers find negative ids too.
-        unsigned = ids.view(np.uint64)
+        unsigned = joined.view(joined.dtype.str.replace("i", "u"))
         if int(unsigned.max()) >= self.vocab_size:
             wrong = int(np.flatnonzero(unsigned >= self.vocab_size)[0])
-            raise self._over_vocabulary(begin + wrong, int(ids[wrong]))
-        return ids
+            raise self._over_vocabulary(begin + wrong, int(joined[wrong]))
+        return joined.astype(np.int64)
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
@@ -155,13 +187,21 @@ class TokenFiles:
             found.append(span.part.documents_in(span.begin, span.end) + before)
         return np.concatenate(found)
 
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin in [begin, end), see `DocumentArray`."""
+        found = []
+        for span in self._spans(begin, end):
+            before = self._first_token(span.number)
+            found.append(span.part.begins_in(span.begin, span.end) + before)
+        return np.concatenate(found)
+
     def place_of(self, document: int) -> FilePlace:
         """Return the source of a document."""
         number = bisect_right(self._documents, document)
         part = self.parts[number]
         within = document - self._first_document(number)
         if not part.sources:
-            return FilePlace(str(part.file), within + 1)
+            return FilePlace(part.name, within + 1)
         after = bisect_right(part.sources, within, key=lambda source: source.first)
         source = part.sources[after - 1]
         return FilePlace(source.file, source.record + within - source.first + 1)
@@ -191,23 +231,50 @@ class TokenFiles:
     def _over_vocabulary(self, token: int, wrong_id: int) -> DataError:
         span = next(self._spans(token, token + 1))
         return DataError(
-            f"{span.part.file}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
+            f"{span.part.name}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
             f"model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or prepare "
-            "the text with the model's tokenizer"
+            f"the text with the model's tokenizer{span.part.remedy}"
         )
 
-    def _sample(self) -> str:
-        """Check pieces from all over the files; return a digest of them and of the sizes."""
+    def sample(self) -> str:
+        """Check pieces from all over the files; return a digest of them and of the sizes.
+
+        Raises DataError for an id outside the vocabulary.
+        """
         sizes = [(part.size, part.dtype.str) for part in self.parts]
         digest = hashlib.sha256(f"{ORDER}\n{sizes}".encode())
         begins = np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist()
-        for begin in [*begins, max(self.size - _PIECE, 0)]:
-            piece = self.read(begin, min(begin + _PIECE, self.size))
-            digest.update(piece.astype("<i8").tobytes())
+        begins.append(max(self.size - _PIECE, 0))
+        ranges = [(begin, min(begin + _PIECE, self.size)) for begin in begins]
+        self.prepare(ranges, targets=False)
+        for begin, end in ranges:
+            digest.update(self.read(begin, end).astype("<i8").tobytes())
         return digest.hexdigest()
 
 
 # Opening
+
+
+def _alone(_: str, make: Callable[[], Any]) -> Any:
+    return make()
+
+
+@dataclass(frozen=True)
+class TokenKeys:
+    """What the config says of token files besides their path.
+
+    fields: of records, that the config asks for (`text_key`, …). records: folder that keeps which
+    parts of prepared folders are whole, see `titanlite.data.token_checks`. dtype: of ids where no
+    file tells it; dtype_key: its key. split: of a folder. patience, share: see `TextReader`.
+    """
+
+    fields: Mapping[str, str | None] = field(default_factory=dict)
+    records: Path | None = None
+    dtype: str = "auto"
+    dtype_key: str = "data.token_dtype"
+    split: str | None = None
+    patience: float = 0.0
+    share: Callable[[str, Callable[[], Any]], Any] = _alone
 
 
 def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFiles:
@@ -224,9 +291,17 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
         from titanlite.data.forms import fields_of
 
         fields = fields_of(form, fields)
-    key = key_of(section, "path")
-    records = records_folder(data.token_cache)
-    files = open_tokens(str(source.path), reader.tokenizer, reader.vocab_size, key, fields, records)
+    keys = TokenKeys(
+        fields=fields,
+        records=records_folder(data.token_cache),
+        dtype=source.token_dtype or data.token_dtype,
+        dtype_key=f"{section}.token_dtype" if source.token_dtype else "data.token_dtype",
+        split=source.split,
+        patience=reader.patience,
+        share=reader.share,
+    )
+    path = str(source.path)
+    files = open_tokens(path, reader.tokenizer, reader.vocab_size, key_of(section, "path"), keys)
     if data.chat_template and fields["messages_key"] and files.index:
         from titanlite.data.chat import load_template
 
@@ -243,32 +318,44 @@ def open_tokens(
     tokenizer: Tokenizer,
     vocab_size: int,
     key: str = "training.dataset_path",
-    fields: Mapping[str, str | None] = MappingProxyType({}),
-    records: Path | None = None,
+    keys: TokenKeys = TokenKeys(),  # noqa: B008 - frozen
 ) -> TokenFiles:
     """Open token files.
 
-    key: of the config, for errors. fields: of records, that the config asks for (`text_key`, …).
-
-    records: folder that keeps which parts of prepared folders are whole, see
-    `titanlite.data.token_checks`.
+    key: of the config, for errors. keys: its other keys about them.
 
     Raises DataError for a folder that is not finished, and for a missing or cut file. Tokens of
     another tokenizer or of other fields raise it, and ids of `vocab_size` (the model's) or more.
     """
     place = Path(path)
+    is_folder = not is_url(path) and place.is_dir()
     try:
-        if place.is_dir() and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
-            files = _prepared(place, tokenizer, vocab_size, key, records)
+        if is_folder and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
+            files = _prepared(place, tokenizer, vocab_size, key, keys)
         else:
-            from titanlite.data.foreign_tokens import foreign_parts
-
-            files = TokenFiles(place, foreign_parts(place), tokenizer, vocab_size)
+            files = _foreign(path, tokenizer, vocab_size, key, keys)
     except OSError as error:
         raise DataError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror or error}"
         ) from error
-    _check_fields(files, path, fields)
+    _check_fields(files, path, keys.fields)
+    return files
+
+
+def _foreign(
+    path: str, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
+) -> TokenFiles:
+    from titanlite.data.foreign.opening import open_foreign
+
+    found = open_foreign(path, tokenizer, vocab_size, key, keys)
+    files = TokenFiles(path, found.parts, tokenizer, vocab_size)
+    files.found = found.listing
+    files.cut = str(found.cut or "")
+    if files.is_remote:
+        # One rank asks the server for all.
+        files.fingerprint = keys.share(f"samples of {key}", files.sample)
+    else:
+        files.fingerprint = files.sample()
     return files
 
 
@@ -286,11 +373,16 @@ def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]
 
 
 def _prepared(
-    folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, records: Path | None
+    folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
 ) -> TokenFiles:
     from titanlite.data.prepared_tokens import part_hashes, parts_of, read_index
 
     index = read_index(folder)
+    if keys.dtype != "auto":
+        raise DataError(
+            f"{keys.dtype_key}: {keys.dtype} has no effect on {folder}, whose {INDEX} tells the "
+            "type; leave the key out"
+        )
     if index["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{key}: {folder} was prepared with the tokenizer {index['tokenizer'][:16]} "
@@ -304,7 +396,7 @@ def _prepared(
             f"vocabulary of {vocab_size}; set model.vocab_size to at least {index['vocab_size']}"
         )
     parts = parts_of(folder, index)
-    hashes = part_hashes(folder, index, records)
+    hashes = part_hashes(folder, index, keys.records)
     for part, of_part in zip(parts, hashes, strict=True):
         if not of_part.is_known():
             check_offsets(part.file.with_suffix(".offsets"), part.find_offsets(), part.size)
@@ -315,4 +407,4 @@ def _prepared(
             "alone are checked"
         )
     repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
-    return TokenFiles(folder, parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))
+    return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))

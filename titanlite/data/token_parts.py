@@ -27,13 +27,52 @@ class SourceSpan(NamedTuple):
     record: int
 
 
-@dataclass
-class Part(DocumentArray):
+class TokenPart(DocumentArray):
     """One file of `size` tokens, in which `documents` documents begin.
 
-    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`:
-    [documents + 1]. `first_byte`: of the first token. `sources`: in order; () where they are not
-    known.
+    `tokens`: [size]. `offsets`: [documents + 1]. `sources`: in order; () where they are not known.
+    """
+
+    dtype: np.dtype[Any]
+    size: int
+    documents: int
+    has_targets: bool = False
+    sources: Sequence[SourceSpan] = ()
+    #: What else to do about an id that is too high: a clause.
+    remedy: str = ""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read asks a server."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """Path or URL, for messages."""
+        raise NotImplementedError
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `documents` is known without reading all tokens."""
+        return True
+
+    def prepare(self, spans: Sequence[tuple[int, int]], targets: bool) -> None:
+        """Get tokens [begin, end) of each span ready, which are read next.
+
+        targets: also whether they are targets.
+        """
+
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        return np.ones(end - begin, dtype=bool)
+
+
+@dataclass
+class Part(TokenPart):
+    """A local file of tokens, and what tells where documents begin.
+
+    `tokens`: plain arrays over the maps, as slices of a memmap are slower. `first_byte`: of the
+    first token.
     """
 
     file: Path
@@ -44,6 +83,10 @@ class Part(DocumentArray):
     first_byte: int = 0
     has_targets: bool = False
     sources: Sequence[SourceSpan] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.file)
 
     @cached_property
     def tokens(self) -> NDArray[Any]:  # type: ignore[override]
@@ -58,9 +101,8 @@ class Part(DocumentArray):
         return map_array(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
         if not self.has_targets:
-            return np.ones(end - begin, dtype=bool)
+            return super().is_target(begin, end)
         first_byte = begin // 8
         bits = np.unpackbits(self._target_bits[first_byte : -(-end // 8)], bitorder="little")
         first = begin - 8 * first_byte

@@ -5,30 +5,32 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from titanlite.config.urls import is_url
+from titanlite.config.urls import is_url, public_name
 
 INDEX = "index.json"
 KIND = "titanlite tokens"
+#: Ends of the names of other programs' token files, also as the end of a pattern or a URL.
+SUFFIXES = (".npy", ".bin", ".ds", ".idx")
 
 
 def is_tokens(path: str | None) -> bool:
-    """Return whether a path is of token files: a prepared folder, also an unfinished one,
-    Megatron's or numpy's.
+    """Return whether a path is of token files: a prepared folder, also an unfinished one, or those
+    of another program. The URL of a folder tells nothing.
     """
-    if path is None or is_url(path):
+    if path is None:
         return False
+    if is_url(path):
+        return public_name(path).lower().endswith(SUFFIXES)
     place = Path(path)
     if not place.is_dir():
-        return (
-            place.suffix == ".npy"
-            or (not place.is_file() or place in pair_of(place))
-            and pair_of(place)[1].is_file()
+        return place.suffix.lower() in SUFFIXES or (
+            not place.is_file() and pair_of(place)[1].is_file()
         )
     if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True
     names = [name for name in os.listdir(place) if name[0] != "."]
     is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
-    return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
+    return not is_text and any(name.lower().endswith(SUFFIXES) for name in names)
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:

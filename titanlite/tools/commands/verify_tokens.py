@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data import DataError
-from titanlite.data.foreign_tokens import foreign_parts
+from titanlite.data.foreign.opening import whole_parts
 from titanlite.data.prepared_tokens import part_hashes, part_of, read_index
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, PartHashes, check_offsets, check_part
@@ -194,16 +194,20 @@ def _check_ids(part: Part, most: int) -> int:
 def _verify_foreign(path: Path) -> Verdict:
     """Check the files of another program, which have no hashes."""
     try:
-        parts = foreign_parts(path, thorough=True)
+        kind, parts = whole_parts(str(path))
     except OSError as error:
         raise DataError(
             f"{error.filename or path} cannot be read: {error.strerror or error}"
         ) from error
     except DataError as error:
         return Verdict(str(path), "files of another program", 1, problems={path.name: str(error)})
-    names = [part.file.name for part in parts]
+    if not parts:
+        raise DataError(
+            f"{path} holds {kind} without header, index or hash: nothing tells what the files must "
+            "be. A run compares samples of the ids with its vocabulary"
+        )
+    names = [Path(part.name).name for part in parts]
     size = sum(part.size * part.dtype.itemsize for part in parts)
-    kind = "numpy" if parts and parts[0].file.suffix == ".npy" else "Megatron-LM"
     return Verdict(
         str(path), kind, len(parts), size, sum(part.size for part in parts), without_hashes=names
     )

@@ -1,11 +1,8 @@
-"""Token files of other programs: Megatron-LM's `.bin` and `.idx`, and numpy's `.npy`, each of which
-is one document.
-"""
+"""Megatron-LM's pairs of token files, `.bin` and `.idx`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,38 +25,6 @@ _HEAD = np.dtype(
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def foreign_parts(place: Path, thorough: bool = False) -> list[Part]:
-    """Return the files of another program: one path, or all of a folder.
-
-    thorough: compare the place of each of Megatron-LM's sequences, not of some alone. Raises
-    DataError for files that are not whole, and OSError for those that cannot be read.
-    """
-    names = [place]
-    if place.is_dir():
-        names = sorted(place.glob("*.idx")) or sorted(place.glob("*.npy"))
-    parts = []
-    for name in names:
-        if name.suffix == ".npy":
-            parts.append(_npy(name))
-        else:
-            parts.append(_megatron(name, thorough))
-    return parts
-
-
-def _npy(file: Path) -> Part:
-    try:
-        array = np.load(file, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{file}: no array of numpy: {error}") from None
-    if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise DataError(
-            f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}"
-        )
-    size = len(array)
-    find_offsets = partial(np.array, [0, size])
-    return Part(file, array.dtype, size, 1, find_offsets, first_byte=array.offset)
-
-
 class _Index(NamedTuple):
     """Megatron-LM's index of a file.
 
@@ -74,10 +39,11 @@ class _Index(NamedTuple):
     documents: NDArray[np.int64]
 
 
-def _megatron(name: Path, thorough: bool) -> Part:
-    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py).
+def megatron_part(name: Path, thorough: bool = False) -> Part:
+    """Open a pair of files (Megatron-LM's megatron/core/datasets/indexed_dataset.py).
 
-    Their sequences must lie end to end.
+    Their sequences must lie end to end. thorough: compare the place of each, not of some alone.
+    Raises DataError for files that are not whole, and OSError for those that cannot be read.
     """
     file, index_file = pair_of(name)
     index = _read_index(index_file)

@@ -1,0 +1,553 @@
+"""Token files of other programs: the same batches from each form, documents, types, bad input."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.foreign_tokens import (
+    FORMS,
+    joined,
+    make_documents,
+    write_datatrove,
+    write_llmc,
+    write_raw,
+)
+from tests.support.hub_server import HubServer
+from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
+from tests.support.train_runs import STEPS, flags, global_batches, saved, train
+from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.sections import Training
+from titanlite.data import DataError
+from titanlite.data.hashes import add_hashes, batch_hash, step_hash
+from titanlite.data.loader import TrainLoader
+from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import IGNORE, Rows
+from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
+from titanlite.data.token_paths import is_tokens
+from titanlite.tools.cli import main
+from titanlite.tools.drill.faults import Fault
+
+BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
+BATCH = 12
+
+
+def opened(path: Path | str, **keys: Any) -> TokenFiles:
+    return open_tokens(str(path), TOKENIZER, SIZE, keys=TokenKeys(**keys))
+
+
+def built(path: Path | str, **data: Any) -> Rows:
+    training = Training(dataset_path=str(path), seq_len=32)
+    return build_dataset(training, Data(**data), TOKENIZER, SIZE)
+
+
+def hashes(rows: Rows) -> list[str | None]:
+    return [step_hash(rows, step * BATCH, BATCH) for step in range(6)]
+
+
+def lengths(files: TokenFiles) -> list[int]:
+    return np.diff(files.offsets).tolist()
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"mask_documents": True}, {"packing": "best-fit", "mask_documents": True}],
+    ids=["split", "masks", "best-fit"],
+)
+def test_the_same_tokens_give_the_same_batches_in_every_form(tmp_path: Path, keys: Any) -> None:
+    documents = make_documents()
+    found: dict[str, list[str | None]] = {}
+    for name, write in FORMS.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        found[name] = hashes(built(write(folder, documents), **keys))
+    assert len(found) == 8
+    assert len(set(map(tuple, found.values()))) == 1, found
+    assert len(set(found["Dolma"])) == 6
+
+
+def test_batches_are_those_of_the_ids_in_their_order(tmp_path: Path) -> None:
+    """The oracle is plain slices of the list of ids."""
+    ids = joined(make_documents())
+    for name, write in FORMS.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        rows = built(write(folder, make_documents()), shuffle=False)
+        for number in range(10):
+            row = rows.sequence(number)
+            at = number * 32
+            assert row.tokens.tolist() == ids[at : at + 32], name
+            assert row.labels.tolist() == ids[at + 1 : at + 33], name
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_any_number_of_ranks_and_a_resume_serve_the_same_batches(tmp_path: Path, form: str) -> None:
+    path = FORMS[form](tmp_path, make_documents())
+    expected = hashes(built(path, mask_documents=True))
+    for ranks in (1, 2, 3, 4):
+        loaders = [
+            TrainLoader(built(path, mask_documents=True), BATCH, 1, rank, ranks)
+            for rank in range(ranks)
+        ]
+        served: list[str] = []
+        for step in range(6):
+            if step == 3:
+                state = loaders[0].state_dict()
+                loaders = [
+                    TrainLoader(built(path, mask_documents=True), BATCH, 1, rank, ranks)
+                    for rank in range(ranks)
+                ]
+                for loader in loaders:
+                    loader.load_state_dict(state)
+            served.append(add_hashes(batch_hash(loader.next_step()) for loader in loaders))
+        assert served == expected
+
+
+def test_a_folder_and_a_pattern_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+    documents = make_documents(30)
+    whole = write_raw(tmp_path / "whole.bin", joined(documents))
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in (2, 0, 1):
+        write_raw(folder / f"x_{number}.bin", joined(documents[10 * number : 10 * number + 10]))
+    (folder / "notes.md").write_text("about")
+    expected = hashes(built(whole, mask_documents=True))
+    rows = built(folder, mask_documents=True)
+    assert hashes(rows) == expected
+    assert rows.listing is not None
+    assert "3 files of tokens in .bin" in rows.listing.describe()
+    assert "passed over: notes.md (other kinds of files)" in rows.listing.describe()
+    assert hashes(built(folder / "x_*.bin", mask_documents=True)) == expected
+    (tmp_path / "deep" / "a").mkdir(parents=True)
+    (tmp_path / "deep" / "b").mkdir()
+    write_raw(tmp_path / "deep" / "b" / "0.npy", joined(documents[10:]))
+    write_raw(tmp_path / "deep" / "a" / "1.npy", joined(documents[:10]))
+    source = DataSource(path=str(tmp_path / "deep"), format="tokens")
+    deep = TextReader(Data(mask_documents=True), TOKENIZER, SIZE).open(
+        source, "data.source[0]", 32, None
+    )
+    assert hashes(deep) == expected
+
+
+# Documents
+
+
+def test_documents_end_after_eos_and_at_the_end_of_a_file(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a.bin", [5, 6, EOS, EOS, 7, EOS, 8])
+    write_raw(tmp_path / "b.bin", [9, EOS])
+    files = opened(tmp_path)
+    assert (
+        files.describe()
+        == f"9 tokens per epoch, from token files, cut into documents after id {EOS}"
+    )
+    assert lengths(files) == [3, 1, 2, 1, 2]
+    assert files.describe().startswith("5 documents, 9 tokens per epoch")
+    assert files.begins_in(1, 8).tolist() == [1, 3, 4, 6, 7]
+    assert files.place_of(3) == (str(tmp_path / "a.bin"), 4)
+    assert files.place_of(4) == (str(tmp_path / "b.bin"), 1)
+
+
+def test_documents_begin_with_the_id_that_begins_the_first_file(tmp_path: Path) -> None:
+    """llm.c and its kin write the end-of-text id before each document, and cut files anywhere."""
+    write_raw(tmp_path / "a.bin", [BOS, 6, 7, BOS, 8, 9])
+    write_raw(tmp_path / "b.bin", [10, BOS, 5])
+    assert lengths(opened(tmp_path)) == [3, 3, 1, 2]
+    write_llmc(tmp_path / "c.bin", [6, 7, BOS, 8, 9])
+    assert lengths(opened(tmp_path / "c.bin")) == [2, 3]
+    write_llmc(tmp_path / "d.bin", [6, 7, EOS, 8, 9])
+    assert lengths(opened(tmp_path / "d.bin")) == [2, 3]
+
+
+def test_begins_of_a_window_are_those_of_the_whole_file(tmp_path: Path) -> None:
+    """Masks look at a window alone; a packed row looks at all tokens."""
+    rng = np.random.default_rng(1)
+    for name, first in (("a.bin", 3), ("b.bin", BOS)):
+        ids = rng.choice([3, 4, BOS, EOS], 500, p=[0.45, 0.45, 0.05, 0.05])
+        ids[0] = first
+        files = opened(write_raw(tmp_path / name, ids.tolist()))
+        for begin, end in ((0, 500), (3, 40), (100, 101), (250, 500)):
+            assert (
+                files.begins_in(begin, end).tolist()
+                == files.documents_in(begin, end)[:, 1].tolist()
+            )
+
+
+def test_a_scan_in_groups_finds_the_same_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = make_documents(30)
+    path = write_raw(tmp_path / "a.bin", joined(documents))
+    expected = [len(document) for document in documents]
+    for group in (1, 2, 7, 64):
+        monkeypatch.setattr("titanlite.data.foreign.cuts._TOKENS", group)
+        assert lengths(opened(path)) == expected
+
+
+def test_datatrove_divides_by_its_index_and_masks_by_its_loss(tmp_path: Path) -> None:
+    documents = [[5, EOS, 6], [7], [8, 9, 10, EOS]]
+    path = write_datatrove(tmp_path / "a.ds", documents, masked=1)
+    files = opened(path)
+    assert files.describe() == "3 documents, 8 tokens per epoch, from token files"
+    assert (lengths(files), files.cut) == ([3, 1, 4], "")
+    rows = PackedDataset(files, seq_len=8, shuffle=False, epochs=1)
+    labels = rows.sequence(0).labels.tolist()
+    assert labels == [EOS, 6, IGNORE, IGNORE, 9, 10, EOS, IGNORE]
+    for name in ("a.ds.index", "a.ds.metadata", "a.ds.loss"):
+        (tmp_path / name).unlink()
+    alone = opened(path)
+    assert (lengths(alone), alone.cut) == ([2, 6], f"after id {EOS}")
+
+
+def test_the_way_of_cutting_is_part_of_the_order_where_it_matters(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "a.bin", [5, 6, EOS, 7, EOS])
+    indexed = write_datatrove(tmp_path / "a.ds", [[5, 6, EOS], [7, EOS]])
+    assert built(raw, mask_documents=True).settings["documents"] == f"after id {EOS}"
+    assert built(raw, packing="best-fit").settings["documents"] == f"after id {EOS}"
+    assert "documents" not in built(raw).settings
+    assert "documents" not in built(indexed, mask_documents=True).settings
+
+
+def test_a_long_file_without_the_id_between_documents_warns(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    opened(write_raw(tmp_path / "a.bin", [5] * 70_000), dtype="uint16")
+    assert f"the first 65,536 tokens of {tmp_path}/a.bin do not hold id {EOS}" in logged()
+    assert "is model.tokenizer_path theirs?" in logged()
+
+
+def test_short_files_without_it_and_files_with_an_index_do_not_warn(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    opened(write_raw(tmp_path / "a.bin", [5] * 60_000), dtype="uint16")
+    opened(write_datatrove(tmp_path / "a.ds", [[5] * 70_000]))
+    assert logged() == ""
+
+
+# Types
+
+
+def test_a_type_that_is_guessed_is_said(tmp_path: Path, logged: Callable[[], str]) -> None:
+    path = write_raw(tmp_path / "a.npy", [5, 6, EOS] * 10)
+    opened(path, dtype="uint16")
+    opened(write_llmc(tmp_path / "a.bin", [5, 6]))
+    assert logged() == ""
+    opened(path)
+    assert "a.npy does not tell the type of its ids: they are read as uint16" in logged()
+    assert "(data.token_dtype names another type)" in logged()
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "int64", "uint64"])
+def test_wider_ids_are_not_read_as_ids_and_zeros(tmp_path: Path, dtype: str) -> None:
+    ids = joined(make_documents())
+    path = write_raw(tmp_path / "a.npy", ids, dtype)
+    with pytest.raises(DataError, match="a.npy has no header, and its ids could be uint16 or uint"):
+        opened(path)
+    files = opened(path, dtype=dtype)
+    assert files.read(0, files.size).tolist() == ids
+    source = DataSource(path=str(path), token_dtype=dtype)
+    rows = TextReader(Data(shuffle=False), TOKENIZER, SIZE).open(source, "data.source[0]", 8, None)
+    assert rows.sequence(0).tokens.tolist() == ids[:8]
+
+
+def test_a_file_of_another_type_in_a_folder_is_named(tmp_path: Path) -> None:
+    for number in range(4):
+        dtype = "<u4" if number == 2 else "<u2"
+        write_raw(tmp_path / f"{number}.npy", joined(make_documents()), dtype)
+    with pytest.raises(DataError, match="2.npy has no header, and its ids could be uint16 or uint"):
+        opened(tmp_path)
+
+
+def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path: Path) -> None:
+    ids = joined(make_documents())
+    path = write_raw(tmp_path / "a.bin", [*ids[:100], SIZE, *ids])
+    with pytest.raises(
+        DataError,
+        match=rf"a.bin, token 100 \(from 0\): read as uint16, .* id {SIZE} is outside the model's "
+        rf"vocabulary of {SIZE}. The file has no header: set data.token_dtype",
+    ):
+        opened(path)
+    with pytest.raises(DataError, match=rf"a.bin, token 100 \(from 0\): id {SIZE} is outside"):
+        opened(path, dtype="uint16")
+    many = np.full(4_000_000, 5, "<u2")
+    many[100_000] = 65_535
+    path.write_bytes(many.tobytes())
+    files = opened(path)  # the samples at the start have missed it
+    with pytest.raises(
+        DataError, match=r"token 100,000 .* or set data.token_dtype if they are not"
+    ):
+        files.read(99_990, 100_010)
+    bytes_path = write_raw(tmp_path / "b.bin", [5, 200, 7, 8] * 10, "<u1")
+    with pytest.raises(DataError, match="b.bin, token 0 .* id 51205 is outside"):
+        opened(bytes_path)
+    assert opened(bytes_path, dtype="uint8").read(0, 2).tolist() == [5, 200]
+
+
+def test_a_vocabulary_over_65536_means_four_bytes(tmp_path: Path) -> None:
+    class Large:
+        vocab_size = 100_278
+        bos_id = eos_id = 100_257
+
+    def large(path: Path) -> TokenFiles:
+        return open_tokens(str(path), Large(), Large.vocab_size)  # type: ignore[arg-type]
+
+    ids = [5, 90_000, Large.eos_id, 70_000, 8, Large.eos_id]
+    path = write_raw(tmp_path / "a.npy", ids, "<u4")
+    assert large(path).read(0, 6).tolist() == ids
+    with pytest.raises(DataError, match="a.npy, token 0 .*: read as uint32, as the vocabulary"):
+        large(write_raw(path, [50_000, 60_000, 7, 8], "<u2"))
+    with pytest.raises(DataError, match="ids could be uint32 or uint64"):
+        large(write_raw(path, [5, 6, 7], "<u8"))
+
+
+def test_a_type_that_says_nothing_new_is_refused(tmp_path: Path) -> None:
+    path = write_llmc(tmp_path / "a.bin", [5, 6])
+    with pytest.raises(DataError, match="data.token_dtype: uint32 has no effect on .*a.bin, which"):
+        opened(path, dtype="uint32")
+    text = tmp_path / "a.txt"
+    text.write_text("one two")
+    with pytest.raises(DataError, match="data.token_dtype: .*a.txt is text, not token files"):
+        built(text, token_dtype="uint16")
+    source = DataSource(path=str(text), token_dtype="uint16")
+    with pytest.raises(DataError, match=r"data.source\[1\].token_dtype: .* is text"):
+        TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[1]", 8, None)
+    mixture = Data(source=[DataSource(path=str(text))], token_dtype="uint16")
+    with pytest.raises(DataError, match="data.token_dtype: no source is of token files"):
+        build_dataset(Training(seq_len=8), mixture, TOKENIZER, SIZE)
+
+
+# Bad input
+
+
+def _numpy_of(folder: Path, array: Any, **options: Any) -> Path:
+    np.save(folder / "a.npy", array, **options)
+    return folder / "a.npy"
+
+
+def _cut(path: Path, count: int) -> Path:
+    path.write_bytes(path.read_bytes()[:-count])
+    return path
+
+
+def _llmc_head(file: Path, *head: int) -> Path:
+    file.write_bytes(struct.pack(f"<{len(head)}i", *head).ljust(1024, b"\0") + b"\5\0" * 4)
+    return file
+
+
+BAD = {
+    "empty": (
+        lambda f: write_raw(f / "a.bin", []),
+        "a.bin is empty; copy it again, or remove it",
+    ),
+    "odd size": (
+        lambda f: _cut(write_raw(f / "a.bin", [5, 6, 7]), 1),
+        "a.bin has 5 bytes, which are no whole number of ids of 2 bytes .uint16.: it was cut",
+    ),
+    "llm.c, cut": (
+        lambda f: _cut(write_llmc(f / "a.bin", [5, 6, 7]), 2),
+        "a.bin has 1,028 bytes instead of 1,030 for 3 tokens of uint16; copy it again",
+    ),
+    "llm.c, header alone": (
+        lambda f: _cut(write_llmc(f / "a.bin", [5, 6, 7]), 1000),
+        "a.bin has 30 bytes instead of 1,030",
+    ),
+    "llm.c, another version": (
+        lambda f: _llmc_head(f / "a.bin", 20240520, 2, 4),
+        "llm.c's header 20240520 has version 2 and 4 tokens; version 1 is known",
+    ),
+    "llm.c, questions": (
+        lambda f: _llmc_head(f / "a.bin", 20240522, 1, 4),
+        "a.bin holds llm.c's questions .version 1., and no text",
+    ),
+    "numpy, cut": (
+        lambda f: _cut(_numpy_of(f, np.arange(9, dtype="<u2")), 2),
+        "a.npy has 144 bytes instead of 146 for 9 tokens of uint16",
+    ),
+    "numpy, broken header": (
+        lambda f: _cut(_numpy_of(f, np.arange(9, dtype="<u2")), 100),
+        "a.npy: no array of numpy",
+    ),
+    "numpy, fractions": (
+        lambda f: _numpy_of(f, np.ones(9)),
+        r"a.npy: expected one row of whole numbers, found float64 of shape \(9,\)",
+    ),
+    "numpy, objects": (
+        lambda f: _numpy_of(f, np.array([print, len], dtype=object), allow_pickle=True),
+        "a.npy: expected one row of whole numbers, found object",
+    ),
+    "weights of torch": (
+        lambda f: write_raw(f / "pytorch_model.bin", [0x4B50, 0x0403, 5, 6]),
+        "pytorch_model.bin is a zip archive, as torch saves weights, and holds no ids",
+    ),
+    "datatrove, cut": (
+        lambda f: _cut(write_datatrove(f / "a.ds", [[5, 6], [7]]), 2),
+        "a.ds has 4 bytes instead of 6 for 3 tokens of uint16",
+    ),
+    "no token files": (
+        lambda f: (f / "a").mkdir() or f / "a" / "*.ds",
+        r"\*.ds does not exist; give a token file, a pattern or a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_files_are_named(tmp_path: Path, name: str) -> None:
+    make, message = BAD[name]
+    with pytest.raises(DataError, match=message):
+        opened(make(tmp_path))
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    with pytest.raises(DataError, match="found object"):
+        opened(_numpy_of(tmp_path, np.array([print], dtype=object), allow_pickle=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({".index": b"\1" * 7}, "a.ds.index has 7 bytes, no multiple of 8"),
+        ({".index": struct.pack("<2Q", 2, 4)}, "a.ds.index ends at token 4, and .*a.ds has 3"),
+        ({".index": struct.pack("<3Q", 2, 1, 3)}, "a.ds.index is damaged: document 1"),
+        ({".metadata": b"gpt2"}, "a.ds.metadata: no metadata of datatrove"),
+        ({".metadata": b"gpt2|3\n3\n3 T"}, "tokens of 3 bytes are not known; 2 or 4 are"),
+        ({".loss": b"\1\1"}, "a.ds.loss has 2 bytes instead of one for each of 3 tokens"),
+        ({".metadata": None, ".index": struct.pack("<Q", 5)}, "neither 2 nor 4 for a token"),
+    ],
+)
+def test_damaged_files_beside_datatroves_are_named(
+    tmp_path: Path, change: dict[str, bytes | None], message: str
+) -> None:
+    path = write_datatrove(tmp_path / "a.ds", [[5, 6], [7]])
+    for suffix, content in change.items():
+        file = tmp_path / f"a.ds{suffix}"
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        opened(path).offsets  # noqa: B018
+
+
+def test_datatroves_index_alone_tells_the_type(tmp_path: Path) -> None:
+    for item in (2, 4):
+        path = write_datatrove(tmp_path / "a.ds", [[5, 6], [7]], item)
+        (tmp_path / "a.ds.metadata").unlink()
+        assert opened(path).read(0, 3).tolist() == [5, 6, 7]
+
+
+def test_folders_of_several_kinds_levels_or_splits_are_refused(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a.bin", [5, 6])
+    write_raw(tmp_path / "a.npy", [5, 6])
+    with pytest.raises(DataError, match="several kinds") as error:
+        opened(tmp_path)
+    assert f'dataset_path = "{tmp_path}/a.bin"  # 1 file of tokens in .bin' in str(error.value)
+    (tmp_path / "a.npy").unlink()
+    write_llmc(tmp_path / "b.bin", [5, 6])
+    with pytest.raises(
+        DataError,
+        match=r"token files of several kinds: 1 file of raw ids, as .*a.bin; 1 file of llm.c of "
+        "uint16, as .*b.bin. Name those of one kind by a pattern",
+    ):
+        opened(tmp_path)
+    (tmp_path / "a.bin").unlink()
+    write_llmc(tmp_path / "c.bin", [5, 6], "llama-3")
+    with pytest.raises(DataError, match="llm.c of uint16.*llm.c of uint32"):
+        opened(tmp_path)
+    (tmp_path / "c.bin").unlink()
+    write_megatron(tmp_path / "m", [[2]])
+    with pytest.raises(DataError, match="several kinds"):
+        opened(tmp_path)
+
+
+def test_a_folder_with_held_out_files_wants_a_split(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_llmc(tmp_path / f"fineweb_train_{number:06d}.bin", [5, 6, 7])
+    write_llmc(tmp_path / "fineweb_val_000000.bin", [8, 9])
+    (tmp_path / "meta.pkl").write_bytes(b"never opened")
+    with pytest.raises(DataError, match="several splits") as error:
+        opened(tmp_path)
+    assert f'"{tmp_path}/fineweb_train*.bin"' in str(error.value)
+    assert opened(tmp_path, split="train").size == 6
+    assert opened(tmp_path, split="validation").size == 2
+    assert opened(tmp_path / "fineweb_train_*.bin").size == 6
+
+
+def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.npy", "c.ds", "x*.bin"):
+        assert is_tokens(str(tmp_path / name))
+    for url in ("https://host/a.bin?sig=1", "s3://b/x/*.npy", "hf://datasets/o/n/a.ds"):
+        assert is_tokens(url)
+    assert not is_tokens("s3://bucket/folder/")
+    assert not is_tokens("https://host/a.jsonl?x=a.bin")
+    write_raw(tmp_path / "part-0.npy", [5])
+    (tmp_path / "part-0.csv.gz").write_bytes(b"Dolma's list of documents")
+    assert is_tokens(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_tokens(str(tmp_path))
+
+
+# Commands and runs
+
+
+def test_data_verify_checks_what_files_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_datatrove(tmp_path / "a.ds", [[5, 6], [7]])
+    assert main(["data", "verify", str(path)]) == 0
+    assert "a.ds (datatrove): 1 part, 3 tokens, 6 B" in capsys.readouterr().out
+    (tmp_path / "a.ds.index").write_bytes(struct.pack("<3Q", 2, 1, 3))
+    assert main(["data", "verify", str(path)]) == 1
+    assert "DAMAGED: " in capsys.readouterr().out
+    raw = write_raw(tmp_path / "a.bin", [5, 6])
+    assert main(["data", "verify", str(raw)]) == 2
+    assert "holds raw ids without header, index or hash" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_raw_tokens_resumes_exactly_on_other_ranks_and_by_url(
+    tmp_path: Path,
+) -> None:
+    """Real processes: a folder of Dolma's files, then the same files behind URLs."""
+    served = tmp_path / "served"
+    served.mkdir()
+    documents = make_documents(60)
+    for number in range(3):
+        write_raw(served / f"part-{number}.npy", joined(documents[20 * number : 20 * number + 20]))
+    local = [f"--training.dataset_path={served}", "--data.mask_documents"]
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
+    codes, console = train(flags(straight, *local), 2, tmp_path / "console")
+    assert codes == [0, 0], console
+    kill = Fault("kill", "step", 6, 1)
+    train(flags(killed, *local), 2, tmp_path / "console", kill)
+    assert saved(killed)[-1] == "step-4"
+    wanted = global_batches(straight, 2)
+    with HubServer(served) as server:
+        remote = [f"--training.dataset_path={server.url}/files/part-*.npy", local[1]]
+        (served / "files").mkdir()
+        for file in served.glob("*.npy"):
+            file.rename(served / "files" / file.name)
+        for ranks in (1, 4):
+            other = tmp_path / str(ranks)
+            shutil.copytree(killed / "checkpoint", other / "checkpoint")
+            codes, console = train(flags(other, *remote), ranks, tmp_path / "console")
+            assert codes == [0] * ranks, console
+            found = global_batches(other, ranks)
+            assert found == {step: wanted[step] for step in range(5, STEPS + 1)}
+        assert len(server.of("*/files/", "GET")) <= 4, "one rank of each run lists the files"

@@ -1,0 +1,176 @@
+"""The token files of a path: one file, those of a pattern or of a folder, local or behind a URL.
+
+A folder has the rules of text (`titanlite.data.choose`): one kind, one level, one split.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from titanlite.config.urls import is_url, public_name
+from titanlite.data import DataError
+from titanlite.data.choose import choose_among, named_files
+from titanlite.data.kinds import is_hidden
+from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.token_paths import SUFFIXES
+
+MEGATRON = "Megatron-LM's .bin and .idx"
+#: Ends of the names of files that belong to a token file.
+_COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The token files of a path, in order, and the sizes of all files there by path or URL."""
+
+    listing: Listing
+    sizes: Mapping[str, int]
+
+    @property
+    def is_megatron(self) -> bool:
+        return MEGATRON in self.listing.kinds
+
+
+def find_tokens(place: Place) -> Found:
+    """Return the token files of a path.
+
+    Raises DataError, naming the config's key, where there are none, or a folder leaves open which
+    are meant. A store that cannot be asked raises it too.
+    """
+    files, is_folder = _remote(place) if is_url(place.path) else _local(place)
+    if is_folder:
+        files = [file for file in files if not _is_hidden(file.relative)]
+    files.sort(key=lambda file: PurePosixPath(file.relative).parts)
+    names: set[str | None] = {file.name for file in files}
+    tokens: list[FoundFile] = []
+    others: list[str] = []
+    for file in files:
+        kind = _kind_of(file.name, names)
+        if kind is not None:
+            tokens.append(file._replace(stated_kind=kind))
+        elif _owner(file.name) not in names and _pair(file.name) not in names:
+            others.append(file.relative)
+    if not tokens and not is_folder:
+        # Named as tokens, by `format` of a source.
+        tokens = [file._replace(stated_kind="tokens") for file in files]
+    if not tokens:
+        endings = ", ".join(SUFFIXES)
+        raise DataError(
+            f"{place.key}: {public_name(place.path)} holds no token files; expected names in "
+            f"{endings}"
+        )
+    if is_folder:
+        passed = {"other kinds of files": others} if others else {}
+        listing = choose_among(tokens, files, place, passed)
+    else:
+        listing = named_files(tokens, place)
+    sizes = {file.name: file.size for file in files if file.size is not None}
+    return Found(listing, sizes)
+
+
+def _kind_of(name: str, names: Collection[str | None]) -> str | None:
+    """Return the kind of token files that a name stands for.
+
+    None: none, or the second file of Megatron-LM's pair.
+    """
+    suffix = _suffix(name)
+    if suffix == ".idx":
+        return MEGATRON
+    if suffix == ".bin" and _pair(name) in names:
+        return None
+    return f"tokens in {suffix}" if suffix in SUFFIXES else None
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(public_name(name)).suffix.lower()
+
+
+def _pair(name: str) -> str | None:
+    """Return the other name of Megatron-LM's pair; None for a name that is none of them."""
+    for one, other in ((".bin", ".idx"), (".idx", ".bin")):
+        if _suffix(name) == one:
+            return beside(name, other, one)
+    return None
+
+
+def beside(name: str, suffix: str, instead_of: str = "") -> str:
+    """Return the name of a file beside another one: with a suffix more, or instead of its own."""
+    path, mark, query = name.partition("?")
+    return path.removesuffix(instead_of) + suffix + mark + query
+
+
+def _owner(name: str) -> str | None:
+    """Return the token file to which a file belongs."""
+    path, mark, query = name.partition("?")
+    for end in _COMPANIONS:
+        if path.endswith(end):
+            return path.removesuffix(end) + ".ds" + mark + query
+    return None
+
+
+def _is_hidden(relative: str) -> bool:
+    return any(map(is_hidden, PurePosixPath(relative).parts))
+
+
+# Where files are
+
+
+def _local(place: Place) -> tuple[list[FoundFile], bool]:
+    """Return the files of a local path with those beside them, and whether it is a folder."""
+    path = Path(place.path)
+    if path.is_dir():
+        return list(_below(path)), True
+    if path.is_file():
+        matches = [path]
+    else:
+        matches = sorted({Path(name) for name in glob.iglob(str(path), recursive=True)})
+    if not matches and Path(f"{path}.idx").is_file():
+        matches = [Path(f"{path}.idx")]
+    files = [file for file in matches if file.is_file()]
+    if not files:
+        raise DataError(
+            f"{place.key}: {path} does not exist; give a token file, a pattern or a folder"
+        )
+    names = [str(file) for file in files]
+    extra = [name for name in _companions(names) if os.path.isfile(name)]
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    return [_found(Path(name), root) for name in dict.fromkeys([*names, *extra])], False
+
+
+def _below(folder: Path) -> Iterator[FoundFile]:
+    seen: set[str] = set()
+    for path, folders, names in os.walk(folder, followlinks=True):
+        place = os.path.realpath(path)
+        if place in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for name in names:
+            yield _found(Path(path, name), folder)
+
+
+def _found(file: Path, root: Path) -> FoundFile:
+    return FoundFile(str(file), file.relative_to(root).as_posix(), file.stat().st_size)
+
+
+def _companions(names: Sequence[str]) -> list[str]:
+    """Return the names of files that may belong to token files."""
+    found: list[str] = []
+    for name in names:
+        pair = _pair(name)
+        if pair is not None:
+            found.append(pair)
+        if _suffix(name) == ".ds":
+            found += [beside(name, end.removeprefix(".ds")) for end in _COMPANIONS]
+    return found
+
+
+def _remote(place: Place) -> tuple[list[FoundFile], bool]:
+    from titanlite.data.shards import remote_tokens
+
+    return remote_tokens(place, _companions)
