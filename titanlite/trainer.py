@@ -111,7 +111,8 @@ class Trainer:
         kept = "CHECKPOINTS ARE OFF: nothing will be saved"
         if parts.checkpointer is not None:
             kept = "then a checkpoint is written"
-            expected = {"global_batch": parts.global_batch_size}
+            batch = parts.global_batch_size if parts.phases is None else parts.phases.expected_batch
+            expected = {"global_batch": batch}
             self.loaded = parts.checkpointer.load(parts.model, parts.optimizer, expected)
         self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
@@ -146,6 +147,7 @@ class Trainer:
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
         self.phase("data")
+        self.parts.resize(self.parts.course.size(self.step))
         loader = self.parts.loader
         before = loader.state_dict()
         batches = to_device(loader.next_step(), self.parts.world.device)
@@ -166,7 +168,7 @@ class Trainer:
         self.stopping = self.parts.train_step.guard.poll() or (alone and self.stop.requested)
         self.report_skipped()
         self.done = self.step
-        self.tokens_seen += self.parts.tokens_per_step
+        self.tokens_seen += self.parts.course.size(self.step).tokens
         self.good_steps += 1
 
     def sync_guard(self) -> None:
@@ -275,11 +277,13 @@ class Trainer:
         state = {
             "data": gather_state(parts.loader.state_dict(), parts.datasets.train),
             "tokens_seen": self.tokens_seen,
-            "global_batch": parts.global_batch_size,
+            "global_batch": parts.course.size(self.step).sequences,
             "schedule_began": parts.learning_rate.began,
             "schedule": parts.learning_rate.record(),
             LEFT_OUT: list(parts.exclude_from_loading),
         }
+        if parts.learning_rate.began_tokens:
+            state["schedule_began_tokens"] = parts.learning_rate.began_tokens
         statistics = parts.train_step.guard.state_dict()
         if statistics:
             state["guard"] = statistics

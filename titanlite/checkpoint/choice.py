@@ -193,12 +193,17 @@ class Chooser:
             saved = manifest.fingerprints.get(name)
             if saved != value:
                 found[name] = f"{saved} there, {value} here"
-        for name, value in expected.items():
-            if name not in manifest.train or manifest.train[name] == value:
+        for name, wanted in expected.items():
+            if name not in manifest.train:
                 continue
             saved = manifest.train[name]
+            value = wanted(manifest.step, manifest.train) if callable(wanted) else wanted
+            if saved == value:
+                continue
             keep = ""
-            if name == "global_batch":
+            if callable(wanted):
+                keep = " (by training.global_batch_size and data.phase)"
+            elif name == "global_batch":
                 keep = f" (training.global_batch_size = {saved} keeps it)"
             found[name.replace("_", " ")] = f"{saved} there, {value} here{keep}"
         return found

@@ -135,7 +135,7 @@ class Checkpointer:
         says; else None.
 
         expected: entries of the train state that must be equal to the saved ones, where they were
-        saved.
+        saved; or functions of the checkpoint's step and train state that return them.
 
         Raises CheckpointError, on all ranks, before anything is changed. Reasons: the checkpoint is
         of another run or does not fit the model, or there are checkpoints and none is good.

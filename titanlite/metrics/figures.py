@@ -75,13 +75,11 @@ class SourceFigures(Callback):
         self,
         mixture: MixedRows,
         losses: RowLosses,
-        global_batch: int,
         share: tuple[int, int],
         factors: ReplicationFactors,
     ) -> None:
         self._mixture = mixture
         self._losses = losses
-        self._global_batch = global_batch
         self._share = share
         self._factors = factors
         #: Of this rank's rows since the last log: their sources, and their losses and targets
@@ -100,7 +98,7 @@ class SourceFigures(Callback):
         """Keep the step's losses. Nothing waits for the device."""
         fetched = trainer.recent[trainer.step]
         rank, degree = self._share
-        sequences = fetched.sequences(self._global_batch)
+        sequences = fetched.sequences
         total = self._mixture.total_sequences
         for index in sequences[(rank - sequences[0]) % degree :: degree]:
             is_text = total is None or index < total

@@ -199,8 +199,7 @@ def unclear_texts(config: LoadedConfig) -> list[Problem]:
 
 def many_passes(run: RunConfig) -> Iterator[str]:
     """Warn of texts that are read too often, as far as that is known before they are read."""
-    tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
-    for name, passes in planned_passes(run.training, run.data, tokens).items():
+    for name, passes in planned_passes(run.training, run.data, run.tokens).items():
         warning = passes_warning(public_name(name), passes)
         if warning:
             yield warning
@@ -225,7 +224,8 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         if pipeline is not None:
             found += pipeline.misfits(d, run)
     if not found and pipeline is not None:
-        found += pipeline.microbatch_misfits(run)
+        for batch in run.legs.values():
+            found += pipeline.microbatch_misfits(replace_fields(run, batch=batch))
     try:
         args = run.model_args()
     except ShapeError as error:

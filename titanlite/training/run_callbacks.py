@@ -160,7 +160,8 @@ class AttemptRecord(Callback):
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
         """Tokens seen when `step` was done."""
-        return trainer.tokens_seen - (trainer.done - step) * trainer.parts.tokens_per_step
+        later = range(step + 1, trainer.done + 1)
+        return trainer.tokens_seen - sum(trainer.parts.course.size(one).tokens for one in later)
 
 
 class GarbageCollection(Callback):

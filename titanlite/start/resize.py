@@ -1,0 +1,47 @@
+"""Fits the parts of a model to the size of a step, where `[[data.phase]]` changes it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from titanlite.data.course import StepSize
+from titanlite.start.derive import RunConfig
+from titanlite.start.model import ModelParts, tell_experts
+from titanlite.utils import counted, logger
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A runner that is made for steps of one size."""
+
+    def resize(self, accumulation: int) -> None:
+        """Run steps of so many micro-batches from now on."""
+        ...
+
+
+class Resizer:
+    """Is called with the size of each step. size: that of the first one."""
+
+    def __init__(self, run: RunConfig, model: ModelParts, size: StepSize) -> None:
+        self._run = run
+        self._model = model
+        self._size = size
+
+    def __call__(self, size: StepSize) -> None:
+        before = self._size
+        if size == before:
+            return
+        self._size = size
+        logger.info(
+            f"data.phase: from here on a step has {_in_words(size)}; it had {_in_words(before)}"
+        )
+        tell_experts(self._run, self._model.args, self._model.model, size.tokens)
+        runner = self._model.runner
+        if isinstance(runner, Resizable):
+            at_once = self._run.batch.micro_batch_size * self._run.mesh.dp_degree
+            runner.resize(size.sequences // at_once)
+
+
+def _in_words(size: StepSize) -> str:
+    sequences = counted(size.sequences, "sequences")
+    return f"{sequences} of {size.seq_len:,} tokens, {size.tokens:,} in all"
