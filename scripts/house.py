@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Most tokens of the files that docs/architecture.md names as those to read first.
-READING_TOKENS = 24_900
+READING_TOKENS = 25_200
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
@@ -206,7 +206,7 @@ def density_figures(source: Source) -> list[Figure]:
     top = len(list(source.library.glob("*.py")))
     limits = {"comprehensions": 22.2, "ternaries": 14.3, "tuple = tuple": 2.0}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 339_000}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 340_500}),
         Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.51}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),

@@ -157,6 +157,40 @@ def test_the_command_shows_the_rates_of_a_ramp(capsys: pytest.CaptureFixture[str
             "is 10 tokens",
         ),
         (
+            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=48}]"],
+            "training.seq_len",
+            "is 32, which does not divide 48, the longest of the run",
+        ),
+        (
+            ["--training.seq_len=64", "--data.phase=[{step=5,seq_len=48}]"],
+            "data.phase[0].seq_len",
+            "is 48, which does not divide 64, the longest of the run",
+        ),
+        (
+            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=128}]"],
+            "data.phase",
+            "steps from 1 on have 4 sequences of 32 tokens, not a multiple of the longest of 128 * "
+            "2 data-parallel ranks",
+        ),
+        (
+            ["--data.packing=best-fit", "--data.phase=[{step=5,seq_len=128}]"],
+            "data.phase[0].seq_len",
+            "excludes data.packing",
+        ),
+        (
+            ["--model.overrides.max_seq_len=64", "--data.phase=[{step=5,seq_len=4096}]"],
+            "model.overrides.max_seq_len",
+            "is 64, shorter than the sequences of 4096 tokens",
+        ),
+        (
+            [
+                *("--experimental.context_parallel_degree=2", "--training.batch_size=4"),
+                *("--training.seq_len=32", "--data.phase=[{step=5,seq_len=2}]"),
+            ],
+            "experimental.context_parallel_degree",
+            "is 2, but data.phase[0].seq_len = 2 cannot be cut into 4 chunks",
+        ),
+        (
             [
                 STEP_IN_BACKWARD,
                 "--data.phase=[{step=5,global_batch_size=8}]",

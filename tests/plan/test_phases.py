@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from titanlite import exit_codes
 from titanlite.config.load import load_file
 from titanlite.plan.memory import estimate
 from titanlite.start.fit import fitted
@@ -74,3 +75,30 @@ def test_the_length_in_tokens_counts_the_ramp(plan: Any) -> None:
     # 100 steps of 65,536 tokens, 300 of 131,072, and the rest of 524,288.
     rest = 100_000_000 - 100 * 65_536 - 300 * 131_072
     assert found["steps"] == 400 + -(-rest // 524_288)
+
+
+def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan: Any) -> None:
+    longer = "--data.phase=[{step=101,seq_len=8192,global_batch_size=8}]"
+    short = ["--training.seq_len=2048", "--training.global_batch_size=32"]
+    _, out = plan(*short, longer, "--training.steps=300", "--json")
+    whole = json.loads(out)
+    parts = []
+    for flags in (short, ["--training.seq_len=8192", "--training.global_batch_size=8"]):
+        # The tables of RoPE cover the longest sequence from the start.
+        tables = "--model.overrides.max_seq_len=8192"
+        parts.append(json.loads(plan(*flags, tables, "--training.steps=100", "--json")[1]))
+    for leg, part in zip(whole["phases"], parts, strict=True):
+        for name in ("tokens_per_step", "needed_gib", "step_seconds", "tokens_per_second"):
+            assert leg[name] == part[name], name
+    assert [leg["seq_len"] for leg in whole["phases"]] == [2048, 8192]
+    assert whole["hours"] == pytest.approx(parts[0]["hours"] + 2 * parts[1]["hours"], rel=1e-9)
+    assert whole["needed_gib"] == parts[1]["needed_gib"] > parts[0]["needed_gib"]
+
+
+def test_a_run_whose_last_phase_does_not_fit_does_not_fit(plan: Any) -> None:
+    flags = ["--training.seq_len=2048", "--training.global_batch_size=128", STEPS]
+    assert plan(*flags)[0] == exit_codes.DONE
+    longer = "--data.phase=[{step=101,seq_len=32768,global_batch_size=8}]"
+    code, out = plan(*flags, longer)
+    assert code == exit_codes.OUT_OF_MEMORY
+    assert "does not fit" in out.splitlines()[0]

@@ -340,6 +340,9 @@ def _phases(d: Config) -> Iterator[Finding]:
             yield "unknown-value", key, message, ""
         if phase.weights and not any(phase.weights.values()):
             yield "conflict", key, "gives no source a share", ""
+        if phase.seq_len is not None and d.data.packing == "best-fit":
+            message = 'excludes data.packing = "best-fit", which fits documents into one length'
+            yield "conflict", f"{key}.seq_len", message, 'take packing = "split"'
         if phase.lr is not None and phase.lr_factor != DataPhase().lr_factor:
             message = "has lr and lr_factor, which both set the learning rate"
             yield "conflict", key, message, "give one of the two"

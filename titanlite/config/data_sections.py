@@ -77,6 +77,8 @@ class DataPhase(Section, frozen=True):
     """The learning rate is the schedule's times this, within this phase."""
     global_batch_size: Count | None = None
     """Sequences per step over all ranks from here on. None: as before."""
+    seq_len: Count | None = None
+    """Tokens per sequence from here on. None: as before. It divides the longest of the run."""
 
 
 class Data(Section, frozen=True):

@@ -172,4 +172,4 @@ class LrScheduler(Section, frozen=True):
     min_lr_factor: Ratio = 0.0
     """The decay ends at this share of the peak."""
     total_steps: Count | None = None
-    """Length of the schedule. None: that of the run. Set it to shorten a run, not its curve."""
+    """Length of the schedule. None: training.steps. Set it to shorten a run, not its curve."""

@@ -79,13 +79,13 @@ class Course:
         leg = self.leg(step)
         return leg.done.position + (step - leg.done.steps) * leg.size.rows
 
-    def rows_at(self, position: int) -> int:
-        """Return the rows of the step that begins at `position`."""
+    def size_at(self, position: int) -> StepSize:
+        """Return the size of the step that begins at `position`."""
         found = self.legs[0]
         for leg in self.legs:
             if leg.done.position <= position:
                 found = leg
-        return found.size.rows
+        return found.size
 
     def steps_with_tokens(self, tokens: int) -> int:
         """Return the fewest steps that have so many tokens together."""

@@ -109,11 +109,16 @@ class TrainLoader:
     def follow(self, course: Course) -> None:
         """Take steps of these sizes from now on. Without it all have the global batch."""
         at_once = self.micro_batch_size * self.dp_degree
-        for leg in course.legs:
-            if leg.size.sequences % at_once:
+        for _, size in course.legs:
+            if size.sequences % at_once:
                 raise DataError(
-                    f"training.global_batch_size: {leg.size.sequences} is not a multiple of "
+                    f"training.global_batch_size: {size.sequences} is not a multiple of "
                     f"micro-batch {self.micro_batch_size} x {self.dp_degree} data-parallel ranks"
+                )
+            if size.tokens % (self.dataset.seq_len * self.dp_degree):
+                raise DataError(
+                    f"data.phase: a step of {size.tokens} tokens is not a multiple of "
+                    f"{self.dataset.seq_len} tokens x {self.dp_degree} data-parallel ranks"
                 )
         self.course = course
 
@@ -130,10 +135,10 @@ class TrainLoader:
             if not begin < border < total:
                 continue
             # Steps begin at the border, so these are whole steps.
-            steps += self._rows_between(begin, border) // self.course.rows_at(begin)
+            steps += self._rows_between(begin, border) // self.course.size_at(begin).rows
             begin = border
         left = self._rows_between(begin, total)
-        return steps + max(0, -(-left // self.course.rows_at(begin)))
+        return steps + max(0, -(-left // self.course.size_at(begin).rows))
 
     def _rows_between(self, first: int, end: int) -> int:
         """Count the sequences of [first, end) that are served."""
@@ -142,7 +147,8 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        Finite data fill up their last step with sequences without targets, the same on any number
+        In a phase of shorter sequences they are the pieces of this rank's rows, in order. Finite
+        data fill up their last step with sequences without targets, the same on any number
         of ranks. After that step all ranks raise EndOfData.
         """
         if self.steps_left == 0:
@@ -150,10 +156,17 @@ class TrainLoader:
                 f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are "
                 "served"
             )
-        step = skip_ranges.take(self.position, self.course.rows_at(self.position), self.skip)
+        here = self.course.size_at(self.position)
+        step = skip_ranges.take(self.position, here.rows, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
-        size = self.micro_batch_size
-        batches = [stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
+        pieces = self.dataset.seq_len // here.seq_len
+        if pieces > 1:
+            rows = stack(self.dataset, indexes)
+            batches = _micro_batches(rows, pieces, self.micro_batch_size)
+        else:
+            size = self.micro_batch_size
+            firsts = range(0, len(indexes), size)
+            batches = [stack(self.dataset, indexes[first : first + size]) for first in firsts]
         self.position = step[-1] + 1
         return batches
 
@@ -218,6 +231,20 @@ def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
         torch.from_numpy(np.stack([row.labels for row in rows])),
         torch.from_numpy(np.stack(documents)) if documents else None,
     )
+
+
+def _micro_batches(rows: Batch, pieces: int, size: int) -> list[Batch]:
+    """Return micro-batches of `size` sequences each: every row cut into this many pieces."""
+    cut = rows.map(lambda tensor: tensor.reshape(tensor.size(0) * pieces, -1))
+    if cut.documents is not None:
+        # They are numbered within each sequence.
+        cut = cut._replace(documents=cut.documents - cut.documents[:, :1])
+    return [_between(cut, first, first + size) for first in range(0, len(cut.tokens), size)]
+
+
+def _between(batch: Batch, first: int, end: int) -> Batch:
+    """Return sequences [first, end) of a batch."""
+    return batch.map(lambda tensor: tensor[first:end])
 
 
 def check_rank(rank: int, dp_degree: int) -> None:

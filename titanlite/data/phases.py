@@ -96,10 +96,21 @@ class Phases:
 
     @property
     def _first_size(self) -> StepSize:
-        return self._sized(self.global_batch, self.tokens_per_step // self.global_batch)
+        return self._sized(self.global_batch, self._first_len)
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of a row of the data order: those of the longest sequence of the run."""
+        lengths = [phase.seq_len for phase in self.phases if phase.seq_len is not None]
+        return max([self._first_len, *lengths])
+
+    @property
+    def _first_len(self) -> int:
+        return self.tokens_per_step // self.global_batch
 
     def _sized(self, sequences: int, seq_len: int) -> StepSize:
-        return StepSize(sequences, seq_len, sequences)
+        rows = max(sequences * seq_len // self.row_len, 1)
+        return StepSize(sequences, seq_len, rows)
 
     def _begins(self, done: Progress) -> list[_Begin]:
         """Return where each phase begins, in order."""
@@ -134,7 +145,8 @@ class Phases:
 
     def _with(self, phase: DataPhase, size: StepSize) -> StepSize:
         """Return the size of steps in a phase. size: before it."""
-        return self._sized(phase.global_batch_size or size.sequences, size.seq_len)
+        sequences = phase.global_batch_size or size.sequences
+        return self._sized(sequences, phase.seq_len or size.seq_len)
 
 
 def _has_begun(phase: DataPhase, done: Progress) -> bool:

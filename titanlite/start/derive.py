@@ -180,9 +180,19 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return max(self.sequence_lengths.values())
 
     @property
+    def row_len(self) -> int:
+        """Tokens of a row of the data order: those of the longest sequence of training."""
+        return max([self.training.seq_len, *(leg.size.seq_len for leg in self.course.legs)])
+
+    @property
     def sequence_lengths(self) -> dict[str, int]:
-        """The lengths of sequences by key, in tokens; validation's if it is another."""
+        """The lengths of sequences by key, in tokens; validation's if it is another than the
+        first.
+        """
         lengths = {"training.seq_len": self.training.seq_len}
+        for number, phase in enumerate(self.data.phase):
+            if phase.seq_len is not None:
+                lengths[f"data.phase[{number}].seq_len"] = phase.seq_len
         held_out = self.validation.seq_len if self.validation.enable else None
         if held_out is not None and held_out != self.training.seq_len:
             lengths["validation.seq_len"] = held_out
@@ -424,14 +434,17 @@ def _steps(d: Config, course: Course, total_sequences: int | None, notes: list[s
         skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, course))
         steps = course.steps_with_rows(total_sequences - skipped)
         less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
-        read = f"{counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less}"
-        why = f"{read} / {_per_step(course, 'sequences')}"
+        # Of a run with sequences of several lengths, those of the longest.
+        one_length = all(size.rows == size.sequences for _, size in course.legs)
+        unit = "sequences" if one_length else "rows"
+        read = f"{counted(total_sequences, unit)} in {counted(epochs, 'epochs')}{less}"
+        why = f"{read} / {_per_step(course, unit)}"
     notes.append(f"steps = {steps}: {why}, rounded up")
     return steps
 
 
 def _per_step(course: Course, unit: str) -> str:
-    """Return the tokens or sequences of a step in words, of each leg of the run."""
+    """Return the tokens, or rows as sequences, of a step in words, for each leg of the run."""
     sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
     earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
     return f"{earlier}{counted(sizes[-1], unit)} per step"

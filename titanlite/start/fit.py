@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -32,6 +33,7 @@ from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.features import features_of
+from titanlite.features.feature import Feature
 from titanlite.features.interactions import halving_key
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
@@ -243,8 +245,16 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
             found += reshard_misfits(run, args)
         for feature in features.on:
-            found += feature.model_misfits(run, args)
+            found += _model_misfits(feature, run, args)
     return placed(config, found)
+
+
+def _model_misfits(feature: Feature, run: RunConfig, args: Any) -> Iterator[Finding]:
+    """Find what does not fit the model, with the batch of any phase."""
+    found: dict[Finding, None] = {}
+    for first in run.legs:
+        found |= dict.fromkeys(feature.model_misfits(run.steady_at(first), args))
+    yield from found
 
 
 def _not_offered(run: RunConfig) -> Iterator[Finding]:

@@ -84,6 +84,7 @@ def batch_misfits(run: RunConfig) -> Iterator[Finding]:
     for number, phase in enumerate(run.data.phase):
         key = f"data.phase[{number}].global_batch_size"
         yield from _global_batch_misfits(run, key, phase.global_batch_size or -1)
+    yield from _length_misfits(run)
     yield from _unit_misfits(run)
 
 
@@ -130,6 +131,35 @@ def _global_batch_misfits(run: RunConfig, key: str, wanted: int) -> Iterator[Fin
         numbers = ", ".join(map(str, divisors(wanted // size)))
         hint += f"; or one of {numbers} data-parallel ranks"
     yield "batch", key, message, hint
+
+
+def _length_misfits(run: RunConfig) -> Iterator[Finding]:
+    """Check that each phase cuts the sequences of the longest one into pieces, and each rank has
+    whole ones of them.
+    """
+    lengths = {**run.sequence_lengths}
+    lengths.pop("validation.seq_len", None)
+    longest = run.row_len
+    if max(lengths.values()) == min(lengths.values()):
+        return
+    for key, length in lengths.items():
+        if longest % length:
+            message = f"is {length}, which does not divide {longest}, the longest of the run"
+            hint = "sequences of each phase are whole, or equal pieces, of the longest"
+            yield "divide", key, message, hint
+            return
+    ranks = run.mesh.dp_degree
+    for first, batch in run.legs.items():
+        if batch.tokens_per_step % (longest * ranks) == 0:
+            continue
+        width = counted(ranks, "data-parallel ranks")
+        message = (
+            f"steps from {first} on have {batch.global_batch_size} sequences of {batch.seq_len} "
+            f"tokens, not a multiple of the longest of {longest} * {width}"
+        )
+        least = longest // batch.seq_len * ranks
+        hint = f"these work: global_batch_size = {around(batch.global_batch_size, least)}"
+        yield "batch", "data.phase", message, hint
 
 
 def _unit_misfits(run: RunConfig) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data import DataError
 from titanlite.data.rows import Rows
@@ -78,7 +80,9 @@ def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alon
     """Read the training text alone. Raises as `read_datasets`."""
     phases = phases_of(run)
     shares = None if phases is None else phases.shares()
-    return _text_reader(run, tokenizer, share).train(run.training, shares)
+    # Shorter sequences are pieces of rows.
+    training = replace(run.training, seq_len=run.row_len)
+    return _text_reader(run, tokenizer, share).train(training, shares)
 
 
 def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:

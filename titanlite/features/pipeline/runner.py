@@ -7,7 +7,7 @@ share = pipeline.forward_backward(micro_batches, tokens)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,10 +86,12 @@ class Pipeline:
         self._has_last = count - 1 in model.stages
         #: The last stage takes labels and returns the loss.
         self._chunked = self._has_last and in_chunks(model.stages[count - 1])
-        self.resize(accumulation)
+        self.resize(accumulation, shape.seq_len)
 
-    def resize(self, accumulation: int) -> None:
-        """Run steps of so many micro-batches from now on."""
+    def resize(self, accumulation: int, seq_len: int) -> None:
+        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        hidden_len = seq_len * self._shape.hidden_len // self._shape.seq_len
+        self._shape = replace(self._shape, seq_len=seq_len, hidden_len=hidden_len)
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
 

@@ -436,6 +436,7 @@ def stats(run: Run, as_json: bool) -> str:
 def _figures(rows: Rows, run: Run) -> dict[str, Any]:
     """Return the figures of one text; None for those of a stream that are not known."""
     global_batch = run.config.batch.global_batch_size
+    rows_per_step = run.config.course.size(1).rows
     corpus = rows.corpus
     sequences = rows.sequences_per_epoch
     return {
@@ -445,7 +446,7 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
         "seq_len": rows.seq_len,
         "sequences_per_epoch": sequences,
         "global_batch": global_batch,
-        "steps_per_epoch": None if sequences is None else round(sequences / global_batch, 3),
+        "steps_per_epoch": None if sequences is None else round(sequences / rows_per_step, 3),
         "fingerprint": rows.fingerprint,
         **listing_figures(rows.listing),
         "document_tokens": None if corpus is None else _lengths(corpus),
