@@ -161,8 +161,10 @@ class TrainLoader:
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         pieces = self.dataset.seq_len // here.seq_len
         if pieces > 1:
+            from titanlite.data.pieces import micro_batches
+
             rows = stack(self.dataset, indexes)
-            batches = _micro_batches(rows, pieces, self.micro_batch_size)
+            batches = micro_batches(rows, pieces, self.micro_batch_size)
         else:
             size = self.micro_batch_size
             firsts = range(0, len(indexes), size)
@@ -231,20 +233,6 @@ def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
         torch.from_numpy(np.stack([row.labels for row in rows])),
         torch.from_numpy(np.stack(documents)) if documents else None,
     )
-
-
-def _micro_batches(rows: Batch, pieces: int, size: int) -> list[Batch]:
-    """Return micro-batches of `size` sequences each: every row cut into this many pieces."""
-    cut = rows.map(lambda tensor: tensor.reshape(tensor.size(0) * pieces, -1))
-    if cut.documents is not None:
-        # They are numbered within each sequence.
-        cut = cut._replace(documents=cut.documents - cut.documents[:, :1])
-    return [_between(cut, first, first + size) for first in range(0, len(cut.tokens), size)]
-
-
-def _between(batch: Batch, first: int, end: int) -> Batch:
-    """Return sequences [first, end) of a batch."""
-    return batch.map(lambda tensor: tensor[first:end])
 
 
 def check_rank(rank: int, dp_degree: int) -> None:

@@ -220,6 +220,10 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     found = list(rank_misfits(d, run))
     if not found:
         found += batch_misfits(run)
+        if run.data.phase or run.schedule.in_tokens:
+            from titanlite.start.phase_misfits import phase_misfits
+
+            found += phase_misfits(run)
         for feature in features.on:
             found += feature.rank_misfits(run)
         found += _unknown_schedule(d)
