@@ -24,6 +24,7 @@ from titanlite.data.phases import Phases
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel import dist_env
 from titanlite.start.fit import load_config
+from titanlite.start.resize import Resizer
 from titanlite.start.run_text import read_datasets
 from titanlite.tools import cli
 from titanlite.training import run_callbacks
@@ -349,3 +350,18 @@ def test_the_command_names_the_rows_of_each_step(
         found = list(json.loads(capsys.readouterr().out)["sequences"])
         assert found == [str(row) for row in range(ends[step - 1], ends[step])]
         assert logged[step] == found
+
+
+def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() -> None:
+    more = ["--model.name=mixtral", "--model.overrides.n_kv_heads=1", *EIGHT, LENGTHS]
+    run = load_config("debug_model.toml", 1, [*TINY, *more])
+    args = run.model_args(2304)
+    model = run.spec.build_on_meta(args)
+    assert run.spec.experts is not None
+    experts = [model.get_submodule(name) for name in run.spec.experts(args)]
+    parts: Any = SimpleNamespace(args=args, model=model, runner=None, loss=None)
+    resize = Resizer(run, parts, run.course.size(1))
+    for step, (sequences, seq_len) in enumerate(SHAPES, 1):
+        resize(run.course.size(step))
+        if step >= 3:
+            assert {expert.step_tokens for expert in experts} == {sequences * seq_len}
