@@ -14,6 +14,7 @@ def main(flags: list[str]) -> None:
     with DistEnv.open() as world:
         parts = build(load_config("debug_model.toml", world.size, flags), world)
         for step in range(1, parts.steps + 1):
+            parts.resize(parts.course.size(step))
             batches = to_device(parts.loader.next_step(), world.device)
             result = parts.train_step(batches, step, lr=parts.learning_rate(step))
             # raises if the loss was not finite; the weights are then as before

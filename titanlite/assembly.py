@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.features import ema_of
 from titanlite.metrics.console import ensure_console
@@ -33,7 +34,7 @@ from titanlite.start.model import ModelParts, build_model, build_step
 from titanlite.start.own_callbacks import load_callbacks
 from titanlite.start.preflight import check_model
 from titanlite.start.run_text import Datasets, read_datasets
-from titanlite.step import TrainStep
+from titanlite.step import TrainStep, do_nothing
 from titanlite.training.anomalies import AnomalyLog
 from titanlite.training.validation import ValidationSet
 
@@ -71,14 +72,18 @@ class TrainingComponents:
     trackers: Callable[[], dict[str, str]]
     #: Of the whole run.
     steps: int
-    #: Sequences and tokens per step, over all ranks.
+    #: Sequences and tokens of the first step, over all ranks.
     global_batch_size: int
     tokens_per_step: int
+    #: The sizes of the steps from where the run started or went back to.
+    course: Course
     #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
     last_save_dtype: str | None = None
     exclude_from_loading: Sequence[str] = ()
-    #: The `[[data.phase]]` tables; None: there are none, and no mixture.
+    #: The `[[data.phase]]` tables; None: there are none, no mixture, and a schedule in steps.
     phases: Phases | None = None
+    #: Fits the model's parts to the size of a step.
+    resize: Callable[[StepSize], object] = do_nothing
 
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""
@@ -181,7 +186,15 @@ def _components(
     batch = run.batch
     folder = Path(run.job.dump_folder) if built.world.rank == 0 else None
     weights_only = run.checkpoint.model_weights_only
-    rates = () if loaders.phases is None else loaders.phases.rates()
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
+    resize: Callable[[StepSize], object] = do_nothing
+    if loaders.phases is not None:
+        rate.phases = loaders.phases.rates()
+        rate.peaks = loaders.phases.peaks()
+    if run.data.phase:
+        from titanlite.start.resize import Resizer
+
+        resize = Resizer(run, model, loaders.course.size(1))
     return TrainingComponents(
         world=built.world,
         mesh=model.mesh,
@@ -189,14 +202,14 @@ def _components(
         args=model.args,
         model=model.model,
         optimizer=built.optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=rates),
+        learning_rate=rate,
         train_step=built.train_step,
         loader=loaders.train,
         validation=loaders.validation,
         datasets=built.datasets,
         checkpointer=None if saves is None else saves.checkpointer,
         save_schedule=None if saves is None else saves.schedule,
-        anomalies=AnomalyLog(folder, built.datasets.train, batch.global_batch_size, loaders.share),
+        anomalies=AnomalyLog(folder, built.datasets.train, run.course, loaders.share),
         callbacks=callbacks,
         trackers=trackers,
         steps=built.steps,
@@ -205,4 +218,6 @@ def _components(
         last_save_dtype=run.checkpoint.export_dtype if weights_only else None,
         exclude_from_loading=run.checkpoint.exclude_from_loading,
         phases=loaders.phases,
+        course=loaders.course,
+        resize=resize,
     )

@@ -113,9 +113,12 @@ class Trainer:
         if parts.checkpointer is not None:
             kept = "then a checkpoint is written"
             text = parts.datasets.train
+            batch: Any = parts.global_batch_size
+            if parts.phases is not None:
+                batch = parts.phases.batch_difference
             expected = {
-                "global_batch": parts.global_batch_size,
-                file_stamps.TEXT_FILES: lambda saved: file_stamps.difference(saved, text),
+                "global_batch": batch,
+                file_stamps.TEXT_FILES: lambda saved, *_: file_stamps.difference(saved, text),
             }
             self.loaded = parts.checkpointer.load(parts.model, parts.optimizer, expected)
         self.stop.notice = f"stopping within two steps, {kept}"
@@ -151,6 +154,7 @@ class Trainer:
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
         self.phase("data")
+        self.parts.resize(self.parts.course.size(self.step))
         loader = self.parts.loader
         before = loader.state_dict()
         batches = to_device(loader.next_step(), self.parts.world.device)
@@ -171,7 +175,7 @@ class Trainer:
         self.stopping = self.parts.train_step.guard.poll() or (alone and self.stop.requested)
         self.report_skipped()
         self.done = self.step
-        self.tokens_seen += self.parts.tokens_per_step
+        self.tokens_seen += self.parts.course.size(self.step).tokens
         self.good_steps += 1
 
     def sync_guard(self) -> None:
@@ -280,7 +284,7 @@ class Trainer:
         state = {
             "data": gather_state(parts.loader.state_dict(), parts.datasets.train),
             "tokens_seen": self.tokens_seen,
-            "global_batch": parts.global_batch_size,
+            "global_batch": parts.course.size(self.step).sequences,
             "schedule_began": parts.learning_rate.began,
             "schedule": parts.learning_rate.record(),
             LEFT_OUT: list(parts.exclude_from_loading),
@@ -288,6 +292,8 @@ class Trainer:
         files = file_stamps.record(parts.datasets.train)
         if files:
             state[file_stamps.TEXT_FILES] = files
+        if parts.learning_rate.began_tokens:
+            state["schedule_began_tokens"] = parts.learning_rate.began_tokens
         statistics = parts.train_step.guard.state_dict()
         if statistics:
             state["guard"] = statistics

@@ -14,6 +14,7 @@ import pytest
 from tests.support.sources import Numbers
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
+from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
@@ -27,6 +28,9 @@ from titanlite.step import ReplicationFactors
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 from titanlite.training.bad_steps import BadStepError
 from titanlite.training.resume import load_text
+
+#: Steps of 4 sequences of 2 tokens.
+STEADY = Course.steady(StepSize(4, 2, 4))
 
 
 def mix(
@@ -162,7 +166,7 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
 
 def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> None:
     rows = mix({"a": 1, "b": 1})
-    log = AnomalyLog(tmp_path, rows, 4, share=(0, 2))
+    log = AnomalyLog(tmp_path, rows, STEADY, share=(0, 2))
     log.skipped(
         BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
     )
@@ -174,7 +178,7 @@ def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> No
 
 def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_path) -> None:
     rows = mix({"a": 1, "b": 1}, {"a": 5, "b": 5})
-    AnomalyLog(tmp_path, rows, 4).skipped(
+    AnomalyLog(tmp_path, rows, STEADY).skipped(
         BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
     )
     (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
@@ -189,7 +193,7 @@ def test_what_is_skipped_does_not_count_as_served(slots: int) -> None:
     trainer: Any = SimpleNamespace(
         parts=SimpleNamespace(loader=SimpleNamespace(state_dict=lambda: state))
     )
-    figures = SourceFigures(rows, RowLosses(cross_entropy_sum, 2), 4, (0, 1), ReplicationFactors())
+    figures = SourceFigures(rows, RowLosses(cross_entropy_sum, 2), (0, 1), ReplicationFactors())
     found = Counter(
         name
         for index, (name, _) in enumerate(located(rows, 72))
@@ -232,6 +236,7 @@ class Walk:
         parts = SimpleNamespace(
             phases=phases,
             learning_rate=rate,
+            course=phases.course(),
             loader=self.loader,
             datasets=SimpleNamespace(train=rows),
         )

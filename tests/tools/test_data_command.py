@@ -13,6 +13,7 @@ from tests.support.commands import Command
 from tests.support.texts import TOKENIZER, rows_of, write_records
 from titanlite.config.data_sections import Data
 from titanlite.data.corpus import tokenize
+from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import iter_records, list_files
@@ -72,11 +73,8 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
     train(after, 3)
     train(after, 2)
 
-    class Batch:
-        global_batch_size = 6
-
     class Config:
-        batch = Batch
+        course = Course.steady(StepSize(6, 1, 6))
         data = Data(skip_steps=[])
 
     config: Any = Config

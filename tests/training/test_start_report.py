@@ -64,7 +64,7 @@ def test_derived_numbers_and_the_singular() -> None:
     assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
     tensor = MeshSizes(world_size=4, dp_shard=2, tensor=2)
     assert report.mesh_row(tensor)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
-    assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
+    assert report.schedule_row(Schedule(1, 1, "linear", "titan", 0.0, 1), 0.0)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )
     layout: Any = SimpleNamespace(

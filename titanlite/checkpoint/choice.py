@@ -194,21 +194,16 @@ class Chooser:
             saved = manifest.fingerprints.get(name)
             if saved != value:
                 found[name] = f"{saved} there, {value} here"
-        for name, value in expected.items():
+        for name, wanted in expected.items():
             if name not in manifest.train:
                 continue
             saved = manifest.train[name]
-            if callable(value):
-                difference = value(saved)
-                if difference:
-                    found[name.replace("_", " ")] = difference
-                continue
-            if saved == value:
-                continue
-            keep = ""
-            if name == "global_batch":
-                keep = f" (training.global_batch_size = {saved} keeps it)"
-            found[name.replace("_", " ")] = f"{saved} there, {value} here{keep}"
+            if callable(wanted):
+                difference = wanted(saved, manifest.step, manifest.train)
+            else:
+                difference = _unequal(name, saved, wanted)
+            if difference:
+                found[name.replace("_", " ")] = difference
         return found
 
     def _of_another_run(
@@ -298,3 +293,11 @@ def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[s
             "its files were checked"
         )
     return notices
+
+
+def _unequal(name: str, saved: object, wanted: object) -> str:
+    """Return how two values of an entry differ, in words; "": they do not."""
+    if saved == wanted:
+        return ""
+    keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
+    return f"{saved} there, {wanted} here{keep}"

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from titanlite.config import extensions
-from titanlite.config.data_sections import DataSource, steps_of
+from titanlite.config.data_sections import DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
@@ -353,6 +353,12 @@ def _phases(d: Config) -> Iterator[Finding]:
             yield "unknown-value", key, message, ""
         if phase.weights and not any(phase.weights.values()):
             yield "conflict", key, "gives no source a share", ""
+        if phase.seq_len is not None and d.data.packing == "best-fit":
+            message = 'excludes data.packing = "best-fit", which fits documents into one length'
+            yield "conflict", f"{key}.seq_len", message, 'take packing = "split"'
+        if phase.lr is not None and phase.lr_factor != DataPhase().lr_factor:
+            message = "has lr and lr_factor, which both set the learning rate"
+            yield "conflict", key, message, "give one of the two"
 
 
 def _sources(d: Config, list_key: str, sources: Sequence[DataSource]) -> Iterator[Finding]:

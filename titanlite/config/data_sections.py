@@ -76,8 +76,8 @@ class DataSource(Section, frozen=True):
 
 
 class DataPhase(Section, frozen=True):
-    """One `[[data.phase]]`: other shares of the sources, or another learning rate, from a step or
-    token on.
+    """One `[[data.phase]]`: other shares of the sources, another batch or another learning rate,
+    from a step or token on.
     """
 
     step: Annotated[int, Meta(ge=2)] | None = None
@@ -86,8 +86,14 @@ class DataPhase(Section, frozen=True):
     """Tokens of the run before the phase. Excludes step."""
     weights: dict[str, NonNegative] = {}
     """Source → share from here on; a source that is not named gets none. Empty: as before."""
+    lr: Positive | None = None
+    """Peak of the learning rate from here on, in place of optimizer.lr. Excludes lr_factor."""
     lr_factor: NonNegative = 1.0
-    """The learning rate is the schedule's times this."""
+    """The learning rate is the schedule's times this, within this phase."""
+    global_batch_size: Count | None = None
+    """Sequences per step over all ranks from here on. None: as before."""
+    seq_len: Count | None = None
+    """Tokens per sequence from here on. None: as before. It divides the longest of the run."""
 
 
 class Data(Section, frozen=True):

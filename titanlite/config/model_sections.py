@@ -147,6 +147,10 @@ class Optimizer(Section, frozen=True):
 class LrScheduler(Section, frozen=True):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
+    unit: Literal["steps", "tokens"] = "steps"
+    """What training.warmup_steps, decay_steps and total_steps count. tokens: those of the run over
+    all ranks, so that a phase with another batch does not bend the curve.
+    """
     style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
     """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the
     last step. "titan-0.2", as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS

@@ -2,7 +2,8 @@
 
 A training step takes sequences n … n + G - 1, G the global batch; rank r of D serves those with
 i ≡ r (mod D). So the sequences of a step depend on n alone, and n is the whole state. Skipped
-ranges are passed over: a step takes the next G sequences that are in none.
+ranges are passed over: a step takes the next G sequences that are in none. Where phases change G,
+the course tells it by n.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
+from titanlite.data.course import Course, StepSize
 from titanlite.data.rows import Row, Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.data.state import check_loader
@@ -89,16 +91,13 @@ class TrainLoader:
         skip: Iterable[Range] = (),
     ) -> None:
         check_rank(rank, dp_degree)
-        if global_batch_size % (micro_batch_size * dp_degree):
-            raise DataError(
-                f"training.global_batch_size: {global_batch_size} is not a multiple of "
-                f"micro-batch {micro_batch_size} x {dp_degree} data-parallel ranks"
-            )
         self.dataset = dataset
         self.rank = rank
         self.dp_degree = dp_degree
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        steady = StepSize(global_batch_size, dataset.seq_len, global_batch_size)
+        self.follow(Course.steady(steady))
         self.skip = skip_ranges.merged(skip)
         #: Global index of the sequence after the last one served; the next step begins there or
         #: after a range.
@@ -107,19 +106,49 @@ class TrainLoader:
         self._loaded = 0
         self._skipped_before: tuple[Range, ...] = ()
 
+    def follow(self, course: Course) -> None:
+        """Take steps of these sizes from now on. Without it all have the global batch."""
+        at_once = self.micro_batch_size * self.dp_degree
+        for _, size in course.legs:
+            if size.sequences % at_once:
+                raise DataError(
+                    f"training.global_batch_size: {size.sequences} is not a multiple of "
+                    f"micro-batch {self.micro_batch_size} x {self.dp_degree} data-parallel ranks"
+                )
+            if size.tokens % (self.dataset.seq_len * self.dp_degree):
+                raise DataError(
+                    f"data.phase: a step of {size.tokens} tokens is not a multiple of "
+                    f"{self.dataset.seq_len} tokens x {self.dp_degree} data-parallel ranks"
+                )
+        self.course = course
+
     @property
     def steps_left(self) -> int | None:
         """Steps until EndOfData, the last one perhaps padded; None without an end."""
         total = self.dataset.total_sequences
         if total is None:
             return None
-        left = total - self.position - skip_ranges.count(self.position, total, self.skip)
-        return max(0, -(-left // self.global_batch_size))
+        steps = 0
+        begin = self.position
+        for leg in self.course.legs:
+            border = leg.done.position
+            if not begin < border < total:
+                continue
+            # Steps begin at the border, so these are whole steps.
+            steps += self._rows_between(begin, border) // self.course.size_at(begin).rows
+            begin = border
+        left = self._rows_between(begin, total)
+        return steps + max(0, -(-left // self.course.size_at(begin).rows))
+
+    def _rows_between(self, first: int, end: int) -> int:
+        """Count the sequences of [first, end) that are served."""
+        return end - first - skip_ranges.count(first, end, self.skip)
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        Finite data fill up their last step with sequences without targets, the same on any number
+        In a phase of shorter sequences they are the pieces of this rank's rows, in order. Finite
+        data fill up their last step with sequences without targets, the same on any number
         of ranks. After that step all ranks raise EndOfData.
         """
         if self.steps_left == 0:
@@ -127,12 +156,21 @@ class TrainLoader:
                 f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are "
                 "served"
             )
-        step = skip_ranges.take(self.position, self.global_batch_size, self.skip)
+        here = self.course.size_at(self.position)
+        step = skip_ranges.take(self.position, here.rows, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         total = self.dataset.total_sequences
         self.dataset.prepare([index for index in indexes if total is None or index < total])
-        size = self.micro_batch_size
-        batches = [stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
+        pieces = self.dataset.seq_len // here.seq_len
+        if pieces > 1:
+            from titanlite.data.pieces import micro_batches
+
+            rows = stack(self.dataset, indexes)
+            batches = micro_batches(rows, pieces, self.micro_batch_size)
+        else:
+            size = self.micro_batch_size
+            firsts = range(0, len(indexes), size)
+            batches = [stack(self.dataset, indexes[first : first + size]) for first in firsts]
         self.position = step[-1] + 1
         return batches
 
@@ -162,11 +200,13 @@ class TrainLoader:
         Ranges of this loader that lie before the position have no effect: see
         `skip_ranges.served_already`.
         `phases` in the state, if it is there: where the shares of a mixture change from here on.
+        `course`: the sizes of the steps from here on.
         """
         check_loader(state)
         position = state["next_sequence"]
         self.dataset.load_state_dict(state.get("rows", {}), position, state.get("phases"))
         self.position = self._loaded = position
+        self.follow(state.get("course", self.course))
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
 
 

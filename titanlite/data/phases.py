@@ -1,40 +1,37 @@
-"""The step and the sequence at which each `[[data.phase]]` begins.
+"""What changes with each `[[data.phase]]`, and where it begins.
 
-A phase begins with a step, or with the first step after a number of tokens. Its shares of the
-sources and its factor of the learning rate begin together. The sequence at which it begins depends
-on the steps before. Another global batch, skipped sequences and a rollback all move it. So it is
-found again where a run starts or goes back.
+A phase begins with a step, or with the first step after a number of tokens. All that it changes
+begins together. The sequence at which it begins depends on the steps before. Another global batch,
+skipped sequences and a rollback all move it. So it is found again where a run starts or goes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import skip_ranges
+from titanlite.data.course import FRESH, Course, Leg, Progress, StepSize
 from titanlite.data.skip_ranges import Range
 
 
-class Progress(NamedTuple):
-    """The progress of a run: steps done, their tokens over all ranks, and the next sequence."""
+class _Begin(NamedTuple):
+    """A phase that begins with `step`. done: the progress before that step."""
 
-    steps: int = 0
-    tokens: int = 0
-    position: int = 0
-
-
-#: A run that has not begun.
-FRESH = Progress()
+    step: int
+    phase: DataPhase
+    done: Progress
+    size: StepSize
 
 
 @dataclass(frozen=True)
 class Phases:
     """The phases of a run.
 
-    first: the shares before any phase, by name of the source. global_batch: sequences per step.
-    tokens_per_step: over all ranks. skip: ranges of sequences that are not served.
+    first: the shares before any phase, by name of the source. global_batch, tokens_per_step: of the
+    steps before any phase, over all ranks. skip: ranges of sequences that are not served.
     """
 
     phases: Sequence[DataPhase]
@@ -45,32 +42,132 @@ class Phases:
 
     def rates(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
         """Return first step and factor of the learning rate of each phase, in order."""
-        return tuple((step, phase.lr_factor) for step, phase in self._in_order(done))
+        return tuple((begin.step, begin.phase.lr_factor) for begin in self._begins(done))
+
+    def peaks(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
+        """Return first step and peak of the learning rate of each phase that has one, in order."""
+        found = []
+        for begin in self._begins(done):
+            if begin.phase.lr is not None:
+                found.append((begin.step, begin.phase.lr))
+        return tuple(found)
 
     def shares(self, done: Progress = FRESH) -> dict[int, Mapping[str, float]]:
         """Return shares of the sources by the first sequence of them; those of sequence 0 hold at
         `done`.
         """
         found: dict[int, Mapping[str, float]] = {0: self.first}
-        for step, phase in self._in_order(done):
-            if not phase.weights:
-                continue
-            if step <= done.steps:
-                found[0] = phase.weights
-                continue
-            ahead = (step - 1 - done.steps) * self.global_batch
-            found[skip_ranges.advance(done.position, ahead, self.skip)] = phase.weights
+        for begin in self._begins(done):
+            if begin.phase.weights:
+                first = 0 if begin.step <= done.steps else begin.done.position
+                found[first] = begin.phase.weights
         return found
 
-    def _in_order(self, done: Progress) -> list[tuple[int, DataPhase]]:
-        begins = ((self._first_step(phase, done), phase) for phase in self.phases)
-        return sorted(begins, key=lambda begin: begin[0])
+    def course(self, done: Progress = FRESH) -> Course:
+        """Return the sizes of the steps after `done`."""
+        legs = [Leg(done, self._first_size)]
+        for begin in self._begins(done):
+            if begin.size == legs[-1].size:
+                continue
+            if begin.done.steps <= legs[-1].done.steps:
+                # Of phases that begin together the last one holds.
+                legs.pop()
+            legs.append(Leg(begin.done, begin.size))
+        return Course(tuple(legs))
 
-    def _first_step(self, phase: DataPhase, done: Progress) -> int:
-        if phase.step is not None:
-            return phase.step
-        tokens = phase.tokens or 0
-        if tokens >= done.tokens:
-            return done.steps + 1 + -(-(tokens - done.tokens) // self.tokens_per_step)
-        # It began before: at this step if all steps had as many tokens.
-        return min(1 + -(-tokens // self.tokens_per_step), done.steps)
+    def batch_difference(self, saved: object, step: int, train: Mapping[str, Any]) -> str:
+        """Return how the sequences of a checkpoint's step differ from this run's; "": they do not.
+
+        train: the train state after the step.
+        """
+        wanted = self.expected_batch(step, train)
+        if saved == wanted:
+            return ""
+        return f"{saved} there, {wanted} here (by training.global_batch_size and data.phase)"
+
+    def expected_batch(self, step: int, train: Mapping[str, Any]) -> int:
+        """Return the sequences that a step has in this run. train: the train state after it.
+
+        It may leave two sizes open. Then it is the saved one.
+        """
+        tokens = train.get("tokens_seen")
+        saved = train.get("global_batch")
+        if not isinstance(tokens, int):
+            return self.global_batch
+        legs = (*self.course().legs, *self.course(Progress(step, tokens)).legs)
+        found = []
+        for size in dict.fromkeys(leg.size for leg in legs):
+            before = Progress(step - 1, tokens - size.tokens)
+            if before.tokens >= 0 and self.course(before).size(step) == size:
+                found.append(size.sequences)
+        if saved in found and isinstance(saved, int):
+            return saved
+        return found[0] if found else self.global_batch
+
+    @property
+    def _first_size(self) -> StepSize:
+        return self._sized(self.global_batch, self._first_len)
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of a row of the data order: those of the longest sequence of the run."""
+        lengths = [phase.seq_len for phase in self.phases if phase.seq_len is not None]
+        return max([self._first_len, *lengths])
+
+    @property
+    def _first_len(self) -> int:
+        return self.tokens_per_step // self.global_batch
+
+    def _sized(self, sequences: int, seq_len: int) -> StepSize:
+        rows = max(sequences * seq_len // self.row_len, 1)
+        return StepSize(sequences, seq_len, rows)
+
+    def _begins(self, done: Progress) -> list[_Begin]:
+        """Return where each phase begins, in order."""
+        found: list[_Begin] = []
+        waiting = list(self.phases)
+        size = self._first_size
+        here = done
+        if done.steps:
+            # By tokens: the step that it would be if no step had another size than planned.
+            for planned in replace(self, skip=())._begins(FRESH):
+                if planned.step <= done.steps and _has_begun(planned.phase, done):
+                    waiting.remove(planned.phase)
+                    size = self._with(planned.phase, size)
+                    found.append(planned._replace(done=done, size=size))
+        while waiting:
+            steps = [_first_step(phase, here, size) for phase in waiting]
+            nearest = steps.index(min(steps))
+            step = steps[nearest]
+            phase = waiting.pop(nearest)
+            here = self._walk(here, step - 1, size)
+            size = self._with(phase, size)
+            found.append(_Begin(step, phase, here, size))
+        return found
+
+    def _walk(self, done: Progress, steps: int, size: StepSize) -> Progress:
+        """Return the progress when `steps` steps are done, the next ones of this size."""
+        ahead = steps - done.steps
+        tokens = done.tokens + ahead * size.tokens
+        return Progress(
+            steps, tokens, skip_ranges.advance(done.position, ahead * size.rows, self.skip)
+        )
+
+    def _with(self, phase: DataPhase, size: StepSize) -> StepSize:
+        """Return the size of steps in a phase. size: before it."""
+        sequences = phase.global_batch_size or size.sequences
+        return self._sized(sequences, phase.seq_len or size.seq_len)
+
+
+def _has_begun(phase: DataPhase, done: Progress) -> bool:
+    if phase.step is not None:
+        return phase.step <= done.steps
+    return (phase.tokens or 0) < done.tokens
+
+
+def _first_step(phase: DataPhase, done: Progress, size: StepSize) -> int:
+    """Return the first step of a phase. done: its progress before; size: of the steps until it."""
+    if phase.step is not None:
+        return phase.step
+    ahead = max((phase.tokens or 0) - done.tokens, 0)
+    return done.steps + 1 + -(-ahead // size.tokens)

@@ -9,20 +9,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titanlite.config.data_sections import steps_of
+from titanlite.data.course import Course
 
 Range = tuple[int, int]
 
 
-def ranges_of_steps(steps: Iterable[int | str], global_batch: int) -> tuple[Range, ...]:
+def ranges_of_steps(steps: Iterable[int | str], course: Course) -> tuple[Range, ...]:
     """Return the sequences of `data.skip_steps`: steps as 120, ranges of steps as "200-250", from
     1.
 
-    Step n takes the sequences that an undisturbed run of this global batch takes in its nth step.
+    Step n takes the sequences that an undisturbed run takes in its nth step. course: of such a run.
     """
     found: list[Range] = []
     for one in steps:
         first, last = steps_of(one)
-        found.append(((first - 1) * global_batch, last * global_batch))
+        found.append((course.position_after(first - 1), course.position_after(last)))
     return merged(found)
 
 

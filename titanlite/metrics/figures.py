@@ -62,6 +62,11 @@ class RowLosses:
         """Begin another step."""
         self.rows, self._tokens = [], self.seq_len
 
+    def resize(self, seq_len: int) -> None:
+        """Take rows of so many tokens from now on."""
+        self.seq_len = seq_len
+        self.clear()
+
 
 class SourceFigures(Callback):
     """Tells the shares of a mixture's sources so far, and their losses since the last log.
@@ -75,13 +80,11 @@ class SourceFigures(Callback):
         self,
         mixture: MixedRows,
         losses: RowLosses,
-        global_batch: int,
         share: tuple[int, int],
         factors: ReplicationFactors,
     ) -> None:
         self._mixture = mixture
         self._losses = losses
-        self._global_batch = global_batch
         self._share = share
         self._factors = factors
         #: Of this rank's rows since the last log: their sources, and their losses and targets
@@ -100,13 +103,17 @@ class SourceFigures(Callback):
         """Keep the step's losses. Nothing waits for the device."""
         fetched = trainer.recent[trainer.step]
         rank, degree = self._share
-        sequences = fetched.sequences(self._global_batch)
+        sequences = fetched.sequences
         total = self._mixture.total_sequences
-        for index in sequences[(rank - sequences[0]) % degree :: degree]:
+        own = sequences[(rank - sequences[0]) % degree :: degree]
+        tokens = torch.cat([(batch.labels != IGNORE).sum(1) for batch in fetched.batches]).double()
+        # A phase of shorter sequences cuts each of them into pieces.
+        pieces = len(tokens) // len(own)
+        for index in own:
             is_text = total is None or index < total
             # Padding has no targets: any source will do.
-            self._sources.append(self._mixture.locate(index)[0] if is_text else 0)
-        tokens = torch.cat([(batch.labels != IGNORE).sum(1) for batch in fetched.batches]).double()
+            source = self._mixture.locate(index)[0] if is_text else 0
+            self._sources += [source] * pieces
         # Of a pipeline only the last stage has losses.
         losses = torch.zeros_like(tokens)
         if self._losses.rows:

@@ -141,7 +141,7 @@ class MetricsLogger(Callback):
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
-        self._meter.step_done()
+        self._meter.step_done(trainer.parts.course.size(trainer.step))
         if self._is_logged(trainer.step, trainer.steps):
             self._logs += 1
             self._log(trainer, result)
@@ -242,7 +242,8 @@ class MetricsLogger(Callback):
         step = trainer.step
         parts = [more.sums() for more in self._more]
         found = self._reduce(result, parts)
-        reading = self._meter.read(step)
+        tokens_after = trainer.parts.course.tokens_after
+        reading = self._meter.read(step, tokens_after(trainer.steps) - tokens_after(step))
         per_step = reading.figures["seconds_per_step"]
         ranks, warning = self._ranks.compare(found.work, found.waits, per_step)
         row = {

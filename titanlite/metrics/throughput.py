@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from titanlite.data.course import StepSize
+
 Kind = Literal["work", "data", "pause"]
 
 _RECENT_STEPS = 50
@@ -37,7 +39,8 @@ class Reading(NamedTuple):
     steps: int
     #: Sequences per second over all devices.
     samples_per_second: float
-    #: Median of the last 50 step times, times the steps left; None at the first reading.
+    #: Median of the last 50 steps' times per token, times the tokens left; None at the first
+    #: reading.
     seconds_left: float | None
 
 
@@ -45,7 +48,8 @@ class Throughput:
     """Measures time between readings; costs a few clock calls per step.
 
     tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward.
-    peak_flops: FLOPS of one device, None if unknown.
+    peak_flops: FLOPS of one device, None if unknown. `step_done` may tell another size, whose FLOPs
+    per token are those of `flops_by_length`.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Throughput:
         self._devices = devices
         self._flops_per_token = flops_per_token
         self._peak = peak_flops
+        #: Tokens of a sequence → FLOPs per token, for lengths that have others.
+        self.flops_by_length: dict[int, int] = {}
         self._kind: Kind = "work"
         self._since = self._cpu_since = 0.0
         self.start(0)
@@ -71,13 +77,19 @@ class Throughput:
         The first reading has the slow first step. total_steps: the run's last step.
         """
         self._total_steps = total_steps
-        #: Seconds of the latest steps, without those of the first reading.
+        #: Seconds per token of the latest steps, without those of the first reading.
         self._recent: deque[float] | None = None
         self._begin_window()
 
-    def step_done(self) -> None:
-        """Call after each step."""
+    def step_done(self, size: StepSize | None = None) -> None:
+        """Call after each step. size: None: that of the constructor."""
         self._steps += 1
+        if size is None:
+            size = StepSize(self._sequences, self._tokens // self._sequences, self._sequences)
+        self._done_sequences += size.sequences
+        self._done_tokens += size.tokens
+        flops = self.flops_by_length.get(size.seq_len, self._flops_per_token)
+        self._done_flops += size.tokens * flops
 
     def enter(self, kind: Kind) -> None:
         """Say what begins: work of a step; waiting for data, a part of the step; a pause
@@ -104,18 +116,20 @@ class Throughput:
         self.enter(self._kind)
         return self._cpu["work"] / self._steps, self._seconds["data"] / self._steps
 
-    def read(self, step: int) -> Reading:
+    def read(self, step: int, tokens_left: int | None = None) -> Reading:
         """Return the means since `start` or the last reading, at least a step ago, and begin a new
         window.
 
-        step: the last step done.
+        step: the last step done. tokens_left: of the steps after it; None: they have as many tokens
+        as the constructor says.
         """
         self.enter(self._kind)
         steps = self._steps
         data = self._seconds["data"]
-        per_step = max(self._seconds["work"] + data, 1e-9) / steps
-        tps = self._tokens / per_step / self._devices
-        tflops = tps * self._flops_per_token / 1e12
+        seconds = max(self._seconds["work"] + data, 1e-9)
+        per_step = seconds / steps
+        tps = self._done_tokens / seconds / self._devices
+        tflops = self._done_flops / seconds / self._devices / 1e12
         figures = {"tps": tps, "tflops": tflops}
         if self._peak is not None:
             figures["mfu"] = 100 * tflops * 1e12 / self._peak
@@ -127,17 +141,21 @@ class Throughput:
         if self._recent is None:
             self._recent = deque(maxlen=_RECENT_STEPS)
         else:
-            self._recent.extend([per_step] * min(steps, _RECENT_STEPS))
+            per_token = seconds / self._done_tokens
+            self._recent.extend([per_token] * min(steps, _RECENT_STEPS))
+        if tokens_left is None:
+            tokens_left = max(self._total_steps - step, 0) * self._tokens
         left = None
         if self._recent:
-            left = median(self._recent) * max(self._total_steps - step, 0)
+            left = median(self._recent) * tokens_left
+        samples = self._done_sequences / seconds
         self._begin_window()
-        return Reading(figures, steps, self._sequences / per_step, left)
+        return Reading(figures, steps, samples, left)
 
     def _begin_window(self) -> None:
         self._since = time.perf_counter()
         self._cpu_since = time.thread_time()
-        self._steps = 0
+        self._steps = self._done_sequences = self._done_tokens = self._done_flops = 0
         self._seconds: defaultdict[Kind, float] = defaultdict(float)
         self._cpu: defaultdict[Kind, float] = defaultdict(float)
 

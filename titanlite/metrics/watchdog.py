@@ -169,6 +169,10 @@ class HangWatchdog:
             self._first_step = step
         self._now = (step, 0, name, now)
 
+    def expect_warm_up(self, step: int) -> None:
+        """Wait for a step as for the first one."""
+        self._first_step = step
+
     @property
     def where(self) -> str:
         """The latest phase of this rank, as "backward of step 3"."""

@@ -1,5 +1,8 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to drift on resume.
 
+A schedule counts in steps, or in tokens of the run. By tokens, n is the tokens of the steps done,
+and 1 below is the tokens of the step.
+
 Three conventions. "titan" (torchtitan, autumn 2024): with n = step - 1 steps done, the warm-up is
 (n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "titan-0.2" (torchtitan
 0.2.x, components/lr_scheduler.py): the same decay after a warm-up of (n + 1) / W. "fsdp" (AWS FSDP
@@ -14,10 +17,12 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from titanlite.data.course import Course
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The numbers of a schedule, in steps. Checkpoints hold them under these names."""
+    """The numbers of a schedule, in its unit. Checkpoints hold them under these names."""
 
     #: Length of the schedule, not necessarily of the run; None: not known yet.
     total_steps: int | None
@@ -33,6 +38,12 @@ class Schedule:
     plateau_steps: float | None = None
     #: Hard floor of the learning rate itself, applied after the warm-up; None: no such floor.
     min_lr: float | None = None
+    #: The numbers above count tokens.
+    in_tokens: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.in_tokens else "steps"
 
 
 def _decay(kind: str, progress: float, floor: float) -> float:
@@ -51,8 +62,11 @@ def _decay(kind: str, progress: float, floor: float) -> float:
     return floor + (1.0 - floor) * shape
 
 
-def lr_factor(schedule: Schedule, step: int) -> float:
-    """Return the share of the peak learning rate at step `step`, counted from 1."""
+def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
+    """Return the share of the peak learning rate at step `step`, counted from 1.
+
+    By tokens: step: tokens of the run with this step. size: tokens of this step.
+    """
     if schedule.total_steps is None:
         raise ValueError(
             "the length of the schedule is not known yet: derive it with the length of the text"
@@ -69,9 +83,10 @@ def lr_factor(schedule: Schedule, step: int) -> float:
         if schedule.decay_type == "exponential" and not schedule.min_lr_factor:
             return math.exp(-0.693 * progress)  # their 1/2 at the end, to three digits
         return _decay(schedule.decay_type, min(progress, 1.0), schedule.min_lr_factor)
-    done = step - 1
+    done = step - size
     if done < warmup:
-        return step / warmup if schedule.style == "titan-0.2" else step / (warmup + 1)
+        # By tokens, the end of the warm-up may lie within a step.
+        return min(step / (warmup if schedule.style == "titan-0.2" else warmup + size), 1.0)
     rest = total - warmup - (schedule.plateau_steps or 0)
     decay_steps = rest if schedule.decay_steps is None else schedule.decay_steps
     start = total - decay_steps
@@ -82,11 +97,11 @@ def lr_factor(schedule: Schedule, step: int) -> float:
     )
 
 
-def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
+def learning_rate(schedule: Schedule, peak: float, step: int, size: int = 1) -> float:
     """Return the learning rate of step `step`, counted from 1; after the warm-up at least
-    `schedule.min_lr`.
+    `schedule.min_lr`. By tokens: see `lr_factor`.
     """
-    rate = peak * lr_factor(schedule, step)
+    rate = peak * lr_factor(schedule, step, size)
     if schedule.min_lr is not None and step > schedule.warmup_steps:
         return max(rate, schedule.min_lr)
     return rate
@@ -96,21 +111,34 @@ def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
 class LearningRate:
     """`rate(step)` is the learning rate of a step, counted from 1.
 
-    peak: the rate that factors of the schedule scale. began: steps done when the schedule began.
-    phases: first step and factor of each `[[data.phase]]`, in order.
+    peak: the rate that factors of the schedule scale. began: steps done when the schedule began,
+    began_tokens: their tokens.
+    phases: first step and factor of each `[[data.phase]]`, in order. peaks: first step and peak of
+    those that have one. course: tokens of the steps, for a schedule that counts them.
     """
 
     schedule: Schedule
     peak: float
     began: int = 0
     phases: tuple[tuple[int, float], ...] = ()
+    peaks: tuple[tuple[int, float], ...] = ()
+    course: Course | None = None
+    began_tokens: int = 0
 
     def __call__(self, step: int) -> float:
-        factor = next((factor for first, factor in reversed(self.phases) if first <= step), 1.0)
-        return learning_rate(self.schedule, self.peak, step - self.began) * factor
+        factor = _latest(self.phases, step, 1.0)
+        peak = _latest(self.peaks, step, self.peak)
+        if self.course is None or not self.schedule.in_tokens:
+            return learning_rate(self.schedule, peak, step - self.began) * factor
+        done = self.course.tokens_after(step) - self.began_tokens
+        size = self.course.size(step).tokens
+        return learning_rate(self.schedule, peak, done, size) * factor
 
     def change_length(self, before: int, steps: int) -> None:
         """The run has another number of steps; a schedule as long as the run follows it."""
+        if self.course is not None and self.schedule.in_tokens:
+            before = self.course.tokens_after(before)
+            steps = self.course.tokens_after(steps)
         if self.schedule.total_steps == before:
             self.schedule = replace(self.schedule, total_steps=steps)
 
@@ -118,16 +146,30 @@ class LearningRate:
         """Return all numbers that rates follow from, for a checkpoint: `with_record` makes the same
         rates of them.
         """
-        phases = {"phases": [list(phase) for phase in self.phases]} if self.phases else {}
-        return {**asdict(self.schedule), "peak": self.peak, **phases}
+        record: dict[str, Any] = {**asdict(self.schedule), "peak": self.peak}
+        if not self.schedule.in_tokens:
+            # As in checkpoints of versions that knew steps alone.
+            del record["in_tokens"]
+        if self.phases:
+            record["phases"] = [list(phase) for phase in self.phases]
+        if self.peaks:
+            record["peaks"] = [list(peak) for peak in self.peaks]
+        return record
 
     def with_record(self, record: dict[str, Any]) -> LearningRate:
         """Return a copy with the numbers of `record`."""
-        own = {name: value for name, value in record.items() if name not in ("peak", "phases")}
-        phases = tuple((int(first), float(factor)) for first, factor in record.get("phases", ()))
-        return replace(
-            self,
-            schedule=replace(self.schedule, **own),
-            peak=record.get("peak", self.peak),
-            phases=phases,
-        )
+        own = {"in_tokens": False, **record}
+        peak = own.pop("peak", self.peak)
+        phases = _pairs(own.pop("phases", ()))
+        peaks = _pairs(own.pop("peaks", ()))
+        schedule = replace(self.schedule, **own)
+        return replace(self, schedule=schedule, peak=peak, phases=phases, peaks=peaks)
+
+
+def _latest(changes: tuple[tuple[int, float], ...], step: int, first: float) -> float:
+    """Return the value of the last change at `step` or before; `first` without one."""
+    return next((value for begin, value in reversed(changes) if begin <= step), first)
+
+
+def _pairs(found: Any) -> tuple[tuple[int, float], ...]:
+    return tuple((int(step), float(value)) for step, value in found)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -286,10 +286,11 @@ class CompileWatch:
             )
         logger.info(f"the first step compiles {names} with {self._backend}{patience}")
 
-    def after(self, step: int, phase: Literal["training", "validation"]) -> None:
+    def after(self, step: int, phase: str) -> None:
         """Call it after every step and after every validation.
 
-        It warns of a recompilation, once per function and failed guard.
+        It warns of a recompilation, once per function and failed guard. phase: "training",
+        "validation", or another for steps of another size: each needs graphs of its own.
         """
         entries = []
         for entry in torch._dynamo.utils.get_compilation_metrics():
@@ -305,6 +306,8 @@ class CompileWatch:
                 self._warn_again(step, graph, failures)
             return
         self._warm.add(phase)
+        if not graphs and phase not in ("training", "validation"):
+            return
         seconds = sum(entry.duration_us or 0 for entry in entries) / 1e6
         found = ""
         if self._backend == "inductor":

@@ -30,12 +30,15 @@ class NoFormula(ValueError):
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:
     """Return the memory of a rank over a step that is not the first, at most two micro-batches of
-    it.
+    it. Of a run in phases it is that of the phase with the largest peak.
 
     rank: None for the worst. device: "cuda" or "cpu", the type that the run would have. Raises
     NoFormula for a model that is no family of `titanlite.models.llama`, and for
     `training.fsdp_units` that go by classes or sizes.
     """
+    if len(run.course.legs) > 1:
+        legs = [estimate(run.steady_at(first), rank, device) for first in run.legs]
+        return max(legs, key=lambda memory: memory.peak.total)
     args = _known_args(run)
     if rank is not None:
         return _memory_of(run, args, rank, device)

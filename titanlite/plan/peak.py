@@ -56,7 +56,8 @@ class PeakCheck(Callback):
         world = trainer.parts.world
         peaks = torch.zeros(2, world.size, dtype=torch.float64)
         try:
-            planned = estimate(self._run, world.rank, self._device).peak.total
+            here = self._run.steady_at(trainer.step)
+            planned = estimate(here, world.rank, self._device).peak.total
         except Exception:  # the start report has said so
             planned = 0
         peaks[:, world.rank] = torch.tensor([self._read_peak(), planned])

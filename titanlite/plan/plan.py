@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -51,20 +51,55 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Leg:
+    """Needs of the steps of a run that have one size (`[[data.phase]]`)."""
+
+    #: The run, as if all its steps were like these.
+    run: RunConfig
+    #: The first of them, and how many there are; None: the length of the run is not known.
+    first: int
+    steps: int | None
+    memory: RankMemory
+    speed: Speed
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for its steps without validation and saves; None: their number is not known."""
+        return None if self.steps is None else self.steps * self.speed.step_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the leg as JSON has it."""
+        batch = self.run.batch
+        return {
+            "step": self.first,
+            "steps": self.steps,
+            "global_batch_size": batch.global_batch_size,
+            "seq_len": batch.seq_len,
+            "tokens_per_step": batch.tokens_per_step,
+            "needed_gib": needed_bytes(self.memory) / GIB,
+            "step_seconds": self.speed.step_seconds,
+            "tokens_per_second": self.speed.tokens_per_second,
+            "hours": None if self.seconds is None else self.seconds / 3600,
+        }
+
+
+@dataclass(frozen=True)
 class Plan:
     """Needs of one run on one cluster."""
 
     run: RunConfig
     cluster: Cluster
-    #: Of the rank that needs most.
+    #: Of the rank that needs most, in the leg that needs most.
     memory: RankMemory
     #: The memory is of a trace, not of formulas.
     exact: bool
+    #: Of the first step.
     speed: Speed
     #: Name → bytes of host memory of one machine.
     host: Mapping[str, int]
     #: None: the run saves no checkpoints.
     disk: Disk | None
+    legs: tuple[Leg, ...]
 
     @property
     def overhead(self) -> int:
@@ -111,7 +146,8 @@ class Plan:
         """Time for all steps without validation and saves; None: the number of steps is not
         known.
         """
-        return None if self.run.steps is None else self.run.steps * self.speed.step_seconds
+        seconds = [leg.seconds for leg in self.legs if leg.seconds is not None]
+        return sum(seconds) if len(seconds) == len(self.legs) else None
 
     @property
     def cost(self) -> float | None:
@@ -150,6 +186,9 @@ class Plan:
         Unknown numbers are null, others finite.
         """
         peak, speed, disk = self.memory.peak, self.speed, self.disk
+        phases = {}
+        if len(self.legs) > 1:
+            phases["phases"] = [leg.as_json() for leg in self.legs]
         return {
             "model": self.run.model.title,
             "world_size": self.run.mesh.world_size,
@@ -187,6 +226,7 @@ class Plan:
             "mfu": speed.mfu,
             "mfu_range": list(self.mfu_range),
             "assumptions": list(self.assumptions),
+            **phases,
         }
 
 
@@ -216,13 +256,31 @@ def make_plan(
     if trace:
         with suppress(NoFormula):
             rank = worst_rank(run) if rank is None else rank
-        memory = trace(run, rank or 0)
-    else:
-        memory = formula(run, rank)
-    speed = predict(run, cluster)
-    host = host_memory(run, cluster, memory)
+    legs = tuple(_legs(run, cluster, rank, trace))
+    memory = max((leg.memory for leg in legs), key=lambda memory: memory.peak.total)
+    speed = legs[0].speed
+    largest = max((leg.run for leg in legs), key=lambda run: run.batch.tokens_per_step)
+    host = host_memory(largest, cluster, memory)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, trace is not None, speed, host, disk)
+    return Plan(run, cluster, memory, trace is not None, speed, host, disk, legs)
+
+
+def _legs(
+    run: RunConfig,
+    cluster: Cluster,
+    rank: int | None,
+    trace: Callable[[RunConfig, int], RankMemory] | None,
+) -> Iterator[Leg]:
+    """Yield the plan of each leg. The arguments are those of `make_plan`."""
+    firsts = list(run.legs)
+    ends = [first - 1 for first in firsts[1:]]
+    for first, end in zip(firsts, [*ends, run.steps], strict=True):
+        steady = run.steady_at(first)
+        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
+        steps = None
+        if run.steps is not None and end is not None:
+            steps = max(min(end, run.steps) - first + 1, 0)
+        yield Leg(steady, first, steps, memory, predict(steady, cluster))
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.metrics.terminal import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
-from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS
-from titanlite.plan.plan import Disk, Plan, make_plan
+from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
+from titanlite.plan.plan import Disk, Leg, Plan, make_plan
 from titanlite.start.derive import RunConfig
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
@@ -142,6 +142,9 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "speed", _speed(plan)
     tokens = f"{plan.run.batch.tokens_per_step:,} tokens"
     yield "step", f"{tokens} in {_seconds(plan.speed.step_seconds)}: {_largest(plan)}"
+    if len(plan.legs) > 1:
+        for leg in plan.legs:
+            yield f"step {leg.first:,}", _leg(plan, leg)
     if plan.run.steps is not None and plan.seconds is not None:
         yield "run", _whole_run(plan, plan.run.steps, plan.seconds)
     yield "host memory", _host(plan)
@@ -156,10 +159,25 @@ def _speed(plan: Plan) -> str:
     return f"{rates} ({speed.low:,.0f} to {speed.high:,.0f}), MFU {mfu} % ({low} to {high})"
 
 
+def _leg(plan: Plan, leg: Leg) -> str:
+    """Return what the steps of a phase need."""
+    batch = leg.run.batch
+    sequences = counted(batch.global_batch_size, "sequences")
+    size = f"{sequences} of {batch.seq_len:,} = {batch.tokens_per_step:,} tokens"
+    time = f"{_seconds(leg.speed.step_seconds)} a step"
+    if leg.seconds is not None and leg.steps is not None:
+        unit = _unit(leg.seconds)
+        time += f", {_in_unit(leg.seconds, unit)} {unit} for {counted(leg.steps, 'steps')}"
+    memory = f"{needed_bytes(leg.memory) / GIB:.2f} GiB needed"
+    if leg.memory is plan.memory:
+        memory += ", the most of all phases"
+    return f"{size}: {time}; {memory}"
+
+
 def _whole_run(plan: Plan, steps: int, seconds: float) -> str:
     """Return length, time and price of all steps. seconds: of all steps."""
     speed = plan.speed
-    tokens = human_count(steps * plan.run.batch.tokens_per_step)
+    tokens = human_count(plan.run.course.tokens_after(steps))
     fast = seconds * speed.tokens_per_second / speed.high
     slow = seconds * speed.tokens_per_second / speed.low
     unit = _unit(seconds)

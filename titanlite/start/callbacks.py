@@ -17,7 +17,7 @@ from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.runs.provenance import public_config
 from titanlite.start.derive import RunConfig
-from titanlite.start.opening import StartReport
+from titanlite.start.opening import SkippedText, StartReport
 from titanlite.start.report import report_lines
 from titanlite.start.run_text import Datasets
 from titanlite.training.dead_weights import DeadWeights
@@ -106,9 +106,8 @@ def _figures(built: Built) -> list[Any]:
         mixture = built.datasets.train.mixture
         losses = built.model.loss
         if mixture is not None and isinstance(losses, RowLosses):
-            size = run.batch.global_batch_size
             factors = built.model.factors
-            found.append(SourceFigures(mixture, losses, size, built.loaders.share, factors))
+            found.append(SourceFigures(mixture, losses, built.loaders.share, factors))
     if run.spec.experts is not None:
         from titanlite.features.experts.figures import ExpertFigures
 
@@ -126,6 +125,9 @@ def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> Met
         run.spec.flops_per_token(built.model.args, run.batch.seq_len),
         peak_flops_of(built.world.device, run.metrics.peak_tflops),
     )
+    for batch in run.legs.values():
+        flops = run.spec.flops_per_token(built.model.args, batch.seq_len)
+        meter.flops_by_length[batch.seq_len] = flops
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
 
@@ -154,7 +156,8 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
         return report_lines(built, trainer.steps, peak)
 
     in_epochs = run.training.epochs is not None
-    return StartReport(lines, run.checkpoint, built.loaders.skip, attempts, in_epochs)
+    skip = SkippedText(built.loaders.skip, run.course)
+    return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
 
 
 def _peak_check(built: Built) -> Callback | None:
@@ -210,7 +213,7 @@ def _verify_resume(built: Built) -> Callback | None:
         tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    return VerifyResume(check, built.loaders.skip, built.loaders.share)
+    return VerifyResume(check, run.course, built.loaders.skip, built.loaders.share)
 
 
 def _document_log(built: Built) -> Callback | None:
@@ -230,4 +233,4 @@ def _document_log(built: Built) -> Callback | None:
         name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
         path = Path(run.job.dump_folder) / name
     text = public_name(run.training.dataset_path or run.training.dataset)
-    return DocumentLog(path, rows, text, run.batch.global_batch_size, part)
+    return DocumentLog(path, rows, text, part)

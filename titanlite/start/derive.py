@@ -20,12 +20,13 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import idle_keys
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
+from titanlite.data.course import Course, StepSize
 from titanlite.features import features_of, pipeline_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.start.schedule_parts import schedule_of
+from titanlite.start.schedule_parts import run_length, schedule_of
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
@@ -115,7 +116,10 @@ class RunConfig(Config, frozen=True, kw_only=True):
     """
 
     mesh: MeshSizes
+    #: Of the first step.
     batch: BatchSizes
+    #: The sizes of all steps, where nothing disturbs the run.
+    course: Course
     pipeline: PipelineSizes
     #: Optimizer steps; None: `training.epochs` waits for the length of the text.
     steps: int | None
@@ -126,6 +130,32 @@ class RunConfig(Config, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
     toml: str
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of all steps; None: their number is not known yet."""
+        return None if self.steps is None else self.course.tokens_after(self.steps)
+
+    @property
+    def legs(self) -> dict[int, BatchSizes]:
+        """The batches of the run by their first step."""
+        found = {}
+        for done, size in self.course.legs:
+            at_once = self.batch.micro_batch_size * self.mesh.dp_degree
+            found[done.steps + 1] = BatchSizes(
+                self.batch.micro_batch_size,
+                max(size.sequences // at_once, 1),
+                size.sequences,
+                size.seq_len,
+                size.tokens,
+            )
+        return found
+
+    def steady_at(self, step: int) -> RunConfig:
+        """Return the run as if all its steps were like this one."""
+        batches = [batch for first, batch in self.legs.items() if first <= step]
+        course = Course.steady(self.course.size(step))
+        return replace_fields(self, batch=batches[-1], course=course)
 
     @property
     def sequences_at_once(self) -> int:
@@ -150,9 +180,19 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return max(self.sequence_lengths.values())
 
     @property
+    def row_len(self) -> int:
+        """Tokens of a row of the data order: those of the longest sequence of training."""
+        return max([self.training.seq_len, *(leg.size.seq_len for leg in self.course.legs)])
+
+    @property
     def sequence_lengths(self) -> dict[str, int]:
-        """The lengths of sequences by key, in tokens; validation's if it is another."""
+        """The lengths of sequences by key, in tokens; validation's if it is another than the
+        first.
+        """
         lengths = {"training.seq_len": self.training.seq_len}
+        for number, phase in enumerate(self.data.phase):
+            if phase.seq_len is not None:
+                lengths[f"data.phase[{number}].seq_len"] = phase.seq_len
         held_out = self.validation.seq_len if self.validation.enable else None
         if held_out is not None and held_out != self.training.seq_len:
             lengths["validation.seq_len"] = held_out
@@ -205,8 +245,9 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         sizes = PipelineSizes(cut.stages, cut.microbatches)
         told.notes += cut.notes
         told.warnings += cut.warnings
-    steps = _steps(filled, batch, total_sequences, told.notes)
-    schedule = schedule_of(filled, steps, told)
+    course = _course(filled, batch, told.notes)
+    steps = _steps(filled, course, total_sequences, told.notes)
+    schedule = schedule_of(filled, steps, course, told)
     notes, warnings = idle_keys(config)
     told.notes += notes
     told.warnings += warnings
@@ -215,6 +256,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         **{name: getattr(filled, name) for name in sections()},
         mesh=mesh,
         batch=batch,
+        course=course,
         pipeline=sizes,
         steps=steps,
         schedule=schedule,
@@ -230,8 +272,10 @@ def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """Return the same run with another number of steps; a schedule as long as the run keeps to its
     length.
     """
-    follows = run.schedule.total_steps == run.steps
-    schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
+    schedule = run.schedule
+    if schedule.total_steps == run_length(schedule.unit, run.steps, run.course):
+        length = run_length(schedule.unit, steps, run.course)
+        schedule = replace(schedule, total_steps=length)
     return replace_fields(run, steps=steps, schedule=schedule)
 
 
@@ -326,6 +370,22 @@ def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
     return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
 
 
+def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
+    """Return the sizes of all steps."""
+    total = batch.global_batch_size
+    if not d.data.phase:
+        return Course.steady(StepSize(total, batch.seq_len, total))
+    from titanlite.data.phases import Phases
+
+    course = Phases(d.data.phase, {}, total, batch.tokens_per_step).course()
+    for done, size in course.legs[1:]:
+        notes.append(
+            f"from step {done.steps + 1}: {counted(size.sequences, 'sequences')} * seq_len "
+            f"{size.seq_len} = {size.tokens:,} tokens per step (data.phase)"
+        )
+    return course
+
+
 # Sections that depend on others
 
 
@@ -357,14 +417,12 @@ def _below(folder: str, section: S, *names: str) -> S:
 # The length of the run
 
 
-def _steps(
-    d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]
-) -> int | None:
+def _steps(d: Config, course: Course, total_sequences: int | None, notes: list[str]) -> int | None:
     tokens = d.training.tokens
     epochs = d.training.epochs
     if tokens is not None:
-        steps = math.ceil(tokens / batch.tokens_per_step)
-        why = f"training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step"
+        steps = course.steps_with_tokens(tokens)
+        why = f"training.tokens {tokens:,} / {_per_step(course, 'tokens')}"
     elif epochs is None:
         return d.training.steps
     elif total_sequences is None:
@@ -373,11 +431,20 @@ def _steps(
     else:
         from titanlite.data.skip_ranges import count, ranges_of_steps
 
-        size = batch.global_batch_size
-        skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
-        steps = math.ceil((total_sequences - skipped) / size)
+        skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, course))
+        steps = course.steps_with_rows(total_sequences - skipped)
         less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
-        read = f"{counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less}"
-        why = f"{read} / {counted(size, 'sequences')} per step"
+        # Of a run with sequences of several lengths, those of the longest.
+        one_length = all(size.rows == size.sequences for _, size in course.legs)
+        unit = "sequences" if one_length else "rows"
+        read = f"{counted(total_sequences, unit)} in {counted(epochs, 'epochs')}{less}"
+        why = f"{read} / {_per_step(course, unit)}"
     notes.append(f"steps = {steps}: {why}, rounded up")
     return steps
+
+
+def _per_step(course: Course, unit: str) -> str:
+    """Return the tokens, or rows as sequences, of a step in words, for each leg of the run."""
+    sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
+    earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
+    return f"{earlier}{counted(sizes[-1], unit)} per step"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -32,6 +33,7 @@ from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.features import features_of
+from titanlite.features.feature import Feature
 from titanlite.features.interactions import halving_key
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
@@ -199,8 +201,7 @@ def unclear_texts(config: LoadedConfig) -> list[Problem]:
 
 def many_passes(run: RunConfig) -> Iterator[str]:
     """Warn of texts that are read too often, as far as that is known before they are read."""
-    tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
-    for name, passes in planned_passes(run.training, run.data, tokens).items():
+    for name, passes in planned_passes(run.training, run.data, run.tokens).items():
         warning = passes_warning(public_name(name), passes)
         if warning:
             yield warning
@@ -219,13 +220,18 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     found = list(rank_misfits(d, run))
     if not found:
         found += batch_misfits(run)
+        if run.data.phase or run.schedule.in_tokens:
+            from titanlite.start.phase_misfits import phase_misfits
+
+            found += phase_misfits(run)
         for feature in features.on:
             found += feature.rank_misfits(run)
         found += _unknown_schedule(d)
         if pipeline is not None:
             found += pipeline.misfits(d, run)
     if not found and pipeline is not None:
-        found += pipeline.microbatch_misfits(run)
+        for batch in run.legs.values():
+            found += pipeline.microbatch_misfits(replace_fields(run, batch=batch))
     try:
         args = run.model_args()
     except ShapeError as error:
@@ -243,8 +249,16 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
             found += reshard_misfits(run, args)
         for feature in features.on:
-            found += feature.model_misfits(run, args)
+            found += _model_misfits(feature, run, args)
     return placed(config, found)
+
+
+def _model_misfits(feature: Feature, run: RunConfig, args: Any) -> Iterator[Finding]:
+    """Find what does not fit the model, with the batch of any phase."""
+    found: dict[Finding, None] = {}
+    for first in run.legs:
+        found |= dict.fromkeys(feature.model_misfits(run.steady_at(first), args))
+    yield from found
 
 
 def _not_offered(run: RunConfig) -> Iterator[Finding]:

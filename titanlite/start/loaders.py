@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.data.course import Course
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
 from titanlite.data.rows import Rows
@@ -35,6 +36,8 @@ class LoaderParts:
     validation: ValidationSet | None
     #: The `[[data.phase]]` tables; None: there are none, and no mixture.
     phases: Phases | None
+    #: The sizes of the steps of a run that begins.
+    course: Course
     #: Ranges of sequences that are not served.
     skip: tuple[Range, ...]
     #: This rank's place among those that read different data, and their number.
@@ -47,10 +50,13 @@ def build_loaders(
     """Build this rank's loaders. average: of the weights, for validation."""
     share = data_parallel_rank(mesh), run.mesh.dp_degree
     batch = run.batch
-    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
+    skip = ranges_of_steps(run.data.skip_steps, run.course)
+    phases = phases_of(run)
+    course = run.course if phases is None else phases.course()
     steps = TrainLoader(
         datasets.train, batch.global_batch_size, batch.micro_batch_size, *share, skip
     )
+    steps.follow(course)
     # Only a stream has a state.
     reserve = _RESERVE if datasets.train.state_dict() else 0
     train = Prefetcher(_divided(run, mesh, steps), run.data.prefetch, _pins(run, mesh), reserve)
@@ -59,7 +65,7 @@ def build_loaders(
         validation = build_validation(run, mesh, datasets.validation)
         if average is not None and run.validation.ema:
             validation = replace(validation, weights=average.applied)
-    return LoaderParts(train, validation, phases_of(run), skip, share)
+    return LoaderParts(train, validation, phases, course, skip, share)
 
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:

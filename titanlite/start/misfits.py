@@ -78,7 +78,8 @@ def batch_misfits(run: RunConfig) -> Iterator[Finding]:
     """Check what depends on the sizes of the mesh and of a batch."""
     yield from _reshard_misfits(run)
     yield from _early_misfits(run)
-    yield from _global_batch_misfits(run)
+    key = "training.global_batch_size"
+    yield from global_batch_misfits(run, key, run.training.global_batch_size)
 
 
 def _reshard_misfits(run: RunConfig) -> Iterator[Finding]:
@@ -98,7 +99,7 @@ def _reshard_misfits(run: RunConfig) -> Iterator[Finding]:
 
 def _early_misfits(run: RunConfig) -> Iterator[Finding]:
     """Check that a step has one micro-batch where updates happen in its backward."""
-    batch = run.batch
+    batch = max(run.legs.values(), key=lambda batch: batch.accumulation)
     if not run.optimizer.early_step_in_backward or batch.accumulation == 1:
         return
     message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
@@ -109,20 +110,21 @@ def _early_misfits(run: RunConfig) -> Iterator[Finding]:
     yield "batch", "optimizer.early_step_in_backward", message, hint
 
 
-def _global_batch_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check that the ranks can share a global batch in whole micro-batches."""
-    wanted = run.training.global_batch_size
+def global_batch_misfits(run: RunConfig, key: str, wanted: int) -> Iterator[Finding]:
+    """Check that the ranks can share a global batch in whole micro-batches. wanted: -1: one of
+    them.
+    """
     size = run.training.batch_size
-    if wanted in (-1, run.batch.global_batch_size):
-        return
     at_once = size * run.mesh.dp_degree
+    if wanted == -1 or wanted % at_once == 0:
+        return
     width = counted(run.mesh.dp_degree, "data-parallel ranks")
     message = f"is {wanted}, not a multiple of batch_size {size} * {width} = {at_once}"
     hint = f"these work: global_batch_size = {around(wanted, at_once)}"
     if wanted % size == 0:
         numbers = ", ".join(map(str, divisors(wanted // size)))
         hint += f"; or one of {numbers} data-parallel ranks"
-    yield "batch", "training.global_batch_size", message, hint
+    yield "batch", key, message, hint
 
 
 # The model

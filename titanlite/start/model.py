@@ -71,7 +71,7 @@ def build_model(
     if run.training.seed is not None:
         # Of torch's own generators: the weights and the data order have their own.
         seed_generators(run.training.seed, mesh)
-    _tell_experts(run, args, model)
+    tell_experts(run, args, model, run.batch.tokens_per_step)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
 
@@ -133,14 +133,14 @@ def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossF
     )
 
 
-def _tell_experts(run: RunConfig, args: Any, model: nn.Module) -> None:
+def tell_experts(run: RunConfig, args: Any, model: nn.Module, tokens: int) -> None:
     """Tell each mixture of experts the tokens of a step, by which its loss is divided."""
     if run.spec.experts is None:
         return
     modules: dict[str, Any] = dict(model.named_modules())
     for name in run.spec.experts(args):
         if name in modules:  # a pipeline stage has some of them
-            modules[name].step_tokens = run.batch.tokens_per_step
+            modules[name].step_tokens = tokens
 
 
 def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from titanlite.callbacks import Callback
 from titanlite.config.sections import Checkpoint
+from titanlite.data.course import Course
 from titanlite.data.skip_ranges import Range
 from titanlite.optim.schedule import LearningRate
 from titanlite.start.report import WARNING
@@ -27,18 +28,27 @@ _WORDS = {
 }
 
 
+class SkippedText(NamedTuple):
+    """Text that a run skips."""
+
+    #: Of sequences.
+    ranges: Sequence[Range]
+    #: Of an undisturbed run, which tells their steps.
+    course: Course
+
+
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts:
-    has lines of its own. in_epochs: the text decides how long the run is.
+    report: the lines about the run itself. attempts: has lines of its own. in_epochs: the text
+    decides how long the run is.
     """
 
     def __init__(
         self,
         report: Callable[[Trainer], Sequence[str]],
         checkpoint: Checkpoint,
-        skip: Sequence[Range],
+        skip: SkippedText,
         attempts: AttemptRecord,
         in_epochs: bool,
     ) -> None:
@@ -72,8 +82,8 @@ class StartReport(Callback):
                 from titanlite.data.skip_ranges import served_already
                 from titanlite.training.anomalies import steps_text
 
-                for first, end in served_already(self._skip, loaded.train["data"]):
-                    steps = steps_text(first, end, trainer.parts.global_batch_size)
+                for first, end in served_already(self._skip.ranges, loaded.train["data"]):
+                    steps = steps_text(first, end, self._skip.course)
                     yield (
                         f"data.skip_steps: {steps} comes too late, it was trained on before this "
                         "checkpoint; to leave it out, start from an older one "
@@ -121,6 +131,8 @@ def began(section: Checkpoint, loaded: LoadedState | None) -> str:
     return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
 
 
+#: What the record of a schedule leaves out where it is so.
+_PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
 #: What a schedule of a later version, or a damaged one, leads to. It only serves a comparison.
 _DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
 
@@ -130,14 +142,14 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
     they do not.
     """
     before = loaded.train.get("schedule")
-    now = {"phases": [], **rate.record()}
+    now = {**_PLAIN, **rate.record()}
     if (
         loaded.origin != "resume"
         or "lr_scheduler" in loaded.left_out
         or not isinstance(before, dict)
     ):
         return None
-    before = {"phases": [], **before}
+    before = {**_PLAIN, **before}
     changed = {}
     for name, value in now.items():
         if name in before and before[name] != value:

@@ -27,6 +27,7 @@ from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.features import activation_offload_of, ema_of, features_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
+from titanlite.optim.schedule import Schedule
 from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.start.derive import MeshSizes, RunConfig, with_steps
@@ -277,16 +278,21 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
     return rows
 
 
-def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
-    """steps: length of the run; None while the text is not counted."""
+def batch_rows(
+    setup: Setup, steps: int | None, epochs: int | None, tokens: int | None = None
+) -> list[Row]:
+    """steps: length of the run; None while the text is not counted. tokens: the same; None: all
+    steps are as the first.
+    """
     sequences = counted(setup.sequences, "sequences")
     epoch = setup.tokens_per_epoch
     per_step = setup.sequences * setup.seq_len
     length = counted(epochs or 0, "epochs")
     if steps is not None:
-        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
+        tokens = tokens or steps * per_step
+        length = f"{counted(steps, 'steps')}, {tokens:,} tokens"
         if epoch:
-            passes = f"{steps * per_step / epoch:.3g}"
+            passes = f"{tokens / epoch:.3g}"
             epochs_in_words = "1 epoch" if passes == "1" else f"{passes} epochs"
             length += f" = {epochs_in_words}"
     return [
@@ -301,25 +307,21 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
     ]
 
 
-def schedule_row(
-    decay_type: str,
-    floor: float,
-    warmup: float,
-    plateau: float | None,
-    decay: int | None,
-    total: int | None,
-) -> Row:
-    """floor: lowest learning rate of the decay. The others are lengths in steps."""
-    over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts = [f"warm-up {counted(warmup, 'steps')}"]
-    if plateau:
-        parts.append(f"plateau {counted(plateau, 'steps')}")
-    if decay_type == "constant":
+def schedule_row(schedule: Schedule, floor: float) -> Row:
+    """floor: lowest learning rate of the decay."""
+    unit = schedule.unit
+    over = ""
+    if schedule.decay_steps is not None:
+        over = f" over the last {counted(schedule.decay_steps, unit)}"
+    parts = [f"warm-up {counted(schedule.warmup_steps, unit)}"]
+    if schedule.plateau_steps:
+        parts.append(f"plateau {counted(schedule.plateau_steps, unit)}")
+    if schedule.decay_type == "constant":
         parts.append("then constant")
     else:
-        parts.append(f"{decay_type} decay{over} to {floor:g}")
-    if total is not None:
-        parts.append(f"{counted(total, 'steps')} in all")
+        parts.append(f"{schedule.decay_type} decay{over} to {floor:g}")
+    if schedule.total_steps is not None:
+        parts.append(f"{counted(schedule.total_steps, unit)} in all")
     return "schedule", ", ".join(parts)
 
 
@@ -339,7 +341,7 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     rows += _memory_rows(built, run, setup)
     rows.append(data_row(run.training, run.data, setup))
     rows += file_rows(datasets.train, datasets.validation)
-    rows += batch_rows(setup, run.steps, run.training.epochs)
+    rows += batch_rows(setup, run.steps, run.training.epochs, run.tokens)
     rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run, whole))
     rows.append(_schedule(run))
     rows += [("note", note) for note in run.notes]
@@ -411,14 +413,7 @@ def _state_bytes(built: Built, run: RunConfig, whole: nn.Module) -> float | None
 def _schedule(run: RunConfig) -> Row:
     schedule = run.schedule
     floor = max(schedule.min_lr_factor * run.optimizer.peak_lr, schedule.min_lr or 0.0)
-    return schedule_row(
-        schedule.decay_type,
-        floor,
-        schedule.warmup_steps,
-        schedule.plateau_steps,
-        schedule.decay_steps,
-        schedule.total_steps,
-    )
+    return schedule_row(schedule, floor)
 
 
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
@@ -426,7 +421,7 @@ def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
     name = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None
     if run.steps is not None:
-        sequences = run.steps * run.batch.global_batch_size
+        sequences = run.course.position_after(run.steps)
     found = list(run.warnings)
     machine = accelerator_warning()
     if machine:

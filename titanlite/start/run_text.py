@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data import DataError
 from titanlite.data.rows import Rows
@@ -56,8 +58,8 @@ def _check_length(run: RunConfig, sequences: int | None) -> None:
     """
     if sequences is None or not run.steps:
         return
-    last = sequences // run.batch.global_batch_size
-    if sequences < run.steps * run.batch.global_batch_size:
+    last = run.course.steps_with_rows(sequences + 1) - 1
+    if sequences < run.course.position_after(run.steps):
         raise DataError(
             f"training.steps: the epochs of all sources end after step {last} of {run.steps}. Set "
             f"it to {last} at most, or give one source no epochs"
@@ -78,7 +80,9 @@ def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alon
     """Read the training text alone. Raises as `read_datasets`."""
     phases = phases_of(run)
     shares = None if phases is None else phases.shares()
-    return _text_reader(run, tokenizer, share).train(run.training, shares)
+    # Shorter sequences are pieces of rows.
+    training = replace(run.training, seq_len=run.row_len)
+    return _text_reader(run, tokenizer, share).train(training, shares)
 
 
 def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
@@ -93,20 +97,19 @@ def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextRead
 def phases_of(run: RunConfig) -> Phases | None:
     """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin.
 
-    None: a run without phases and sources.
+    None: a run without phases and sources, whose schedule counts steps.
     """
-    if not run.data.phase and not run.data.source:
+    if not run.data.phase and not run.data.source and not run.schedule.in_tokens:
         return None
     from titanlite.data.phases import Phases
     from titanlite.data.skip_ranges import ranges_of_steps
 
-    size = run.batch.global_batch_size
     return Phases(
         phases=run.data.phase,
         first={source.name or source.path or "": source.weight for source in run.data.source},
-        global_batch=size,
+        global_batch=run.batch.global_batch_size,
         tokens_per_step=run.batch.tokens_per_step,
-        skip=ranges_of_steps(run.data.skip_steps, size),
+        skip=ranges_of_steps(run.data.skip_steps, run.course),
     )
 
 

@@ -1,4 +1,4 @@
-"""The learning rate's schedule of a run: the length of each part, in steps."""
+"""The learning rate's schedule of a run: the length of each part, in steps or tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
+    from titanlite.data.course import Course
     from titanlite.start.derive import Told
 
 
-def schedule_of(d: Config, steps: int | None, told: Told) -> Schedule:
+def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Schedule:
     """Return the schedule of a run of `steps` steps; None: their number is not known yet."""
     section = d.lr_scheduler
     warmup = d.training.warmup_steps
-    total = steps if section.total_steps is None else section.total_steps
+    length = run_length(section.unit, steps, course)
+    total = length if section.total_steps is None else section.total_steps
     schedule = Schedule(
         total_steps=total,
         warmup_steps=0 if section.warmup_ratio is not None else warmup,
@@ -26,14 +28,16 @@ def schedule_of(d: Config, steps: int | None, told: Told) -> Schedule:
         min_lr_factor=section.min_lr_factor,
         min_lr=section.min_lr,
         style=section.style,
+        in_tokens=section.unit == "tokens",
     )
     if total is None:
         return schedule
-    if steps not in (None, total):
+    if length not in (None, total):
         told.notes.append(
-            f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}"
+            f"the schedule is {total} {section.unit} long (lr_scheduler.total_steps), the run "
+            f"{length}"
         )
-    lengths = _Lengths(total, told)
+    lengths = _Lengths(total, section.unit, told)
     # The AWS samples take fractions of steps.
     whole = section.style != "fsdp"
     warmup_steps = lengths.of("warmup", section.warmup_ratio, warmup, total, whole) or 0
@@ -48,33 +52,42 @@ def schedule_of(d: Config, steps: int | None, told: Told) -> Schedule:
     )
 
 
+def run_length(unit: str, steps: int | None, course: Course) -> int | None:
+    """Return the length of a run of `steps` steps in the unit of a schedule; None: not known."""
+    if steps is None or unit == "steps":
+        return steps
+    return course.tokens_after(steps)
+
+
 @dataclass
 class _Lengths:
-    """The parts of a schedule of `total` steps."""
+    """The parts of a schedule of `total` steps, or tokens. unit: of the two."""
 
     total: int
+    unit: str
     told: Told
 
     def of(
         self, name: str, ratio: float | None, given: float | None, limit: float, whole: bool
     ) -> float | None:
-        """Return the steps of one part, shortened to `limit`.
+        """Return the length of one part, shortened to `limit`.
 
-        ratio: of the schedule; None: `given` has the steps. whole: no fractions of steps.
+        ratio: of the schedule; None: `given` has the length. whole: no fractions of steps.
         """
         if ratio is not None:
             given = ratio * self.total
             if whole:
                 given = round(given)
             self.told.notes.append(
-                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {self.total} steps"
+                f"{name} = {counted(given, self.unit)}: {name}_ratio {ratio} * {self.total} "
+                f"{self.unit}"
             )
         if given is None or given <= limit:
             return given
         warmup = self.total - limit
         rest = f", {warmup:.10g} of them warm-up" if warmup > 0 else ""
         self.told.warnings.append(
-            f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}: the schedule "
-            f"has {self.total} steps{rest}"
+            f"the {name} of {counted(given, self.unit)} is shortened to {limit:.10g}: the "
+            f"schedule has {self.total} {self.unit}{rest}"
         )
         return limit

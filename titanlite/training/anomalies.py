@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from titanlite.data.course import Course
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
-from titanlite.data.skip_ranges import merged, take
+from titanlite.data.skip_ranges import count, merged, take
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
 from titanlite.training.bad_steps import BadStepError, WeightsError
@@ -45,25 +46,28 @@ class Fetched(NamedTuple):
     before: dict[str, Any]
     after: dict[str, Any]
 
-    def sequences(self, global_batch: int) -> list[int]:
-        """Return the sequences of the step, over all ranks."""
-        return take(
-            self.before["next_sequence"], global_batch, merged(self.after.get("left_out", ()))
-        )
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences of the step, over all ranks."""
+        first, end = self.before["next_sequence"], self.after["next_sequence"]
+        left_out = merged(self.after.get("left_out", ()))
+        return take(first, end - first - count(first, end, left_out), left_out)
 
 
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
 
-    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks. share:
-    data-parallel rank and degree.
+    folder: the run's; None on other ranks. course: of an undisturbed run. share: data-parallel rank
+    and degree.
     """
 
     def __init__(
-        self, folder: Path | None, dataset: Rows, global_batch: int, share: tuple[int, int] = (0, 1)
+        self, folder: Path | None, dataset: Rows, course: Course, share: tuple[int, int] = (0, 1)
     ) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
-        self._dataset, self._global_batch, self._share = dataset, global_batch, share
+        self._dataset = dataset
+        self._course = course
+        self._share = share
         #: Step of the checkpoint that the run returned to. How often in a row a bad step came soon
         #: after it.
         self._returned = (-1, 0)
@@ -80,9 +84,7 @@ class AnomalyLog:
         self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
     ) -> None:
         """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
-        skipped = steps_text(
-            data["next_sequence"], fetched.after["next_sequence"], self._global_batch
-        )
+        skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._course)
         words = (
             f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
             "from now on"
@@ -119,7 +121,7 @@ class AnomalyLog:
             logger.warning(
                 f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}"
             )
-        sequences = fetched.sequences(self._global_batch)
+        sequences = fetched.sequences
         rank, degree = self._share
         known = sequences
         if self._dataset.lanes is not None:
@@ -134,7 +136,7 @@ class AnomalyLog:
             "grad_norm": bad.norm,
             "message": str(bad),
             "ranks": bad.ranks,
-            "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
+            "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._course),
             **more,
             "documents": self._documents(known),
         }
@@ -183,12 +185,12 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
     bad.explain(finding)
 
 
-def steps_text(first: int, end: int, global_batch: int) -> str:
+def steps_text(first: int, end: int, course: Course) -> str:
     """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
-    "7" or "6-8".
+    "7" or "6-8". course: of an undisturbed run.
     """
-    begin = first // global_batch + 1
-    last = (end - 1) // global_batch + 1
+    begin = course.steps_with_rows(first + 1)
+    last = course.steps_with_rows(end)
     return str(begin) if begin == last else f"{begin}-{last}"
 
 

@@ -27,13 +27,11 @@ class DocumentLog(Callback):
         path: Path | None,
         dataset: Rows,
         source: str,
-        global_batch: int,
         share: tuple[int, int] | None,
     ) -> None:
         self._log = None if path is None else MetricsLog(path)
         self._dataset = dataset
         self._source = source
-        self._global_batch = global_batch
         self._share = share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -53,7 +51,7 @@ class DocumentLog(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._log is None:
             return
-        sequences = trainer.recent[trainer.step].sequences(self._global_batch)
+        sequences = trainer.recent[trainer.step].sequences
         rank, degree = self._share
         total = self._dataset.total_sequences
         found = {}

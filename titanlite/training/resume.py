@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.manifest import steps_in
+from titanlite.data.course import Progress
 from titanlite.data.loader import gather_state
 from titanlite.data.state import StateError, check_loader
 from titanlite.parallel.dist_env import log_once
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 #: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
-_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
+_STATE = {
+    "tokens_seen": int,
+    "data": dict,
+    "schedule_began": int,
+    "schedule_began_tokens": int,
+    "guard": dict,
+    RESUME: dict,
+}
 _ONLY_WEIGHTS = (
     "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 )
@@ -48,10 +56,7 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
     if loaded.origin == "resume":
         trainer.saved_step = loaded.step
     trainer.tokens_seen = int(loaded.train["tokens_seen"])
-    began = int(loaded.train.get("schedule_began", 0))
-    if "lr_scheduler" in loaded.left_out:
-        began = loaded.step
-    parts.learning_rate.began = began
+    _restore_schedule(trainer, loaded)
     parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
     if "dataloader" in loaded.left_out:
         load_text(trainer, {"next_sequence": 0})
@@ -116,6 +121,25 @@ def _close_at_checkpoint(trainer: Trainer) -> None:
         )
 
 
+def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:
+    """Continue the schedule of the learning rate, or begin it here.
+
+    Raises CheckpointError where it began at a step whose tokens are not known.
+    """
+    rate = trainer.parts.learning_rate
+    by_tokens = rate.schedule.in_tokens
+    rate.began = int(loaded.train.get("schedule_began", 0))
+    rate.began_tokens = int(loaded.train.get("schedule_began_tokens", 0))
+    if "lr_scheduler" in loaded.left_out:
+        rate.began = loaded.step
+        rate.began_tokens = trainer.tokens_seen if by_tokens else 0
+    elif by_tokens and rate.began and not rate.began_tokens:
+        raise CheckpointError(
+            f"{loaded.folder}: its schedule began with step {rate.began + 1}, and it does not tell "
+            'the tokens before. Keep lr_scheduler.unit = "steps"'
+        )
+
+
 def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
     """Continue at the place in the text that a checkpoint has.
 
@@ -135,12 +159,13 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
     """
     check_loader(data)
     parts = trainer.parts
-    data = {name: value for name, value in data.items() if name != "phases"}
+    data = {name: value for name, value in data.items() if name not in ("phases", "course")}
     if parts.phases is not None:
-        from titanlite.data.phases import Progress
-
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
+        course = parts.phases.course(done)
+        data["course"] = parts.course = parts.learning_rate.course = course
         parts.learning_rate.phases = parts.phases.rates(done)
+        parts.learning_rate.peaks = parts.phases.peaks(done)
         if parts.datasets.train.mixture is not None:
             data = {**data, "phases": parts.phases.shares(done)}
     parts.loader.load_state_dict(data)

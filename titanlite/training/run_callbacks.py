@@ -15,10 +15,17 @@ from titanlite.runs import record
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.data.course import StepSize
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.compile import CompileWatch
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
+
+
+def has_new_size(trainer: Trainer) -> bool:
+    """Whether the step under way has another size than the one before, and so may compile again."""
+    course = trainer.parts.course
+    return course.size(trainer.step) != course.size(trainer.step - 1)
 
 
 class Watchdog(Callback):
@@ -36,6 +43,8 @@ class Watchdog(Callback):
             self.watch.__enter__()
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase == "data" and has_new_size(trainer):
+            self.watch.expect_warm_up(trainer.step)
         self.watch.phase(phase, trainer.step if phase == "data" else None)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
@@ -64,7 +73,7 @@ class Timeouts(Callback):
         self._is_slow = False
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
-        slow = self._lowered and phase in SLOW_PHASES
+        slow = self._lowered and (phase in SLOW_PHASES or has_new_size(trainer))
         if slow and not self._is_slow:
             self._slow.enter_context(patience(self._first, self._later))
         elif self._is_slow and not slow:
@@ -82,13 +91,19 @@ class CompileReport(Callback):
 
     def __init__(self, watch: CompileWatch) -> None:
         self._watch = watch
+        self._first: StepSize | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        self._first = trainer.parts.course.size(trainer.step + 1)
         if trainer.step < trainer.steps:
             self._watch.start()
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self._watch.after(trainer.step, "training")
+        size = trainer.parts.course.size(trainer.step)
+        phase = "training"
+        if size != self._first:
+            phase = f"steps of {size.sequences} sequences of {size.seq_len} tokens"
+        self._watch.after(trainer.step, phase)
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         self._watch.after(trainer.step, "validation")
@@ -160,7 +175,8 @@ class AttemptRecord(Callback):
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
         """Tokens seen when `step` was done."""
-        return trainer.tokens_seen - (trainer.done - step) * trainer.parts.tokens_per_step
+        later = range(step + 1, trainer.done + 1)
+        return trainer.tokens_seen - sum(trainer.parts.course.size(one).tokens for one in later)
 
 
 class GarbageCollection(Callback):

@@ -12,6 +12,7 @@ from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.data.course import Course
 from titanlite.data.hashes import add_hashes, step_hash
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.utils import logger
@@ -25,11 +26,15 @@ class VerifyResume(Callback):
     """Checks that a resumed run continues as the attempt before did: the next batch, and the next
     step's figures.
 
-    skip: ranges of sequences that this run skips. share: data-parallel rank and degree.
+    course: of an undisturbed run. skip: ranges of sequences that this run skips. share:
+    data-parallel rank and degree.
     """
 
-    def __init__(self, check: ResumeCheck, skip: tuple[Range, ...], share: tuple[int, int]) -> None:
+    def __init__(
+        self, check: ResumeCheck, course: Course, skip: tuple[Range, ...], share: tuple[int, int]
+    ) -> None:
         self._check = check
+        self._course = course
         self._skip = skip
         self._share = share
 
@@ -67,11 +72,10 @@ class VerifyResume(Callback):
         parts = trainer.parts
         rank, degree = self._share
         first = parts.loader.state_dict()["next_sequence"]
+        rows = parts.course.size(trainer.step + 1).rows
         part: str | None = None
         try:
-            part = step_hash(
-                parts.datasets.train, first, parts.global_batch_size, rank, degree, self._skip
-            )
+            part = step_hash(parts.datasets.train, first, rows, rank, degree, self._skip)
         except (
             Exception
         ) as error:  # the step itself raises it again; a save is complete without the hash
@@ -89,10 +93,10 @@ class VerifyResume(Callback):
 
         That key may be changed for a resume.
         """
-        size = trainer.parts.global_batch_size
+        size = trainer.parts.course.size(loaded.step + 1).rows
         try:
             before = ranges_of_steps(
-                loads(loaded.config["toml"])["data"].get("skip_steps", []), size
+                loads(loaded.config["toml"])["data"].get("skip_steps", []), self._course
             )
         except (TOMLDecodeError, KeyError, ValueError):
             return loaded

@@ -40,7 +40,9 @@ class LossChunks(Feature):
             d.experimental.pipeline_parallel_microbatches or d.experimental.pipeline_parallel_degree
         )
         rows = max(d.training.batch_size // pieces, 1)
-        length = max(d.training.seq_len // d.experimental.context_parallel_degree, 1)
+        lengths = [phase.seq_len for phase in d.data.phase if phase.seq_len is not None]
+        shortest = min([d.training.seq_len, *lengths])
+        length = max(shortest // d.experimental.context_parallel_degree, 1)
         tokens = rows * length
         if self.chunks <= tokens:
             return

@@ -7,7 +7,7 @@ share = pipeline.forward_backward(micro_batches, tokens)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,10 +73,8 @@ class Pipeline:
         to fill and to drain. loss: summed over tokens. positions: tokens per sequence on this rank
         → their places in it, [that many] int64; needed where hidden states have another length.
         """
-        # It loads the compiler.
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
         self._model = model
+        self._name = schedule
         self._shape = shape
         self._device = device
         self._loss = loss
@@ -88,10 +86,20 @@ class Pipeline:
         self._has_last = count - 1 in model.stages
         #: The last stage takes labels and returns the loss.
         self._chunked = self._has_last and in_chunks(model.stages[count - 1])
-        stages = [self._stage(number, count) for number in model.stages]
-        self._schedule = get_schedule_class(schedule)(
-            stages[0] if SCHEDULES[schedule].stages == "one" else stages,
-            microbatches * accumulation,
+        self.resize(accumulation, shape.seq_len)
+
+    def resize(self, accumulation: int, seq_len: int) -> None:
+        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        hidden_len = seq_len * self._shape.hidden_len // self._shape.seq_len
+        self._shape = replace(self._shape, seq_len=seq_len, hidden_len=hidden_len)
+        # It loads the compiler.
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        count = len(self._model.layout.stages)
+        stages = [self._stage(number, count) for number in self._model.stages]
+        self._schedule = get_schedule_class(self._name)(
+            stages[0] if SCHEDULES[self._name].stages == "one" else stages,
+            self._microbatches * accumulation,
             loss_fn=self._loss_share,
             # Each piece's loss is divided by the tokens of the whole step, so gradients add up as
             # they are.

@@ -265,12 +265,12 @@ def _batch(run: RunConfig) -> str:
 def _length(run: RunConfig) -> str:
     if run.steps is None:
         return counted(run.training.epochs or 0, "epochs")
-    return f"{run.steps:,}, {run.steps * run.batch.tokens_per_step:,} tokens"
+    return f"{run.steps:,}, {run.tokens:,} tokens"
 
 
 def _rate(run: RunConfig) -> str:
     schedule = run.schedule
-    warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
+    warmup = f"warm-up {counted(schedule.warmup_steps, schedule.unit)}, then {schedule.decay_type}"
     return f"{run.optimizer.lr:g}, {warmup}"
 
 

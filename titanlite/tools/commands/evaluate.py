@@ -49,6 +49,7 @@ _NO_TRAINING = (
     "--data.source=[]",
     "--data.skip_steps=[]",
     "--training.global_batch_size=-1",
+    "--lr_scheduler.unit=steps",
     "--optimizer.name=AdamW",
     "--job.callbacks=[]",
     "--metrics.enable_wandb=false",

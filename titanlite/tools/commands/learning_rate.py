@@ -44,8 +44,10 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
             [Problem("", "training.epochs", message, "give --training.steps N for this command")]
         )
     phases = phases_of(run)
-    factors = () if phases is None else phases.rates()
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=factors)
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=run.course)
+    if phases is not None:
+        rate.phases = phases.rates()
+        rate.peaks = phases.peaks()
     rates = [rate(step) for step in range(1, run.steps + 1)]
     return (
         json.dumps(rates) if arguments.json else "\n".join([*draw(rates), "", *table(rates)])

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ from titanlite.config.not_implemented import refused
 from titanlite.config.sections import Training
 from titanlite.data import DataError, skip_ranges
 from titanlite.data.corpus import Tokens
+from titanlite.data.course import Course, Progress
 from titanlite.data.documents import Document, documents_of
-from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import iter_records
@@ -185,30 +186,44 @@ def sequences_of(run: Run, step: int) -> list[int]:
     """
     if step < 1:
         raise DataError(f"step {step}: steps count from 1")
-    size = run.config.batch.global_batch_size
-    skip = ranges_of_steps(run.config.data.skip_steps, size)
+    skip = ranges_of_steps(run.config.data.skip_steps, run.config.course)
     earlier = [state for state in run.states if state.step < step]
     later = [state for state in run.states if state.step >= step]
-    before = max(earlier, default=State(0, 0, (), size))
+    before = max(earlier, default=State(0, 0, (), run.config.course.size(1).sequences))
     after = min(later, default=None)
     _set_rows(run, before, after)
+    course = _course(run, before, after)
     if after is not None:
-        size = after.global_batch
         skip = after.skipped
-        served = (after.step - before.step) * size
+        served = course.position_after(after.step) - before.position
         if skip_ranges.advance(before.position, served, skip) != after.position:
             raise DataError(
                 f"step {step}: between steps {before.step} and {after.step} the run changed its "
                 "global batch or its place in the text, and no checkpoint is left from then"
             )
-    start = skip_ranges.advance(before.position, (step - 1 - before.step) * size, skip)
+    served = course.position_after(step - 1) - before.position
+    start = skip_ranges.advance(before.position, served, skip)
     total = run.rows.total_sequences
-    found = [n for n in skip_ranges.take(start, size, skip) if total is None or n < total]
+    taken = skip_ranges.take(start, course.size(step).rows, skip)
+    found = [n for n in taken if total is None or n < total]
     if not found:
         raise DataError(
             f"step {step}: the text ends before it, after {counted(total or 0, 'sequences')}"
         )
     return found
+
+
+def _course(run: Run, before: State, after: State | None) -> Course:
+    """Return the sizes of the steps after a state, as if no sequence were skipped."""
+    done = Progress(before.step, before.tokens, before.position)
+    if len(run.config.course.legs) > 1:
+        phases = phases_of(run.config)
+        assert phases is not None
+        return replace_fields(phases, skip=()).course(done)
+    size = run.config.course.size(step=1)
+    if after is not None:
+        size = size._replace(sequences=after.global_batch, rows=after.global_batch)
+    return Course.steady(size, done)
 
 
 def _set_rows(run: Run, before: State, after: State | None) -> None:
@@ -439,6 +454,7 @@ def stats(run: Run, as_json: bool) -> str:
 def _figures(rows: Rows, run: Run) -> dict[str, Any]:
     """Return the figures of one text; None for those of a stream that are not known."""
     global_batch = run.config.batch.global_batch_size
+    rows_per_step = run.config.course.size(1).rows
     corpus = rows.corpus
     sequences = rows.sequences_per_epoch
     return {
@@ -448,7 +464,7 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
         "seq_len": rows.seq_len,
         "sequences_per_epoch": sequences,
         "global_batch": global_batch,
-        "steps_per_epoch": None if sequences is None else round(sequences / global_batch, 3),
+        "steps_per_epoch": None if sequences is None else round(sequences / rows_per_step, 3),
         "fingerprint": rows.fingerprint,
         **listing_figures(rows.listing),
         "document_tokens": None if corpus is None else _lengths(corpus),

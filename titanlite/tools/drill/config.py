@@ -41,7 +41,7 @@ _VOCABULARY = 4096
 _FIXED: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": _VOCABULARY, "tokenizer_path": None},
     "training": {"dataset": "c4_test", "dataset_path": None, "seq_len": 32, "steps": STEPS},
-    "lr_scheduler": {"total_steps": STEPS},
+    "lr_scheduler": {"total_steps": STEPS, "unit": "steps"},
     "checkpoint": {
         **{
             "enable_checkpoint": True,
@@ -204,6 +204,7 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
         "checkpoint.milestones": [],
         "validation.enable": True,
         "data.source": [],
+        "data.phase": [],
         "validation.sources": [],
     }
     if d.activation_checkpoint.mode == "budget" and not compiles:

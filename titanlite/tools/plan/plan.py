@@ -228,7 +228,7 @@ def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run with the length of --tokens."""
     if not arguments.tokens:
         return run
-    return with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step))
+    return with_steps(run, run.course.steps_with_tokens(arguments.tokens))
 
 
 def _for_each_gpu(

@@ -1,0 +1,223 @@
+"""The sizes of steps in phases: step by step, against a walk that knows no legs."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.sources import Numbers
+from titanlite.config.data_sections import DataPhase
+from titanlite.data import DataError
+from titanlite.data.course import FRESH, Course, Progress, StepSize
+from titanlite.data.loader import TrainLoader
+from titanlite.data.phases import Phases
+from titanlite.data.rows import Row
+from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.optim.schedule import LearningRate, Schedule
+from titanlite.training.anomalies import Fetched, skip_to, steps_text
+from titanlite.training.resume import load_text
+
+SEQ_LEN = 10
+
+
+def phases_of(*phases: DataPhase, size: int = 4, skip: tuple[Range, ...] = ()) -> Phases:
+    return Phases(phases, {}, size, size * SEQ_LEN, skip)
+
+
+def walk(phases: Phases, steps: int, done: Progress = FRESH, held: int = 0) -> list[Progress]:
+    """Return the progress after each step, one after the other. held: sequences of a step before
+    the first one; 0: those before any phase.
+    """
+    size = held or phases.global_batch
+    waiting = list(phases.phases)
+    found = [done]
+    while found[-1].steps < steps:
+        here = found[-1]
+        step = here.steps + 1
+        for phase in list(waiting):
+            begins = phase.step == step
+            if phase.tokens is not None:
+                begins = here.tokens >= phase.tokens
+            if begins:
+                waiting.remove(phase)
+                size = phase.global_batch_size or size
+        taken = take(here.position, size, phases.skip)
+        found.append(Progress(step, here.tokens + size * SEQ_LEN, taken[-1] + 1))
+    return found
+
+
+def random_phases(seed: int) -> Phases:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(rng.randint(0, 4)):
+        batch = rng.choice([None, 4, 8, 12])
+        if rng.random() < 0.5:
+            found.append(DataPhase(step=rng.randint(2, 30), global_batch_size=batch))
+        else:
+            found.append(DataPhase(tokens=rng.randint(1, 1500), global_batch_size=batch))
+    # Of phases that begin together the last one in the file holds: the walk goes by the file.
+    firsts = [begin.step for begin in phases_of(*found)._begins(FRESH)]
+    if len(set(firsts)) < len(firsts):
+        return random_phases(seed + 1000)
+    skip = ((17, 29), (80, 83)) if seed % 2 else ()
+    return phases_of(*found, skip=skip)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_step_has_the_size_and_place_of_a_walk(seed: int) -> None:
+    phases = random_phases(seed)
+    wanted = walk(phases, 40)
+    course = phases.course()
+    for before, after in zip(wanted, wanted[1:], strict=False):
+        assert course.tokens_after(after.steps) == after.tokens
+        size = course.size(after.steps)
+        assert size.tokens == after.tokens - before.tokens
+        assert course.size_at(before.position) == size
+        # Where a run goes on from here.
+        ahead = phases.course(before)
+        assert ahead.size(after.steps) == size
+        assert ahead.size(40) == course.size(40)
+        assert ahead.tokens_after(40) == wanted[40].tokens
+        saved = {"tokens_seen": after.tokens, "global_batch": size.sequences}
+        assert phases.expected_batch(after.steps, saved) == size.sequences
+        assert phases.expected_batch(after.steps, {**saved, "global_batch": 20}) != 20
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 2))
+def test_lengths_by_tokens_and_by_sequences_are_the_fewest_steps(seed: int) -> None:
+    phases = random_phases(seed)
+    wanted = walk(phases, 60)
+    course = phases.course()
+    for number in range(1, wanted[40].tokens, 37):
+        steps = course.steps_with_tokens(number)
+        assert wanted[steps - 1].tokens < number <= wanted[steps].tokens
+    for number in range(1, wanted[40].position, 3):
+        steps = course.steps_with_rows(number)
+        assert wanted[steps - 1].position < number <= wanted[steps].position
+        assert course.position_after(steps) == wanted[steps].position
+
+
+def test_steps_of_the_data_order_follow_the_ramp_both_ways() -> None:
+    """Steps of 4, 4, 8, 8, … sequences."""
+    course = phases_of(DataPhase(step=3, global_batch_size=8)).course()
+    assert ranges_of_steps([1, "2-4"], course) == ((0, 24),)
+    assert ranges_of_steps([2], course) == ((4, 8),)
+    assert ranges_of_steps(["3-4"], course) == ((8, 24),)
+    assert ranges_of_steps([4], course) == ((16, 24),)
+    assert steps_text(4, 8, course) == "2"
+    assert steps_text(8, 24, course) == "3-4"
+    assert steps_text(7, 9, course) == "2-3"
+
+
+def test_the_sequences_of_a_step_are_those_between_two_states() -> None:
+    after = {"next_sequence": 20, "left_out": [[6, 9], [12, 15]]}
+    fetched = Fetched([], {"next_sequence": 8}, after)
+    assert fetched.sequences == [9, 10, 11, 15, 16, 17, 18, 19]
+
+
+def test_a_steady_course_has_one_leg() -> None:
+    course = Course.steady(StepSize(4, SEQ_LEN, 4))
+    assert phases_of(DataPhase(step=7, lr_factor=0.5)).course() == course
+    assert (course.tokens_after(0), course.tokens_after(3)) == (0, 120)
+
+
+class Served(Numbers):
+    """Rows that remember their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 1)
+        self.order: list[int] = []
+
+    def sequence(self, index: int) -> Row:
+        self.order.append(index)
+        return super().sequence(index)
+
+
+def run_of(phases: Phases, rows: Served) -> Any:
+    """A run without a model: what `load_text` sees of it."""
+    loader = TrainLoader(rows, 4, 4, skip=phases.skip)
+    loader.follow(phases.course())
+    schedule = Schedule(1000, 0, "constant", "titan", 1.0)
+    parts = SimpleNamespace(
+        phases=phases,
+        learning_rate=LearningRate(schedule, 1.0),
+        course=phases.course(),
+        loader=loader,
+        datasets=SimpleNamespace(train=rows),
+    )
+    return SimpleNamespace(parts=parts, step=0, tokens_seen=0)
+
+
+def go(run: Any, until: int) -> dict[str, Any]:
+    while run.step < until:
+        run.step += 1
+        run.parts.loader.next_step()
+        run.tokens_seen += run.parts.course.size(run.step).tokens
+    state: dict[str, Any] = json.loads(json.dumps(run.parts.loader.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize("border", [DataPhase(step=7, global_batch_size=8), None])
+@pytest.mark.parametrize("bad", [5, 6, 7, 8])
+def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(
+    border: DataPhase | None, bad: int
+) -> None:
+    # 6 steps of 4 rows of 2 tokens come before it.
+    phase = border or DataPhase(tokens=6 * 4 * 2, global_batch_size=8)
+    phases = Phases([phase], {}, 4, 8)
+    rows = Served()
+    run = run_of(phases, rows)
+    saved = go(run, 4)
+    before = go(run, bad - 1)
+    fetched = Fetched([], before, go(run, bad))
+    rows.order.clear()
+    run.step = 4
+    run.tokens_seen = 4 * 8
+    load_text(run, skip_to(saved, fetched))
+    go(run, 10)
+    # Steps 5 and 6 have 4 rows, later ones 8, and nothing is read twice.
+    assert run.tokens_seen == (6 * 4 + 4 * 8) * 2
+    first = fetched.after["next_sequence"]
+    assert rows.order == list(range(first, first + 2 * 4 + 4 * 8))
+
+
+def test_steps_left_count_the_ramp() -> None:
+    phases = Phases([DataPhase(step=4, global_batch_size=8)], {}, 4, 8, skip=((6, 9), (30, 33)))
+    rows = Numbers(61, 1)
+    loader = TrainLoader(rows, 4, 4, skip=phases.skip)
+    loader.follow(phases.course())
+    # 55 rows are served: 3 steps of 4, and 43 in steps of 8.
+    for left in (9, 8, 7, 6, 5, 4, 3, 2, 1):
+        assert loader.steps_left == left
+        loader.next_step()
+    assert loader.steps_left == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shorter_sequences_are_the_pieces_of_rows_in_order(ranks: int) -> None:
+    phases = Phases([DataPhase(step=3, seq_len=2, global_batch_size=4)], {}, 8, 8)
+    assert phases.row_len == 2
+    shapes = []
+    numbers: list[list[int]] = []
+    for rank in range(ranks):
+        loader = TrainLoader(Served(), 8, 2, rank, ranks)
+        loader.follow(phases.course())
+        for step in range(4):
+            batches = loader.next_step()
+            shapes.append((step, [tuple(batch.tokens.shape) for batch in batches]))
+            found = torch.cat([batch.tokens.flatten() for batch in batches]).tolist()
+            numbers.append([step, *found])
+    for step, shape in shapes:
+        wanted = [(2, 1)] * (4 // ranks) if step < 2 else [(2, 2)] * (2 // ranks)
+        assert shape == wanted
+    for step in range(4):
+        served = sorted(n for one in numbers if one[0] == step for n in one[1:])
+        # Each row holds its number twice.
+        assert served == sorted(2 * list(range(4 * step, 4 * step + 4)))
+    with pytest.raises(DataError, match="a step of 8 tokens is not a multiple of 2 tokens x 8"):
+        TrainLoader(Served(), 8, 1, 0, 8).follow(phases.course())

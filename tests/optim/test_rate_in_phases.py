@@ -1,0 +1,212 @@
+"""The learning rate where the batch changes, against tables by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.data_sections import DataPhase
+from titanlite.config.errors import ConfigError
+from titanlite.data.course import Progress
+from titanlite.data.phases import Phases
+from titanlite.optim.schedule import LearningRate, Schedule
+from titanlite.start.fit import check_config, load_config
+from titanlite.tools.cli import main
+
+#: Steps of 10, 10, 20, 20, 20 and 20 tokens.
+RAMP = Phases([DataPhase(step=3, global_batch_size=2)], {}, 1, 10)
+#: A warm-up of 20 tokens, then 80 to the floor.
+BY_TOKENS = Schedule(100, 20, "linear", "titan", 0.1, in_tokens=True)
+STEP_IN_BACKWARD = "--optimizer.early_step_in_backward"
+TINY = [
+    "--training.seq_len=16",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--data.phase=[{step=5,global_batch_size=8}]",
+]
+
+
+def rates(schedule: Schedule, last: int = 6, **more: Any) -> list[float]:
+    rate = LearningRate(schedule, 1.0, course=RAMP.course(), **more)
+    return [rate(step) for step in range(1, last + 1)]
+
+
+def test_a_schedule_in_tokens_reaches_its_floor_with_the_last_token_of_a_ramp() -> None:
+    # Before step 4 the run has 40 tokens: a quarter of the decay from 20 to 100.
+    wanted = [1 / 3, 2 / 3, 1.0, 0.775, 0.55, 0.325, 0.1]
+    assert rates(BY_TOKENS, 7) == pytest.approx(wanted, rel=1e-12)
+    wanted[:2] = [1 / 2, 1.0]
+    assert rates(replace(BY_TOKENS, style="titan-0.2"), 7) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_style_of_aws_counts_tokens_with_the_step() -> None:
+    fsdp = replace(BY_TOKENS, style="fsdp")
+    # 40, 60 and 80 tokens are 0.2, 0.4 and 0.6 of the whole after the warm-up; then it stops.
+    assert rates(fsdp) == pytest.approx([0.5, 1.0, 0.82, 0.64, 0.46, 0.46], rel=1e-12)
+
+
+def test_the_last_part_of_a_schedule_in_tokens_decays() -> None:
+    late = replace(BY_TOKENS, decay_steps=40)
+    assert rates(late, 7) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 0.55, 0.1], rel=1e-12)
+
+
+def test_a_warm_up_that_ends_within_a_step_does_not_pass_the_peak() -> None:
+    for style in ("titan", "titan-0.2"):
+        schedule: Any = replace(BY_TOKENS, warmup_steps=25, style=style)
+        assert max(rates(schedule)) <= 1.0
+
+
+@pytest.mark.parametrize("style", ["titan", "titan-0.2", "fsdp"])
+@pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt", "exponential"])
+def test_steps_of_one_size_have_the_rates_of_a_schedule_in_steps(style, decay) -> None:
+    steady = Phases([], {}, 4, 64).course()
+    in_steps = Schedule(50, 7, decay, style, 0.1)
+    in_tokens = replace(in_steps, total_steps=50 * 64, warmup_steps=7 * 64, in_tokens=True)
+    ours = LearningRate(in_tokens, 3e-4, course=steady)
+    wanted = LearningRate(in_steps, 3e-4)
+    for step in range(1, 56):
+        assert ours(step) == pytest.approx(wanted(step), rel=1e-12)
+
+
+def test_a_peak_stays_from_its_phase_on_and_a_factor_holds_in_its_phase() -> None:
+    phases = Phases(
+        [
+            DataPhase(step=2, lr=3.0),
+            DataPhase(step=3, lr_factor=0.5),
+            DataPhase(step=4, global_batch_size=8),
+            DataPhase(tokens=60, lr=0.25),
+        ],
+        {},
+        1,
+        10,
+    )
+    flat = Schedule(100, 0, "constant", "titan", 1.0, min_lr=0.4)
+    rate = LearningRate(flat, 1.0, phases=phases.rates(), peaks=phases.peaks())
+    # The floor min_lr holds for a peak, and not for a factor.
+    assert [rate(step) for step in range(1, 7)] == [1.0, 3.0, 1.5, 3.0, 0.4, 0.4]
+    record = json.loads(json.dumps(rate.record()))
+    again = LearningRate(flat, 1.0).with_record(record)
+    assert [again(step) for step in range(1, 7)] == [rate(step) for step in range(1, 7)]
+    # After a resume at step 4, with 3 · 10 + 80 tokens.
+    done = Progress(4, 110)
+    later = LearningRate(flat, 1.0, phases=phases.rates(done), peaks=phases.peaks(done))
+    assert later(5) == 0.4
+
+
+def test_a_record_of_steps_is_that_of_earlier_versions() -> None:
+    schedule = Schedule(10, 2, "linear", "titan", 0.0)
+    record = LearningRate(schedule, 1e-3).record()
+    assert list(record) == [
+        *("total_steps", "warmup_steps", "decay_type", "style", "min_lr_factor"),
+        *("decay_steps", "plateau_steps", "min_lr", "peak"),
+    ]
+    assert LearningRate(BY_TOKENS, 1e-3).with_record(record).schedule == schedule
+
+
+def test_the_length_of_a_run_in_tokens_counts_the_ramp() -> None:
+    # 4 steps of 64 tokens, then steps of 128.
+    run = load_config("debug_model.toml", 1, [*TINY, "--training.tokens=1000"])
+    assert (run.steps, run.tokens) == (10, 4 * 64 + 6 * 128)
+    assert "steps = 10: training.tokens 1,000 / 64, then 128 tokens per step, rounded up" in (
+        run.notes
+    )
+    flags = [*TINY, "--training.steps=10", "--lr_scheduler.unit=tokens"]
+    run = load_config("debug_model.toml", 1, [*flags, "--lr_scheduler.warmup_ratio=0.25"])
+    assert (run.schedule.total_steps, run.schedule.warmup_steps) == (1024, 256)
+
+
+def test_the_command_shows_the_rates_of_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY, "--training.steps=6", "--lr_scheduler.unit=tokens", "--optimizer.lr=1"]
+    flags += ["--training.warmup_steps=64", "--lr_scheduler.decay_type=linear"]
+    assert main(["lr", "debug_model.toml", "--json", *flags]) == 0
+    # 512 tokens; before steps 1 to 6: 0, 64, 128, 192, 256 and 384.
+    wanted = [0.5, 1.0, 6 / 7, 5 / 7, 4 / 7, 2 / 7]
+    assert json.loads(capsys.readouterr().out) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "message"),
+    [
+        (
+            ["--data.phase=[{step=5,global_batch_size=6}]"],
+            "data.phase[0].global_batch_size",
+            "is 6, not a multiple of batch_size 2 * 2 data-parallel ranks = 4",
+        ),
+        (
+            ["--data.phase=[{step=5,global_batch_size=2}]"],
+            "data.phase[0].global_batch_size",
+            "is 2, not a multiple",
+        ),
+        (
+            ["--data.phase=[{step=5,lr=1.0,lr_factor=2.0}]"],
+            "data.phase[0]",
+            "has lr and lr_factor, which both set the learning rate",
+        ),
+        (
+            ["--lr_scheduler.unit=tokens"],
+            "training.warmup_steps",
+            "is 2 tokens, as lr_scheduler.unit says, and the first step has",
+        ),
+        (
+            ["--lr_scheduler.unit=tokens", "--lr_scheduler.total_steps=10"],
+            "lr_scheduler.total_steps",
+            "is 10 tokens",
+        ),
+        (
+            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=48}]"],
+            "training.seq_len",
+            "is 32, which does not divide 48, the longest of the run",
+        ),
+        (
+            ["--training.seq_len=64", "--data.phase=[{step=5,seq_len=48}]"],
+            "data.phase[0].seq_len",
+            "is 48, which does not divide 64, the longest of the run",
+        ),
+        (
+            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=128}]"],
+            "data.phase",
+            "steps from 1 on have 4 sequences of 32 tokens, not a multiple of the longest of 128 * "
+            "2 data-parallel ranks",
+        ),
+        (
+            ["--data.packing=best-fit", "--data.phase=[{step=5,seq_len=128}]"],
+            "data.phase[0].seq_len",
+            "excludes data.packing",
+        ),
+        (
+            ["--model.overrides.max_seq_len=64", "--data.phase=[{step=5,seq_len=4096}]"],
+            "model.overrides.max_seq_len",
+            "is 64, shorter than the sequences of 4096 tokens",
+        ),
+        (
+            [
+                *("--experimental.context_parallel_degree=2", "--training.batch_size=4"),
+                *("--training.seq_len=32", "--data.phase=[{step=5,seq_len=2}]"),
+            ],
+            "experimental.context_parallel_degree",
+            "is 2, but data.phase[0].seq_len = 2 cannot be cut into 4 chunks",
+        ),
+        (
+            [
+                STEP_IN_BACKWARD,
+                "--data.phase=[{step=5,global_batch_size=8}]",
+                "--training.max_norm=1e9",
+            ],
+            "optimizer.early_step_in_backward",
+            "excludes accumulation, and a step has 2 micro-batches",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_start(
+    flags: list[str], key: str, message: str, tmp_path: Path
+) -> None:
+    base = ["--training.batch_size=2", "--training.global_batch_size=4", *flags]
+    base += ["--training.warmup_steps=2", f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ConfigError) as raised:
+        check_config(["--job.config_file=debug_model.toml", *base], 2)
+    found = [(one.key, one.message) for one in raised.value.problems]
+    assert any(one == key and message in text for one, text in found), found

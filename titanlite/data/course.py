@@ -1,0 +1,104 @@
+"""The course of a run: sequences and tokens of each step, which phases may change.
+
+A leg is a stretch of steps of one size. Most runs have one. The course that a config gives begins
+with step 1. After a resume or a rollback it begins with the next step, at its place in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """The progress of a run: steps done, their tokens over all ranks, and the next row of text."""
+
+    steps: int = 0
+    tokens: int = 0
+    position: int = 0
+
+
+#: A run that has not begun.
+FRESH = Progress()
+
+
+class StepSize(NamedTuple):
+    """The size of a step over all ranks.
+
+    sequences: of `seq_len` tokens each. rows: of the data order, which are as long as the longest
+    sequence of the run.
+    """
+
+    sequences: int
+    seq_len: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+
+class Leg(NamedTuple):
+    """Steps of one size. done: the progress before the first of them."""
+
+    done: Progress
+    size: StepSize
+
+
+@dataclass(frozen=True)
+class Course:
+    """The legs of a run, in order; no two begin with the same step."""
+
+    legs: tuple[Leg, ...]
+
+    @classmethod
+    def steady(cls, size: StepSize, done: Progress = FRESH) -> Course:
+        """Return a course on which every step has the same size."""
+        return cls((Leg(done, size),))
+
+    def leg(self, step: int) -> Leg:
+        """Return the leg of a step; the first one for steps before it."""
+        found = self.legs[0]
+        for leg in self.legs:
+            if leg.done.steps < step:
+                found = leg
+        return found
+
+    def size(self, step: int) -> StepSize:
+        """Return the size of a step."""
+        return self.leg(step).size
+
+    def tokens_after(self, step: int) -> int:
+        """Return the tokens of the run when a step is done."""
+        leg = self.leg(step)
+        return leg.done.tokens + (step - leg.done.steps) * leg.size.tokens
+
+    def position_after(self, step: int) -> int:
+        """Return the row after those of a step, where no row is skipped."""
+        leg = self.leg(step)
+        return leg.done.position + (step - leg.done.steps) * leg.size.rows
+
+    def size_at(self, position: int) -> StepSize:
+        """Return the size of the step that begins at `position`."""
+        found = self.legs[0]
+        for leg in self.legs:
+            if leg.done.position <= position:
+                found = leg
+        return found.size
+
+    def steps_with_tokens(self, tokens: int) -> int:
+        """Return the fewest steps that have so many tokens together."""
+        return self._fewest(tokens, lambda leg: leg.done.tokens, lambda leg: leg.size.tokens)
+
+    def steps_with_rows(self, rows: int) -> int:
+        """Return the fewest steps that have so many rows together, where none is skipped."""
+        return self._fewest(rows, lambda leg: leg.done.position, lambda leg: leg.size.rows)
+
+    def _fewest(self, wanted: int, before: Callable[[Leg], int], each: Callable[[Leg], int]) -> int:
+        """before, each: what a leg has before it, and in each of its steps."""
+        found = self.legs[0]
+        for leg in self.legs:
+            if before(leg) < wanted:
+                found = leg
+        return found.done.steps + -(-(wanted - before(found)) // each(found))
