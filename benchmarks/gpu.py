@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_bench import ROOT, Bench, Failed, OutOfTime, Result, write_json
 from benchmarks.gpu_ladder import SETTINGS, climb, kept_layers
 from benchmarks.gpu_page import COMMAND, page, targets
-from benchmarks.gpu_pieces import machine, modes, probe, tests
+from benchmarks.gpu_pieces import gradients, machine, modes, probe, tests
 from titanlite.tools.processes import Stopped, stoppable
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -52,6 +52,7 @@ def _ladder(name: str) -> Callable[[Bench], Result]:
 
 PIECES: dict[str, Callable[[Bench], Result]] = {
     "machine": machine,
+    "gradients": gradients,
     "tests": tests,
     **{name: _ladder(name) for name in SETTINGS},
     "modes": modes,

@@ -16,7 +16,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp_private import (
     FSDPParam,
     ReduceScatter,
-    has_parameter_groups,
     parameter_groups,
     streams_of,
 )
@@ -60,8 +59,6 @@ def _names_that_torch_lacks(world: DistEnv) -> list[str]:
     mesh = world.build_mesh()["dp_shard"]
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if not has_parameter_groups(model):
-        return ["FSDPState._fsdp_param_groups"]
     groups = list(parameter_groups(model))
     missing = _missing(streams_of(model), ["lazy_init"])
     if len(groups) != 2:

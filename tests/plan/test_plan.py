@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def planned(file: str, ranks: int, *flags: str) -> RunConfig:
     return check_config([f"--job.config_file={file}", *flags], ranks, training=False)[1]
 
 
+@pytest.mark.skipif(version("torch") < "2.12", reason="no step of AdamW on the meta device")
 @pytest.mark.parametrize("name", ["AdamW", "AnyPrecisionAdamW", "AdamW8bit", "Muon"])
 def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
     import torch

@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import benchmarks.gpu as suite
+import benchmarks.gpu_gradients as gpu_gradients
 import benchmarks.gpu_ladder as gpu_ladder
+import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench
 from tests.support.processes import ROOT
 from titanlite.start.fit import load_config
@@ -129,12 +132,31 @@ def test_page_judges_each_target(measured: Bench) -> None:
     assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
 
 
+# Gradients.
+
+
+def test_lost_and_far_gradients_are_problems() -> None:
+    exact = {"a": torch.ones(4), "b": torch.ones(4), "unused": torch.zeros(2)}
+    lost = {"a": torch.ones(4), "b": torch.zeros(4), "unused": torch.zeros(2)}
+    row = gpu_gradients.compared("compile", lost, exact)
+    assert row["lost"] == ["b"]
+    assert row["value"] == pytest.approx(100 / 2**0.5)
+    near = gpu_gradients.compared("default", {n: 1.01 * t for n, t in exact.items()}, exact)
+    far = gpu_gradients.compared("float8", {n: 1.4 * t for n, t in exact.items()}, exact)
+    undefined = gpu_gradients.compared("compile", {**exact, "a": exact["a"] / 0}, exact)
+    assert gpu_pieces.gradient_problems([row, near, far, undefined]) == [
+        "compile: no gradient of b",
+        "float8: 40.0 % from fp32",
+        "compile: inf % from fp32",
+    ]
+
+
 # Pieces and exit codes.
 
 
 @pytest.mark.soak
 def test_pieces_run(tmp_path: Path) -> None:
-    pieces = ["machine", "kahan-8b", "ladder-8b", "modes"]
+    pieces = ["machine", "gradients", "kahan-8b", "ladder-8b", "modes"]
     command = ["benchmarks/gpu.sh", *pieces, "--toy", "--out", str(tmp_path / "gpu")]
     done = subprocess.run(command, cwd=ROOT, env=CLI, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
 #: torch 2.11 compiles a Function without gradients if its result was computed in place, or is a
 #: view or another name of what it was computed from.
 _NEEDS_COPY = torch.__version__ < "2.12"

@@ -21,6 +21,16 @@ class ParallelismError(ValueError):
     exit_code = exit_codes.CONFIG
 
 
+def needs_torch(version: str, what: str) -> None:
+    """Raise ParallelismError where torch is older than `version`. what: needs it."""
+    import torch
+
+    if torch.__version__ < version:
+        raise ParallelismError(
+            f"{what} needs torch {version} or later; this is torch {torch.__version__}"
+        )
+
+
 def offered(spec: ModelSpec, field: str) -> Callable[..., Any]:
     """Return a function of a model's spec, by its field.
 

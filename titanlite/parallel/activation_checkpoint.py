@@ -196,10 +196,10 @@ def _budgeted(cls: type[nn.Module], budget: float) -> type:
 
     # Under tensor parallelism a device mesh is among the inputs of the graph. It holds no
     # activations, but torch refuses to divide a graph with an input of unknown size.
-    settings: dict[str, Any] = {
-        "activation_memory_budget": budget,
-        "unsafe_treat_script_objects_as_zero_size": True,
-    }
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    unknown_size = "unsafe_treat_script_objects_as_zero_size"
+    if hasattr(config, unknown_size):  # from torch 2.13
+        settings[unknown_size] = True
 
     class Budgeted(cls):  # type: ignore[valid-type,misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

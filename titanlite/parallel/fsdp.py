@@ -130,7 +130,8 @@ def _placement(
 ) -> Callable[[nn.Parameter], Shard | None]:
     """Return the `shard_placement_fn` of all groups."""
     if experts is None:
-        return _stack_placement(dp_mesh.size(-1))
+        # torch 2.11 and 2.12 refuse `size(-1)` of a mesh that was flattened.
+        return _stack_placement(dp_mesh.mesh.size(-1))
     from titanlite.features.experts.sharding import expert_placement
 
     return expert_placement(experts)

@@ -15,16 +15,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
 
 
-def has_parameter_groups(model: nn.Module) -> bool:
-    """Return whether `parameter_groups` finds them: torch 2.11 has another layout."""
-    return hasattr(cast(FSDPModule, model)._get_fsdp_state(), "_fsdp_param_groups")
-
-
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Yield the groups of parameters (`FSDPParamGroup`) that `fully_shard` has made in a model."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            # torch 2.11: at most one group of a module.
+            yield state._fsdp_param_group
 
 
 def streams_of(model: nn.Module) -> Any:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from titanlite.parallel.fsdp_private import (
     FSDPParam,
     ReduceScatter,
-    has_parameter_groups,
     parameter_groups,
     streams_of,
 )
@@ -25,10 +24,8 @@ def avoid_copies(model: nn.Module) -> None:
     without a copy; in place.
 
     model: after `fully_shard` on one rank. torch gathers by a copy and reduces by two, also on one
-    rank. A torch that keeps its groups elsewhere stays as it is.
+    rank.
     """
-    if not has_parameter_groups(model):
-        return
     _reduce_in_place(model)
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
@@ -54,15 +51,22 @@ class _WholeParam(FSDPParam):
         return [self._sharded_param_data]
 
     def init_all_gather_outputs(
-        self, numels: list[int], dtypes: list[torch.dtype], *rest: Any
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+        **more: Any,
     ) -> None:
         data = self._sharded_param_data
         # torch sets the size of the output's storage, which must not be one of several tensors.
         if self.param_dtype is None and data.untyped_storage().nbytes() == data.nbytes:
             # A copy of a tensor to itself does nothing.
             self.all_gather_outputs = [data]
-        else:
-            super().init_all_gather_outputs(numels, [self.param_dtype or self.orig_dtype], *rest)
+            return
+        dtypes = [self.param_dtype or self.orig_dtype]
+        # torch 2.11 has one more argument.
+        super().init_all_gather_outputs(all_gather_input_numels, dtypes, world_size, device, **more)
 
     def free_unsharded_param(self) -> None:
         if self.all_gather_outputs[0] is not self._sharded_param_data:

@@ -33,7 +33,7 @@ from titanlite.features import (
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import offered
+from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
@@ -129,6 +129,9 @@ class ModelBuilder:
         if float8 is not None:
             float8.convert(model, self.linears)
         if self.tp > 1:
+            needs_torch("2.12", "tensor parallelism")
+            if self.activation_checkpoint.mode == "budget":
+                needs_torch("2.13", "tensor parallelism with a budget of activations")
             self._apply_tp(model)
         context = context_of(self.cp)
         has_blocks = bool(select(model, self.spec.block_names(self.args)))

@@ -20,6 +20,7 @@ from titanlite.start.derive import RunConfig
 from titanlite.start.opening import StartReport
 from titanlite.start.report import report_lines
 from titanlite.start.run_text import Datasets
+from titanlite.training.dead_weights import DeadWeights
 from titanlite.training.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -72,6 +73,7 @@ def build_callbacks(
         _peak_check(built),
         *figures,
         metrics,
+        DeadWeights(),
         _compile_report(built),
         _float8_error(built, metrics),
         _profiler(built),

@@ -20,7 +20,7 @@ from titanlite.features.feature import Feature
 from titanlite.features.pipeline import checks
 from titanlite.features.pipeline.cut import Cut, cut_run
 from titanlite.features.pipeline.split import StageLayout, split_stages
-from titanlite.parallel import ParallelismError, offered
+from titanlite.parallel import ParallelismError, needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ class PipelineParallel(Feature):
         that are gathered again are new tensors, and get no gradient without an error.
         """
         reshard = False if given is None else given
+        if SCHEDULES[self.schedule].splits_backward:
+            needs_torch("2.13", f"the schedule {self.schedule}")
         if reshard is not False and SCHEDULES[self.schedule].splits_backward:
             raise ParallelismError(
                 f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"

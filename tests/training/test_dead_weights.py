@@ -1,0 +1,79 @@
+"""Weights that get no gradient are named; others are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.pool import Pools
+from tests.support.whole_runs import make_trainer, outcome_of
+from titanlite.callbacks import Callback, Callbacks
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+LOST = "layers.0.feed_forward.w1.weight"
+SHORT = ("--training.steps=4", "--metrics.log_freq=3", "--no-validation.enable")
+
+
+class LoseGradient(Callback):
+    """Sets gradients to zero, on some ranks."""
+
+    def __init__(self, names: set[str], ranks: set[int]) -> None:
+        self.names, self.ranks = names, ranks
+
+    def before_update(self, trainer: Trainer) -> None:
+        if trainer.parts.world.rank not in self.ranks:
+            return
+        for name, parameter in trainer.parts.model.named_parameters():
+            if name in self.names and parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+class BeginAtZero(Callback):
+    """Sets the last weights to zero before the first step: then all others have no gradient."""
+
+    @torch.no_grad()
+    def on_start(self, trainer: Trainer) -> None:
+        weight = dict(trainer.parts.model.named_parameters())["output.weight"]
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local.zero_()
+
+
+def warnings_of(world: DistEnv, folder: str, own: list[Callback], *flags: str) -> list[str]:
+    trainer = make_trainer(world, folder, *SHORT, *flags)
+    trainer.callbacks = Callbacks([*own, *trainer.callbacks.all])
+    found: dict[str, Any] = outcome_of(trainer, folder)
+    assert found["step"] == 4
+    return [line for line in found["said"] if "no gradient has reached" in line]
+
+
+@pytest.mark.parametrize("flags", [(), ("--optimizer.name=Muon",)], ids=["adamw", "muon"])
+def test_a_weight_without_a_gradient_is_named_once(
+    pool: Pools, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    lose = LoseGradient({LOST}, {0, 1})
+    first, second = pool(2).run(warnings_of, str(tmp_path), [lose], *flags)
+    assert len(first) == 1
+    assert f"no gradient has reached {LOST} in 3 steps" in first[0]
+    assert second == []
+
+
+def test_a_part_of_a_weight_may_have_no_gradient(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(warnings_of, str(tmp_path), [LoseGradient({LOST}, {1})])
+    assert found == [[], []]
+
+
+def test_weights_behind_zeros_have_no_gradient_in_the_first_step_only(
+    pool: Pools, tmp_path: Path
+) -> None:
+    assert pool(1).run(warnings_of, str(tmp_path), [BeginAtZero()]) == [[]]
+
+
+def test_a_long_list_is_cut(pool: Pools, tmp_path: Path) -> None:
+    names = {f"layers.{n}.attention.w{which}.weight" for n in range(2) for which in "qkv"}
+    ((line,),) = pool(1).run(warnings_of, str(tmp_path), [LoseGradient(names, {0})])
+    assert "layers.1.attention.wk.weight and 2 more in 3 steps" in line
