@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import KINDS, Scaling
 from titanlite.models.spec import ShapeError
+from titanlite.start.fit import check_config
+from titanlite.tools.cli import main
 from titanlite.training.generate import Sampling, generate
 
 #: The original length of all scalings here.
@@ -323,6 +326,37 @@ def test_a_config_that_cannot_be_exact_is_refused_before_any_work() -> None:
         _flags(DYNAMIC_64, '--sample.prompts=["a"]', "--training.tensor_parallel_degree=2"), 2
     )
     assert (found.key, "pad or divide a text" in found.message) == ("sample.prompts", True)
+
+
+@pytest.mark.parametrize("name", ["yarn", "longrope", "llama3"])
+def test_a_shape_from_a_folder_has_the_scaling_and_so_has_the_config_that_is_kept(
+    tmp_path: Path, name: str
+) -> None:
+    args = replace(args_of(name), max_seq_len=512)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(get_spec("llama3").hf_config(args)))
+    flags = ["--model.flavor=from_folder", f"--model.hf_config={folder}", "--model.vocab_size=2304"]
+    _, run = check_config(["--job.config_file=debug_model.toml", *flags], 1)
+    assert run.model_args(2304).rope_scaling == args.rope_scaling
+    kept = tmp_path / "kept.toml"
+    kept.write_text(run.toml)
+    (folder / "config.json").unlink()
+    _, again = check_config([f"--job.config_file={kept}"], 1)
+    assert again.model_args(2304).rope_scaling == args.rope_scaling
+
+
+def test_the_plan_takes_a_scaling_and_its_tables_are_as_large(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = []
+    for table in ("none", DYNAMIC_64):
+        flags = ["--gpus", "1", "--gpu", "a100-80g", f"--model.rope_scaling={table}"]
+        assert main(["plan", "debug_model.toml", *flags]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and "activations" in found[0]
+    assert main(["plan", "debug_model.toml", "--model.rope_scaling={rope_type = 'yarn'}"]) == 2
+    assert 'the table of yarn needs a "factor" and a "original_max' in capsys.readouterr().err
 
 
 def test_documents_of_rows_up_to_the_original_length_have_the_same_tables() -> None:

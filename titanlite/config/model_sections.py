@@ -49,9 +49,9 @@ class Model(Section, frozen=True):
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
-    """Scaling of the rotary frequencies: a factor (Llama 3.1's), "none", or a table with rope_type
-    (llama3, linear, dynamic, yarn, longrope, proportional) and its fields, as in transformers
-    (docs/models.md). None: the flavor's own.
+    """Scaling of the rotary frequencies: a factor (Llama 3.1's), "none", or a table. A table has
+    the fields of transformers (docs/models.md). Its rope_type is llama3, linear, dynamic, yarn,
+    longrope or proportional. None: the flavor's own.
     """
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug
