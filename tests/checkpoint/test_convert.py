@@ -26,6 +26,7 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import differences, read_model
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
+from titanlite.models.rope_scaling import DynamicScaling, YarnScaling
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 from titanlite.tools.commands.checkpoint_folders import verify
@@ -40,6 +41,8 @@ SHAPES = {
     "plain": ARGS,
     "tied": replace(ARGS, tied=True),
     "scaled": replace(ARGS, rope_scaling=SCALED),
+    "yarn": replace(ARGS, rope_scaling=YarnScaling(8.0, 16, mscale=0.5, mscale_all_dim=1.0)),
+    "dynamic": replace(ARGS, rope_scaling=DynamicScaling(4.0, 16)),
 }
 
 
@@ -215,7 +218,7 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
         ({"num_hidden_layers": 3}, "missing"),
         ({"vocab_size": 100}, "1 another shape|2 another shape"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, 'the table of yarn needs a "factor"'),
         ({"tie_word_embeddings": True}, "differs from the embedding"),
     ]
     for number, (change, message) in enumerate(changes):

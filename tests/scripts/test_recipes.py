@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -180,6 +181,32 @@ def test_continue_hugging_face(tmp_path: Path) -> None:
     )
     answer = done["python load_exported.py"].output.strip().splitlines()[-1]
     assert re.search(rf"^{re.escape(answer)}$", sample, re.MULTILINE)
+
+
+@pytest.mark.soak
+def test_long_context(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    smaller = {
+        "steps = 200": "steps = 8",
+        "freq = 200": "freq = 8",
+        "steps = 20": "steps = 3",
+        "freq = 20": "freq = 3",
+    }
+    done = follow(lay_out(read_recipe("long-context"), tmp_path, smaller), tmp_path)
+    refuse_failures(done)
+    evaluated = next(end.output for command, end in done.items() if " evaluate " in command)
+    before = re.findall(r"^part \d of 4 of the sequence +([\d.]+) ", evaluated, re.MULTILINE)
+    run = done["titanlite train long.toml"].output
+    parts = re.findall(r"validation at (\d+), part \d of 4 of the sequence: loss ([\d.]+)", run)
+    assert [int(step) for step, _ in parts] == [0] * 4 + [3] * 4
+    # The same weights and text: the positions are others.
+    scaled = [loss for step, loss in parts if step == "0"]
+    assert len(before) == 4 and before != scaled
+    export = done["titanlite export outputs/long exported/long"].output
+    assert "compared with those of transformers: they differ by" in export
+    config = json.loads((tmp_path / "exported" / "long" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+    assert config["max_position_embeddings"] == 4096
 
 
 @pytest.mark.soak

@@ -32,6 +32,7 @@ from titanlite.models.fields import checked_fields
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import LlamaArgs, RopeScaling
 from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json
 
@@ -149,7 +150,9 @@ def meta_args(content: Mapping[str, Any]) -> LlamaArgs:
     vocabulary = entry_of(content, "vocab_size", int, -1)
     # params.json does not tell the RoPE and the tied head of Llama 3.2 from those of 3.1.
     published = _published(given["dim"], given["n_layers"])
-    scaling = (published and published.rope_scaling) or RopeScaling(factor=8.0)
+    scaling = RopeScaling(factor=8.0)
+    if published is not None and isinstance(published.rope_scaling, RopeScaling):
+        scaling = published.rope_scaling
     scaling = replace(scaling, factor=entry_of(content, "rope_scale_factor", float, scaling.factor))
     return LlamaArgs(
         **given,
@@ -282,6 +285,6 @@ def remedy(there: SourceModel, spec: ModelSpec) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, RopeScaling):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Scaling):
+        value = value.as_table()
     return "none" if value is None else quote(value)

@@ -229,6 +229,7 @@ def _numbers(d: Config) -> Iterator[Finding]:
     yield from _skips(d)
     yield from _stalls(d)
     yield from _profiles(d)
+    yield from _sequence_parts(d)
     yield from _skipped_steps(d)
     yield from _overrides(d)
     yield from _groups(d)
@@ -272,6 +273,14 @@ def _profiles(d: Config) -> Iterator[Finding]:
             f"{section.profiler_warmup} + profiling.profiler_active {section.profiler_active}"
         )
         yield "conflict", "profiling.profile_freq", message, ""
+
+
+def _sequence_parts(d: Config) -> Iterator[Finding]:
+    parts = d.validation.parts
+    length = d.validation.seq_len or d.training.seq_len
+    if d.validation.enable and parts is not None and parts > length:
+        message = f"is {parts}, and a held-out sequence has {length} tokens"
+        yield "out-of-range", "validation.parts", message, f"{length} is the most"
 
 
 def _skipped_steps(d: Config) -> Iterator[Finding]:

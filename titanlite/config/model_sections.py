@@ -42,16 +42,16 @@ class Model(Section, frozen=True):
     """
     tokenizer_path: Location | None = None
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model
-    (tokenizer.model of Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3,
-    gs, az; of a folder with a slash at its end). `titanlite tokenizer fetch` downloads one. None: a
-    bundled one, sentencepiece for llama2, else tiktoken.
+    (tokenizer.model of Llama 2), a tokenizer.json, Mistral's tekken.json, a folder with one of
+    them, or a URL (https, s3, gs, az; of a folder with a slash at its end). `titanlite tokenizer
+    fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken.
     """
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
-    """Llama 3.1's scaling of the rotary frequencies: a factor, a table or "none". A table has
-    factor, low_freq_factor (1), high_freq_factor (4) and original_context (8192 tokens). None: the
-    flavor's own.
+    """Scaling of the rotary frequencies: a factor (Llama 3.1's), "none", or a table. A table has
+    the fields of transformers (docs/models.md). Its rope_type is llama3, linear, dynamic, yarn,
+    longrope or proportional. None: the flavor's own.
     """
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug

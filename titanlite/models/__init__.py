@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from titanlite.models.args import resolve_args
 from titanlite.models.families import SPECS, get_spec
-from titanlite.models.llama_args import LlamaArgs, RopeScaling
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.rope_scaling import RopeScaling
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size
 
 __all__ = [

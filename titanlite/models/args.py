@@ -105,7 +105,7 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         base = shape_of(model)
     elif model.hf_config is not None:
         raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", _WAYS))
-    return resolve_args(
+    args = resolve_args(
         model.name,
         model.flavor,
         overrides,
@@ -114,6 +114,20 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         max_seq_len=max_seq_len,
         base=base,
     )
+    _check_scaling(args, max_seq_len)
+    return args
+
+
+def _check_scaling(args: Any, max_seq_len: int) -> None:
+    """Raise ShapeError for sequences that are longer than the RoPE's scaling is made for."""
+    scaling = getattr(args, "rope_scaling", None)
+    serves = getattr(scaling, "serves", None)
+    if serves is not None and max_seq_len > serves:
+        message = (
+            f"serves {serves} tokens, factor times original_max_position_embeddings, and sequences "
+            f"have {max_seq_len}"
+        )
+        raise ShapeError(Misfit(message, "rope_scaling.factor", "raise it"))
 
 
 _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'

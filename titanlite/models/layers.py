@@ -174,7 +174,8 @@ class Llama(nn.Module):
         doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
         one document. labels, loss: for a head that computes the loss itself
         (`titanlite.features.loss_chunks`), which is then returned.
-        Raises ValueError if the sequence is longer than the RoPE tables.
+        Raises ValueError if the sequence is longer than the RoPE tables, or if they depend on the
+        lengths of its documents.
 
         A pipeline stage is a model whose other modules are None or gone. Without an embedding it
         takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
@@ -182,8 +183,10 @@ class Llama(nn.Module):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.layers:
-            if positions is None and doc_ids is not None:
-                positions = document_positions(doc_ids)
+            if doc_ids is not None:
+                self.rope.check_documents(doc_ids.size(1))
+                if positions is None:
+                    positions = document_positions(doc_ids)
             rotation = self.rope(tokens.size(1), positions)
             first_block = next(iter(self.layers.values()))
             inner: Any = first_block.get_submodule("attention.inner_attention")

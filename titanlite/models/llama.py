@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.models import counts
 from titanlite.models.llama_args import NORM_TYPES as NORM_TYPES
 from titanlite.models.llama_args import LlamaArgs, block_names
-from titanlite.models.llama_args import RopeScaling as RopeScaling
+from titanlite.models.rope_scaling import RopeScaling as RopeScaling
 from titanlite.models.spec import Init, ModelSpec, Size
 
 if TYPE_CHECKING:

@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models.fields import checked_fields
-from titanlite.models.spec import Misfit, ShapeError, Size, shown
+from titanlite.models.rope_scaling import RopeScaling, Scaling
+from titanlite.models.spec import Misfit, ShapeError, Size
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the RoPE frequencies (Llama 3 model card; `transformers` calls it
-    "llama3").
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    #: Tokens of context the model was first trained with.
-    original_context: int = 8192
-
-    def __post_init__(self) -> None:
-        if not self.factor >= 1.0:
-            raise _scaling_error(f"factor must be at least 1, got {self.factor}")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            given = f"{self.low_freq_factor} and {self.high_freq_factor}"
-            raise _scaling_error(f"needs 0 < low_freq_factor < high_freq_factor, got {given}")
-        if self.original_context < 1:
-            raise _scaling_error(f"original_context must be positive, got {self.original_context}")
-
-    @classmethod
-    def parse(cls, value: object) -> RopeScaling | None:
-        """Return the scaling of a table, of a bare factor (1: none) or of "none"."""
-        if value is None or value == "none":
-            return None
-        if isinstance(value, RopeScaling):
-            return value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return None if value == 1 else cls(factor=float(value))
-        if not isinstance(value, Mapping):
-            raise _scaling_error(f'expected a table, a factor or "none", got {shown(value)}')
-        if "factor" not in value:
-            raise _scaling_error('the table needs a "factor"')
-        return cls(**checked_fields(cls, value, "rope_scaling"))
-
-
-def _scaling_error(message: str) -> ShapeError:
-    return ShapeError(Misfit(message, "rope_scaling"))
 
 
 @dataclass(frozen=True)
@@ -76,7 +34,7 @@ class LlamaArgs:
     norm_eps: float = 1e-5
     norm_type: str = "rmsnorm"
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     #: The head is the transposed embedding.
     tied: bool = False
     #: Positions that the RoPE tables hold, in tokens.
@@ -110,6 +68,8 @@ class LlamaArgs:
         wrong = wrong or self._misfits_of_derived()
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.head_dim)
 
     def _misfits_of_derived(self) -> list[str]:
         """Return what is wrong with derived numbers, where each argument by itself is right."""
@@ -160,15 +120,20 @@ class LlamaArgs:
         return -(-width // self.multiple_of) * self.multiple_of
 
     @property
-    def context(self) -> int:
-        """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is
-        more.
-        """
-        published = {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
-        if self.rope_scaling is not None:
+    def published_context(self) -> int:
+        """Tokens of context of the published models with this RoPE; 0: there are none."""
+        if isinstance(self.rope_scaling, RopeScaling):
             # 131072 of Llama 3.1 and 3.2.
-            published = 16 * self.rope_scaling.original_context
-        return max(self.max_seq_len, published)
+            return 16 * self.rope_scaling.original_context
+        return {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
+
+    @property
+    def context(self) -> int:
+        """Return `max_position_embeddings` of config.json: the published context, or `max_seq_len`
+        where that is more; with some scalings, what they make of it.
+        """
+        context = max(self.max_seq_len, self.published_context)
+        return context if self.rope_scaling is None else self.rope_scaling.positions(context)
 
     def deciding(self) -> dict[str, Any]:
         """Return field → value of all that decides shapes or logits, with the rules of Llama worked

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import entry_of
-from titanlite.models.llama_args import LlamaArgs, RopeScaling, block_names
+from titanlite.models.llama_args import LlamaArgs, block_names
+from titanlite.models.rope_hf import read_scaling, rope_of, written_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +33,6 @@ FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
-}
-#: Name in their table of the RoPE's scaling → name in ours.
-_SCALING = {
-    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
-    "original_max_position_embeddings": "original_context",
 }
 #: Entries of config.json that are the same for all decoders here.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -87,11 +83,6 @@ def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
     entries.
     """
     _needs_rmsnorm(args)
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if args.rope_scaling is not None:
-        scaling = {"rope_type": "llama3"}
-        for theirs, ours in _SCALING.items():
-            scaling[theirs] = getattr(args.rope_scaling, ours)
     return {
         "model_type": model_type,
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
@@ -103,10 +94,7 @@ def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
         "head_dim": args.head_dim,
         "vocab_size": args.n_vocab,
         "rms_norm_eps": args.norm_eps,
-        "rope_parameters": {**scaling, "rope_theta": args.rope_theta},
-        # Where `transformers` 4 looks: without it, it would take 10,000 without a word.
-        "rope_theta": args.rope_theta,
-        **({} if args.rope_scaling is None else {"rope_scaling": scaling}),
+        **written_rope(args.rope_scaling, args.rope_theta),
         "max_position_embeddings": args.context,
         "tie_word_embeddings": args.tied,
         **_FIXED,
@@ -132,7 +120,7 @@ def args_from_hf(
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
             raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
-    rope = _rope_of(config)
+    rope = rope_of(config)
     dim = entry_of(config, "hidden_size", int)
     heads = entry_of(config, "num_attention_heads", int)
     args = args_class(
@@ -146,7 +134,7 @@ def args_from_hf(
         rope_theta=entry_of(
             rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)
         ),
-        rope_scaling=_scaling_from_hf(rope),
+        rope_scaling=read_scaling(config),
         tied=entry_of(config, "tie_word_embeddings", bool, False),
         max_seq_len=entry_of(config, "max_position_embeddings", int),
         **more,
@@ -157,27 +145,6 @@ def args_from_hf(
             f"head_dim is {head_dim}; here it is hidden_size / num_attention_heads = {dim // heads}"
         )
     return args
-
-
-def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of the rotary positions; of both names `transformers` takes the
-    older one.
-    """
-    older: dict[str, Any] = entry_of(config, "rope_scaling", dict, {})
-    return older or dict(entry_of(config, "rope_parameters", dict, {}))
-
-
-def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = entry_of(rope, "rope_type", str, entry_of(rope, "type", str, "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
-    found: dict[str, Any] = {}
-    for theirs, ours in _SCALING.items():
-        kind_of_entry = int if theirs == "original_max_position_embeddings" else float
-        found[ours] = entry_of(rope, theirs, kind_of_entry)
-    return RopeScaling(**found)
 
 
 def _needs_rmsnorm(args: LlamaArgs) -> None:

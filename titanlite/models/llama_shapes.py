@@ -7,7 +7,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import replace
 
-from titanlite.models.llama_args import LlamaArgs, RopeScaling
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.rope_scaling import RopeScaling
 
 
 def _llama2(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:

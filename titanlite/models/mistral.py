@@ -21,8 +21,8 @@ class MistralArgs(LlamaArgs):
     window: int | None = None
 
     @property
-    def context(self) -> int:
-        return max(self.max_seq_len, 32768)
+    def published_context(self) -> int:
+        return 32768
 
 
 def _mistral(dim: int = 4096, n_layers: int = 32, n_heads: int = 32, **rest: Any) -> MistralArgs:

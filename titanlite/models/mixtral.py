@@ -59,9 +59,9 @@ class MixtralArgs(LlamaArgs):
         return {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
 
     @property
-    def context(self) -> int:
-        """Tokens of context of the published models, or `max_seq_len` where that is more."""
-        return max(self.max_seq_len, {4096: 32768, 6144: 65536}.get(self.dim, 0))
+    def published_context(self) -> int:
+        """Tokens of context of the published model of this width; 0: there is none."""
+        return {4096: 32768, 6144: 65536}.get(self.dim, 0)
 
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return none: router and experts stay in high precision.

@@ -25,8 +25,8 @@ class Qwen3Args(LlamaArgs):
         return True
 
     @property
-    def context(self) -> int:
-        return max(self.max_seq_len, 40960)
+    def published_context(self) -> int:
+        return 40960
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Qwen3Args:

@@ -45,6 +45,7 @@ from titanlite.start.misfits import (
     batch_misfits,
     rank_misfits,
     recomputation_misfits,
+    rope_misfits,
     tensor_misfits,
 )
 from titanlite.utils import is_dotted
@@ -238,6 +239,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         return placed(config, found) + _model_problems(config, error)
     found += _not_offered(run)
     found += recomputation_misfits(run.spec, args, d)
+    found += rope_misfits(args, run)
     if run.checkpoint.initial_load_path is not None:
         from titanlite.start.folder_shape import source_misfits
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
     """Return a model's arguments as entries of `model.overrides`; those that the config gives
     itself win.
     """
-    from titanlite.models.llama_args import RopeScaling
+    from titanlite.models.rope_scaling import Scaling
 
     found = {}
     for field in fields(args):
@@ -169,7 +169,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
         is_given = getattr(model, field.name, None) is not None
         if value is None or field.name == "max_seq_len" or is_given:
             continue
-        found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
+        found[field.name] = value.as_table() if isinstance(value, Scaling) else value
     return {**found, **model.overrides}
 
 

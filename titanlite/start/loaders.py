@@ -22,6 +22,7 @@ from titanlite.training.validation import ValidationSet
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases
+    from titanlite.data.prefetch import PassLoader
     from titanlite.features.ema.average import WeightAverage
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
@@ -79,7 +80,11 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
     loaders = {}
     measured = []
     for name, rows in texts.items():
-        passes = ValidationLoader(rows, size, section.steps, rank, ranks)
+        passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
+        if section.parts is not None:
+            from titanlite.data.sequence_parts import SequenceParts
+
+            passes = SequenceParts(passes, section.parts)
         loaders[name] = ValidationPrefetcher(
             _divided(run, mesh, passes), run.data.prefetch, pin, run.data.persistent_workers
         )
@@ -88,7 +93,9 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
         measured.append([name, rows.fingerprint, rows.settings, part])
     content = json.dumps([measured, section.ema], sort_keys=True, default=str)
     fingerprint = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
-    return ValidationSet(loaders, section.freq, section.first, fingerprint=fingerprint)
+    return ValidationSet(
+        loaders, section.freq, section.first, fingerprint=fingerprint, parts=section.parts or 1
+    )
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:

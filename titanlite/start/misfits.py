@@ -71,6 +71,25 @@ def _other_ranks(d: Config, has_rest: bool) -> str:
     return f"set training.data_parallel_{rest} for the ranks left over"
 
 
+# The model
+
+
+def rope_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
+    """Check what RoPE tables exclude that depend on the length of the sequence."""
+    scaling = getattr(args, "rope_scaling", None)
+    above = getattr(scaling, "varies_above", None)
+    if scaling is None or above is None or run.max_seq_len <= above:
+        return
+    reason = f"above {above} tokens the RoPE tables of {scaling.kind} depend on the length"
+    if run.data.mask_documents:
+        message = f"cannot be exact: {reason}, and a row has documents of several lengths"
+        hint = 'set it to false, or take model.rope_scaling with rope_type = "yarn"'
+        yield "conflict", "data.mask_documents", message, hint
+    if run.sample.prompts and run.mesh.tensor * run.mesh.context > 1:
+        message = f"cannot be exact: {reason}, and these ranks pad or divide a text"
+        yield "conflict", "sample.prompts", message, "sample checkpoints by `titanlite sample`"
+
+
 # The batch
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,18 +118,24 @@ class HeldOutLoss(NamedTuple):
         )
 
 
+def _together(losses: Sequence[HeldOutLoss]) -> HeldOutLoss:
+    """Return the loss over the tokens of several."""
+    return HeldOutLoss(sum(one.total for one in losses), sum(one.tokens for one in losses))
+
+
 @dataclass(frozen=True)
 class ValidationResult:
     """The losses of one validation, the same on all ranks."""
 
     #: By the name of the text; a single text without a name has "".
     sources: dict[str, HeldOutLoss]
+    #: Of the parts of a sequence, first to last, over all texts; empty unless `validation.parts`.
+    parts: tuple[HeldOutLoss, ...] = ()
 
     @property
     def all(self) -> HeldOutLoss:
         """The loss over the tokens of all texts: a text counts by its tokens."""
-        found = self.sources.values()
-        return HeldOutLoss(sum(one.total for one in found), sum(one.tokens for one in found))
+        return _together(list(self.sources.values()))
 
 
 @dataclass(frozen=True)
@@ -148,12 +154,14 @@ class ValidationSet:
     #: Hash of all that decides which tokens are measured: losses of others do not compare with
     #: these.
     fingerprint: str = ""
+    #: Parts of a sequence; the loaders serve each batch once for each (`SequenceParts`).
+    parts: int = 1
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield all batches, each with the number of its text; as many on every rank."""
+        """Yield all batches, each with the number of its text and part; as many on every rank."""
         for number, batches in enumerate(self.loaders.values()):
-            for batch in batches:
-                yield number, batch
+            for place, batch in enumerate(batches):
+                yield number * self.parts + place % self.parts, batch
 
     def __len__(self) -> int:
         """Batches of all texts, the same on all ranks."""
@@ -174,11 +182,18 @@ class ValidationSet:
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
         with self.weights():
+            count = len(self.loaders) * self.parts
             sums = _loss_sums(
-                model, through(_reported(self)), len(self.loaders), device, runner, factors
+                model, through(_reported(self)), count, device, runner, factors
             ).tolist()
-        losses = (HeldOutLoss(total, int(tokens)) for total, tokens in sums)
-        return ValidationResult(dict(zip(self.loaders, losses, strict=True)))
+        losses = [HeldOutLoss(total, int(tokens)) for total, tokens in sums]
+        sources = {}
+        for number, name in enumerate(self.loaders):
+            sources[name] = _together(losses[number * self.parts : (number + 1) * self.parts])
+        if self.parts == 1:
+            return ValidationResult(sources)
+        by_part = [_together(losses[part :: self.parts]) for part in range(self.parts)]
+        return ValidationResult(sources, tuple(by_part))
 
     def close(self) -> None:
         """End the threads of the loaders; what cannot be closed does not keep the rest open."""

@@ -1,7 +1,8 @@
-"""Tokenizers of three kinds; the content of the file decides which.
+"""Tokenizers of four kinds; the content of the file decides which.
 
-There are tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's
-tokenizer.json. Each becomes a `Tokenizer` with the ids of the library of that name.
+There are tiktoken rank files (Llama 3), sentencepiece models (Llama 2), Hugging Face's
+tokenizer.json and Mistral's tekken.json. Each becomes a `Tokenizer` with the ids of the library of
+that name.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else
     tiktoken.
 
-    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the
-    file and the remedy if it is missing, damaged, or has no known BOS and EOS. A URL names a file,
-    or with a slash at its end a folder.
+    In a folder it reads the tokenizer.json, else the tokenizer.model, else the tekken.json. Raises
+    DataError with the file and the remedy if it is missing, damaged, or has no known BOS and EOS. A
+    URL names a file, or with a slash at its end a folder.
     """
     if path is None:
         return load_file(bundled(family))[0]

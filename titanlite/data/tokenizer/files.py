@@ -24,6 +24,7 @@ FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     GENERATION,
@@ -90,7 +91,7 @@ def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, byte
         found[GENERATION] = text.encode()
     if importlib.util.find_spec("transformers") is not None:
         return equal_files(found, content, kind, tokenizer)
-    name = "tokenizer.json" if kind == "tokenizer.json" else "tokenizer.model"
+    name = kind if kind.endswith(".json") else "tokenizer.model"
     found.setdefault(name, content)
     found = with_class(found, tokenizer)
     logger.warning(

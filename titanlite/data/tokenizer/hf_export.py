@@ -7,6 +7,7 @@ continues. Other programs read an export by `AutoTokenizer`, so its files must d
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import tempfile
@@ -132,8 +133,11 @@ def equal_files(
     made[TOKENIZER] = as_tokenizer_json(content, kind, tokenizer)
     kept = {name: value for name, value in _json(found.get(CONFIG, b"{}")).items() if name in _KEPT}
     made[CONFIG] = _config(kept, tokenizer)
+    # For programs that read it alone.
     if kind == "sentencepiece":
-        made["tokenizer.model"] = content  # for programs that read it alone
+        made["tokenizer.model"] = content
+    elif kind == "tekken.json":
+        made[kind] = content
     return made
 
 
@@ -189,6 +193,8 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
         parsed = _of_sentencepiece(content)
     elif kind == "tiktoken":
         parsed = _of_ranks(content)
+    elif kind == "tekken.json":
+        parsed = _of_tekken(tokenizer)
     else:
         parsed = json.loads(content)
     names = {number: name for name, number in tokenizer.special_tokens.items()}
@@ -242,6 +248,36 @@ def _of_ranks(content: bytes) -> dict[str, Any]:
             vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special
         )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
+    return parsed
+
+
+def _of_tekken(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json of a tekken.json: its pattern and ranks behind its special tokens.
+
+    A special token is an entry of the vocabulary too, so that it has the id that it has there.
+    """
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    from titanlite.data.tokenizer.tekken import TekkenTokenizer
+
+    assert isinstance(tokenizer, TekkenTokenizer)
+    lines = [b"%s %d\n" % (base64.b64encode(token), r) for token, r in tokenizer.ranks.items()]
+    with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
+        file.write(b"".join(lines))
+        file.flush()
+        converter = TikTokenConverter(
+            vocab_file=file.name, pattern=tokenizer.pattern, extra_special_tokens=[]
+        )
+        parsed: dict[str, Any] = json.loads(converter.converted().to_str())
+    vocabulary = dict(tokenizer.special_tokens)
+    for name, rank in parsed["model"]["vocab"].items():
+        vocabulary[name] = rank + tokenizer.first_id
+    parsed["model"]["vocab"] = vocabulary
+    fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    parsed["added_tokens"] = [
+        {"id": number, "content": name, **fixed, "special": True}
+        for name, number in tokenizer.special_tokens.items()
+    ]
     return parsed
 
 

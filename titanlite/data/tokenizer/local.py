@@ -15,12 +15,15 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_TOKENIZER = _ASSETS / "tokenizer.tiktoken"
 BUNDLED_SENTENCEPIECE = _ASSETS / "tokenizer.model"
 
-Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json"]
+Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json", "tekken.json"]
 
 #: The names that are read in a folder, the first that exists.
-FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tekken.json")
 
-_EXPECTED = "a tiktoken rank file, a sentencepiece model or a Hugging Face tokenizer.json"
+_EXPECTED = (
+    "a tiktoken rank file, a sentencepiece model, a Hugging Face tokenizer.json or Mistral's "
+    "tekken.json"
+)
 
 
 def bundled(family: str) -> Path:
@@ -54,6 +57,10 @@ def load_file(file: Path) -> tuple[Tokenizer, Kind]:
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
         return SentencePieceTokenizer(content, file), kind
+    if kind == "tekken.json":
+        from titanlite.data.tokenizer.tekken import TekkenTokenizer
+
+        return TekkenTokenizer(content, file), kind
     from titanlite.data.tokenizer.hf_json import JsonTokenizer
 
     return JsonTokenizer(content, file), kind
@@ -77,7 +84,9 @@ def kind_of(content: bytes, path: Path) -> Kind:
             f"{where} is a web page, perhaps of a failed download; expected {_EXPECTED}"
         )
     if start.startswith((b"{", b"[")):
-        return "tokenizer.json"
+        # Tokens of a tokenizer.json are text; this entry holds bytes.
+        is_tekken = re.search(rb'"token_bytes"\s*:\s*"', content) is not None
+        return "tekken.json" if is_tekken else "tokenizer.json"
     # A sentencepiece model begins with its first piece: field 1, the length, and in it field 1, the
     # piece's name.
     if re.match(rb"\x0a[\x00-\x7f]\x0a[\x00-\x7f]", content):

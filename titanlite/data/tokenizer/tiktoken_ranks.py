@@ -75,12 +75,12 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for segment in _segments(text):
+        for segment in safe_segments(text):
             ids += self._encoding.encode_ordinary(segment)
         return ids
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:
-        segments = _segments(text)
+        segments = safe_segments(text)
         return np.concatenate(
             [self._encoding.encode_to_numpy(s, disallowed_special=()) for s in segments]
         )
@@ -89,11 +89,14 @@ class TiktokenTokenizer(Tokenizer):
         return self._encoding.decode(ids)
 
 
-def _segments(text: str) -> list[str]:
-    """Cut `text` into pieces that are safe for tiktoken; one piece, unless it is unusually long."""
+def safe_segments(text: str, most: int = _MAX_ENCODE_CHARS) -> list[str]:
+    """Cut `text` into pieces that are safe for tiktoken; one piece, unless it is unusually long.
+
+    most: characters of a piece, also where no run is too long.
+    """
     if len(text) <= _MAX_RUN_CHARS:
         return [text]
-    cuts = {0, len(text), *range(_MAX_ENCODE_CHARS, len(text), _MAX_ENCODE_CHARS)}
+    cuts = {0, len(text), *range(most, len(text), most)}
     for run in re.finditer(r"\S+|\s+", text):
         cuts.update(range(run.start() + _MAX_RUN_CHARS, run.end(), _MAX_RUN_CHARS))
     ordered = sorted(cuts)

@@ -122,6 +122,8 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
     for owner in owners:
         window = getattr(owner.get_submodule(_REPLACED), "window", None)
         setattr(owner, _REPLACED, ContextAttention(cp_rank, window))
+    rope: Any = model.get_submodule("rope")
+    rope.sharing_ranks = cp_rank.degree
     model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)
 
 

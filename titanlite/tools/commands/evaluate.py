@@ -201,12 +201,17 @@ def _evaluate_rank(
         losses = {name or single: one for name, one in result.sources.items()}
         if as_json:
             about = {"checkpoint": str(folder), "step": manifest.step, "ranks": env.world_size}
-            sources = {name: _figures(one) for name, one in losses.items()}
-            print(to_json({**about, **_figures(result.all), "sources": sources}))
+            found = {**about, **_figures(result.all)}
+            found["sources"] = {name: _figures(one) for name, one in losses.items()}
+            if result.parts:
+                found["parts"] = [_figures(one) for one in result.parts]
+            print(to_json(found))
         else:
             shown = dict(losses)
             if len(losses) > 1:
                 shown["all"] = result.all
+            for number, one in enumerate(result.parts, start=1):
+                shown[f"part {number} of {len(result.parts)} of the sequence"] = one
             print(as_table(str(folder), shown))
     return exit_codes.DONE
 

@@ -43,6 +43,10 @@ class HarnessModel(TemplateLM):
         self.loaded = loaded
         self.size = batch_size
         self.max_length = loaded.limit
+        above = getattr(getattr(loaded.model, "rope", None), "varies_above", None)
+        if above is not None and self.max_length > above:
+            # Padded to the longest of a batch, a row would have the RoPE tables of that length.
+            self.size = 1
 
     @property
     def tokenizer_name(self) -> str:

@@ -1,0 +1,125 @@
+"""Validation by the place of a target in its sequence (`validation.parts`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.pool import Pools
+from tests.support.refusals import refusal
+from tests.support.whole_runs import make_trainer
+from titanlite.data.loader import Batch
+from titanlite.data.rows import IGNORE
+from titanlite.data.sequence_parts import SequenceParts
+from titanlite.parallel.dist_env import DistEnv
+
+FLAGS = [
+    "--validation.enable",
+    "--validation.steps=2",
+    "--validation.seq_len=48",
+    "--training.seq_len=48",
+    "--validation.batch_size=2",
+    "--training.global_batch_size=4",
+    "--training.batch_size=1",
+    "--model.overrides.n_layers=2",
+]
+#: Parts of 9 and 10 targets.
+PARTS = 5
+BORDERS = [0, 9, 19, 28, 38, 48]
+
+
+def test_parts_have_each_target_once() -> None:
+    labels = torch.arange(96).reshape(2, 48)
+    labels[0, 3:11] = IGNORE
+    batch = Batch(torch.zeros_like(labels), labels, torch.ones_like(labels))
+    parts = SequenceParts([batch, batch], PARTS)  # type: ignore[arg-type]
+    found = list(parts)
+    assert len(found) == len(parts) == 10
+    for number, one in enumerate(found):
+        begin, end = BORDERS[number % PARTS], BORDERS[number % PARTS + 1]
+        assert torch.equal(one.labels[:, begin:end], labels[:, begin:end])
+        assert (one.labels != IGNORE).sum() == (labels[:, begin:end] != IGNORE).sum()
+        assert one.tokens is batch.tokens and one.documents is batch.documents
+
+
+def _measured(world: DistEnv, folder: str, *flags: str) -> list[tuple[float, int]]:
+    """Losses of the whole text, then of each part."""
+    parts = make_trainer(world, folder, *FLAGS, *flags).parts
+    assert parts.validation is not None
+    result = parts.validation.measure(
+        parts.model, world.device, parts.train_step.runner, parts.train_step.factors
+    )
+    return [(one.loss, one.tokens) for one in (result.all, *result.parts)]
+
+
+def _by_hand(world: DistEnv, folder: str) -> list[tuple[float, int]]:
+    """The same, from the logits of the whole batches."""
+    parts = make_trainer(world, folder, *FLAGS).parts
+    assert parts.validation is not None
+    losses: list[Any] = []
+    for _, batch in parts.validation:
+        with torch.no_grad():
+            logits = parts.model(batch.tokens).float()
+        losses.append(F.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none"))
+    each = torch.cat(losses).double()
+    spans = [(0, 48), *zip(BORDERS, BORDERS[1:], strict=False)]
+    return [(float(each[:, a:b].mean()), each[:, a:b].numel()) for a, b in spans]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, []),
+        (1, ["--training.loss_chunks=4"]),
+        (2, ["--experimental.context_parallel_degree=2"]),
+        (2, ["--training.tensor_parallel_degree=2"]),
+        pytest.param(
+            2,
+            ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one rank", "chunks", "context", "tensor", "pipeline"],
+)
+def test_losses_by_part_are_those_of_the_logits_in_every_layout(
+    pool: Pools, tmp_path: Any, ranks: int, flags: list[str]
+) -> None:
+    expected = pool(1).run(_by_hand, str(tmp_path / "plain"))[0]
+    for found in pool(ranks).run(
+        _measured, str(tmp_path / "parts"), f"--validation.parts={PARTS}", *flags
+    ):
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], 1e-5)
+    assert len({round(loss, 3) for loss, _ in expected}) > 3
+
+
+def _logged(world: DistEnv, folder: str, *flags: str) -> tuple[list[dict[str, Any]], list[str]]:
+    from tests.support.whole_runs import outcome_of
+
+    trainer = make_trainer(world, folder, *FLAGS, "--training.steps=1", *flags)
+    found = outcome_of(trainer, folder)
+    return [row for row in found["rows"] if "validation_loss" in row], found["said"]
+
+
+def test_a_run_logs_parts_only_if_it_is_asked(pool: Pools, tmp_path: Any) -> None:
+    (plain,), _ = pool(1).run(_logged, str(tmp_path / "plain"))[0]
+    (row,), said = pool(1).run(_logged, str(tmp_path / "parts"), "--validation.parts=2")[0]
+    names = ["validation/part_1_of_2/loss", "validation/part_2_of_2/loss"]
+    assert [name for name in row if "part" in name] == names
+    assert not [name for name in plain if "part" in name]
+    assert row["validation_loss"] == pytest.approx(plain["validation_loss"], rel=1e-6)
+    mean = sum(row[name] for name in names) / 2
+    assert row["validation_loss"] == pytest.approx(mean, rel=1e-6)
+    assert any("part 2 of 2 of the sequence: loss" in line for line in said)
+
+
+def test_more_parts_than_tokens_are_refused() -> None:
+    flags = ["--job.config_file=debug_model.toml", "--validation.seq_len=8", "--validation.parts=9"]
+    found = refusal(flags)
+    assert (found.key, found.message) == (
+        "validation.parts",
+        "is 9, and a held-out sequence has 8 tokens",
+    )
