@@ -28,6 +28,7 @@ _PLAIN = [
     "choose",
     "compression",
     "corpus",
+    "course",
     "empty_files",
     "file_stamps",
     "formats",
@@ -67,7 +68,7 @@ def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text(tmp_path:
 
 
 def test_the_check_of_a_config_imports_no_reader() -> None:
-    assert _modules(_CHECK) == ["", "text_check", "token_paths"]
+    assert _modules(_CHECK) == ["", "course", "text_check", "token_paths"]
 
 
 def _modules(program: str, *words: str) -> list[str]:
