@@ -15,6 +15,7 @@ from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
+from titanlite.data import file_stamps
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.parallel.dist_env import log_once
 from titanlite.start.signals import StopRequested, StopSignal
@@ -111,7 +112,11 @@ class Trainer:
         kept = "CHECKPOINTS ARE OFF: nothing will be saved"
         if parts.checkpointer is not None:
             kept = "then a checkpoint is written"
-            expected = {"global_batch": parts.global_batch_size}
+            text = parts.datasets.train
+            expected = {
+                "global_batch": parts.global_batch_size,
+                file_stamps.TEXT_FILES: lambda saved: file_stamps.difference(saved, text),
+            }
             self.loaded = parts.checkpointer.load(parts.model, parts.optimizer, expected)
         self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
@@ -280,6 +285,9 @@ class Trainer:
             "schedule": parts.learning_rate.record(),
             LEFT_OUT: list(parts.exclude_from_loading),
         }
+        files = file_stamps.record(parts.datasets.train)
+        if files:
+            state[file_stamps.TEXT_FILES] = files
         statistics = parts.train_step.guard.state_dict()
         if statistics:
             state["guard"] = statistics

@@ -74,6 +74,22 @@ def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {name: folder / "step-7" for name, folder in folders.items()}
 
 
+@pytest.mark.parametrize("shape", ["plain", "tied"])
+def test_a_file_for_torch_is_the_same_each_time(
+    saved: dict[str, Path], tmp_path: Path, shape: str
+) -> None:
+    """Python gives the names of a set another order in each process."""
+    for seed in ("1", "2"):
+        words = ("checkpoint", "convert", saved[shape], tmp_path / f"{seed}.pt", "--to", "torch")
+        done = python("-m", "titanlite", *words, env={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
+    files = [tmp_path / f"{seed}.pt" for seed in ("1", "2")]
+    orders = [list(torch.load(file, weights_only=True)["state_dict"]) for file in files]
+    head = ["output.weight"] if shape == "tied" else []
+    assert orders[0] == orders[1] == sorted(set(orders[0]) - set(head)) + head
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 TOKENS = torch.arange(40).remainder(96)[None] * 7 % 96
 
 

@@ -25,10 +25,10 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import encode_chat, load_template
-from titanlite.data.forms import Alpaca, ShareGPT, plain
+from titanlite.data.forms import Alpaca, ShareGPT, form_columns, plain
 from titanlite.data.forms.recognition import recognise
 from titanlite.data.hashes import add_hashes, batch_hash
-from titanlite.data.records import Columns
+from titanlite.data.records import Columns, strings_of
 from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader, build_dataset
@@ -488,3 +488,17 @@ def test_records_of_no_known_form_are_looked_at_once_and_keep_their_error(
     assert recognise([str(path)], "auto", "key", "data") == (None, "")
     with pytest.raises(DataError, match=r"(no column|the key) 'text' .*data\.text_key"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "place"),
+    [
+        ("sharegpt", {"conversations": [{"from": "human", "value": "\ud83d"}]}, "value"),
+        ("alpaca", {"instruction": "a", "input": "\ud83d", "output": "b"}, "input"),
+        ("alpaca", {"instruction": "\ud83d", "output": "b"}, "instruction"),
+    ],
+)
+def test_half_a_surrogate_pair_is_an_error(form: str, record: dict[str, Any], place: str) -> None:
+    columns = form_columns(form, Data(), DataSource(), TOKENIZER)
+    with pytest.raises(DataError, match=rf"{place}.* holds \\ud83d"):
+        strings_of(record, columns, "here")

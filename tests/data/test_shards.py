@@ -72,6 +72,22 @@ def test_no_record_is_lost_or_read_twice(
     )
 
 
+@pytest.mark.parametrize("cut", [10_000, 1_000, 30])
+def test_a_server_that_cuts_its_answers_soon_is_read_to_the_end(
+    server: HubServer, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.data.remote._FIRST_WAIT", 0.001)
+    (server.root / "files/short.jsonl").write_bytes(b"".join(LINES.splitlines(True)[:60]))
+    file = "short.jsonl" if cut < 100 else "b.jsonl"
+    server.fail(f"*/{file}", cut=cut, times=None)
+    wanted = TEXTS[:60] if cut < 100 else TEXTS
+    assert list(read(f"{server.url}/files/{file}", patience=2)) == wanted
+    answers = server.of(f"*/{file}")
+    assert max(request.sent for request in answers) <= cut
+    size = (server.root / "files" / file).stat().st_size
+    assert sum(request.sent for request in answers) < 2 * size
+
+
 def test_a_server_without_ranges_is_read_from_its_first_byte_again(server: HubServer) -> None:
     server.ranges = False
     for cut in (50_000, 90_000):

@@ -169,6 +169,21 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
 
 
 @pytest.mark.slow
+def test_a_hub_that_is_not_there_ends_all_ranks_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    words = flags(tmp_path, *STREAM, "--training.dataset=me/small")
+    codes, console = train(words, 2, tmp_path / "console")
+    # Rank 0 lists the files; the other one is told.
+    assert codes == [exit_codes.CONFIG, exit_codes.LOST_PEER], console
+    assert f"me/small cannot be listed: {address} cannot be reached: ConnectionRefused" in console
+    assert "`titanlite data fetch me/small --out FOLDER` copies the files" in console
+    assert "Retrying" not in console
+
+
+@pytest.mark.slow
 def test_two_agents_train_on_c4_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
     write_c4(tmp_path / "hub", 4)
     runs: dict[int, list[tuple[Any, ...]]] = {}

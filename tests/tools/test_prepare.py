@@ -26,6 +26,7 @@ from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.runs.lock import RunLock
 
 
@@ -111,6 +112,28 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     )
     assert code == 2
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
+
+
+def test_the_tokenizer_that_is_taken_is_named_where_none_is_given(
+    tmp_path: Path, command: Command
+) -> None:
+    text = write_records(tmp_path / "text", 1)
+    said = f"no --tokenizer: the bundled tokenizer.tiktoken of {TOKENIZER.vocab_size:,} ids"
+    code, printed = command("prepare", text, "--out", tmp_path / "out")
+    assert code == 0
+    assert said in printed
+    given = ("--tokenizer", BUNDLED_SENTENCEPIECE)
+    code, printed = command("prepare", text, "--out", tmp_path / "other", *given)
+    assert code == 0
+    assert "no --tokenizer" not in printed
+
+
+def test_half_of_a_character_is_refused_and_not_replaced(tmp_path: Path, command: Command) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "good"}\n' * 3 + r'{"text": "half \ud83d"}' + "\n")
+    code, printed = command("prepare", text, "--out", tmp_path / "out")
+    assert code == 2
+    assert "a.jsonl, line 4: the field text holds \\ud83d at character 6" in printed
 
 
 def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(

@@ -96,7 +96,8 @@ class Chooser:
     def choose(self, expected: Mapping[str, Any]) -> Candidate | None:
         """Return the checkpoint that a start uses, by `config`; None: the run is a fresh one.
 
-        expected: entries of the train state that must be equal to the saved ones.
+        expected: entries of the train state that must be equal to the saved ones, or functions
+        that compare, see `Checkpointer.load`.
         """
         config = self.config
         found = self._find_own()
@@ -194,9 +195,16 @@ class Chooser:
             if saved != value:
                 found[name] = f"{saved} there, {value} here"
         for name, value in expected.items():
-            if name not in manifest.train or manifest.train[name] == value:
+            if name not in manifest.train:
                 continue
             saved = manifest.train[name]
+            if callable(value):
+                difference = value(saved)
+                if difference:
+                    found[name.replace("_", " ")] = difference
+                continue
+            if saved == value:
+                continue
             keep = ""
             if name == "global_batch":
                 keep = f" (training.global_batch_size = {saved} keeps it)"
@@ -270,7 +278,9 @@ class Chooser:
 
 def _word_of(name: str) -> str:
     """Return the word in `checkpoint.allow_changes` that allows a difference."""
-    return "data" if name == "data order" else name.replace(" ", "_")
+    if name in ("data order", "text files"):
+        return "data"
+    return name.replace(" ", "_")
 
 
 def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:

@@ -135,7 +135,7 @@ class Checkpointer:
         says; else None.
 
         expected: entries of the train state that must be equal to the saved ones, where they were
-        saved.
+        saved. A function takes the saved one, and returns what differs in words, or "".
 
         Raises CheckpointError, on all ranks, before anything is changed. Reasons: the checkpoint is
         of another run or does not fit the model, or there are checkpoints and none is good.

@@ -88,6 +88,7 @@ def _listing(
         split=split,
         passed_over={reason: tuple(sorted(names)) for reason, names in passed.items()},
         mixed_splits=dict(mixed_splits or {}),
+        stamps=tuple(file.stamp for file in texts),
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, targets_of
+from titanlite.data.empty_files import watched
 from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
 from titanlite.data.records import Record
@@ -221,6 +222,8 @@ class LaneReader:
         if text.shuffle:
             size = max(text.buffer // self.lanes, 1)
         all_records = text.shards.records(share.shard, start.row)
+        if start.row == 0:
+            all_records = watched(all_records, text.shards.names[share.shard])
         own = (record for record in all_records if record.number % share.parts == share.part)
         place = start
         while records := list(itertools.islice(own, size)):

@@ -36,12 +36,13 @@ class FoundFile(NamedTuple):
     """A file of a folder.
 
     `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
-    not known.
+    not known. `stamp`: what a store tells of it, see `titanlite.data.file_stamps`.
     """
 
     name: str
     relative: str
     size: int | None = None
+    stamp: str = ""
 
     @property
     def base(self) -> str:
@@ -88,6 +89,8 @@ class Listing:
     mixed_splits: Mapping[str, int]
     #: Which fields of their records are read, where that was recognised; "": as the config says.
     records: str = ""
+    #: What a store tells of each file; "": nothing.
+    stamps: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return what was found, and what was passed over and why, in words."""

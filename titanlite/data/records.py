@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.surrogates import refuse_surrogates
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
@@ -94,7 +95,7 @@ class Columns(NamedTuple):
 def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     """Return text and perhaps prompt of a record.
 
-    Raises DataError that begins with `where` if one is no string.
+    Raises DataError that begins with `where` if one is no string, or holds a lone surrogate.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -110,16 +111,20 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
                 f"{where}: the key {columns.text!r} is no list of messages, each with role and "
                 f"content: {cut(messages)}; {columns.remedy(columns.text)}"
             )
+        refuse_surrogates(messages, columns.text, where)
         return [columns.chat.render(messages, where), None]
     check_strings(record, columns, where)
     return [record[column] for column in columns.wanted]
 
 
 def check_strings(record: Mapping[Any, Any], columns: Columns, where: str) -> None:
-    """Raise DataError that begins with `where` if one of the wanted fields is no string."""
+    """Raise DataError that begins with `where` if one of the wanted fields is no string, or holds a
+    lone surrogate.
+    """
     for column in columns.wanted:
         value = record.get(column)
         if isinstance(value, str):
+            refuse_surrogates(value, column, where)
             continue
         if column in record:
             problem = f"must be a string, found {type(value).__name__}: {cut(value)}"

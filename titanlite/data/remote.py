@@ -27,9 +27,8 @@ _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 60.0
 #: Seconds that an HTTP server may say nothing.
 _SILENCE = 30.0
-#: Bytes of the largest and the smallest request, and requests after which their size doubles.
+#: Bytes of the largest request, and requests after which their size doubles.
 _MOST = 5 << 20
-_LEAST = 16 << 10
 _STEADY = 16
 
 T = TypeVar("T")
@@ -72,10 +71,14 @@ def words(error: BaseException) -> str:
 def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
+    HTTP goes by the proxy of the environment, as all else does.
+
     Raises MissingPackageError where the store needs a package that is not installed.
     """
     from fsspec import core
 
+    if url.startswith(("http://", "https://")):
+        options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}
     try:
         found: tuple[Any, str] = core.url_to_fs(url, **options)
     except ImportError as error:
@@ -284,7 +287,8 @@ class _RemoteFile(io.RawIOBase):
             self._file = None
             # An answer that refuses is none that breaks off.
             if _status(_reason(error)) is None:
-                self._most = max(self._most // 8, _LEAST)
+                # However soon the server cuts its answers: at last one is whole.
+                self._most = max(self._most // 8, 1)
             raise
         self._requests += 1
         if self._requests % _STEADY == 0:

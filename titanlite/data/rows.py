@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from titanlite.data.corpus import Tokens
+    from titanlite.data.file_stamps import FileStamps
     from titanlite.data.listing import Listing
     from titanlite.data.mixture import MixedRows
 
@@ -53,6 +54,8 @@ class Rows(ABC):
     seq_len: int
     #: How the files of a single text were found, for reports.
     listing: Listing | None = None
+    #: What tells its files from others that take their place; None: not known.
+    stamps: FileStamps | None = None
     #: The tokens of a single text that is held as a whole.
     corpus: Tokens | None = None
     #: Parts of a stream, of which each rank reads its own alone; None: any rank can read any row.

@@ -12,25 +12,38 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import cast
+from typing import Any, cast
 
 from titanlite.config.data_sections import DataSource
 from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
+from titanlite.data.contact import fetch_remedy, reach
+from titanlite.data.empty_files import watched
+from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns, Record
-from titanlite.data.remote import FileChangedError, check_url, retried, url_to_fs
+from titanlite.data.remote import (
+    FileChangedError,
+    check_url,
+    open_file,
+    retried,
+    url_to_fs,
+    words,
+)
 from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
+#: Threads that ask a server for each of its files.
+_ASKING = 16
 
 
 class Shards(TextFiles):
@@ -90,7 +103,9 @@ class Shards(TextFiles):
 def all_records(files: TextFiles) -> Iterator[Record]:
     """Iterate over the records of all files, in order. Raises DataError if there is none."""
     shards = Shards.of(files)
-    of_files = [shards.records(number, 0) for number in range(len(shards.names))]
+    of_files = []
+    for number, name in enumerate(shards.names):
+        of_files.append(watched(shards.records(number, 0), name, is_shared=True))
     return all_of(of_files, shards.names)
 
 
@@ -104,6 +119,7 @@ def remote_files(
     key = key_of(section, "path")
     revision = ""
     at = ""
+    stamps: tuple[str, ...] = ()
     if source.path is None:
         text = hub_text(source.name or "")
         assert text is not None
@@ -113,10 +129,21 @@ def remote_files(
         at = f" at revision {revision}" if revision else ""
     else:
         listing = url_text(Place(source.path, key, source.split, kind))
+        stamps = listing.stamps
+        if source.path.startswith(("http://", "https://")):
+            # A page of links tells nothing of the files.
+            with ThreadPoolExecutor(_ASKING, thread_name_prefix="titanlite-ask") as pool:
+                stamps = tuple(pool.map(lambda name: _stamp(name, patience), listing.files))
     name = public_name(source.name or str(source.path))
     count = counted(len(listing.files), "files")
     logger.info(f"{name}: {count}{at}, the first is {public_name(listing.files[0])}")
-    return TextFiles(listing.files, columns, kind, revision, patience, key, listing)
+    return TextFiles(listing.files, columns, kind, revision, patience, key, listing, stamps)
+
+
+def _stamp(url: str, patience: float) -> str:
+    """Ask a server for what tells a file from others."""
+    with open_file(url, patience) as file:
+        return stamp_of(*file.raw.identity)
 
 
 def url_files(url: str, key: str) -> list[str]:
@@ -125,7 +152,7 @@ def url_files(url: str, key: str) -> list[str]:
     Files without the name of a kind of text are left out where others have one. Raises DataError,
     naming the config's `key`, if there are none or the store cannot be asked.
     """
-    _refuse_chain(url, key)
+    _check_url(url, key)
     if _is_one_file(url):
         return [url]
     return [file.name for file in _known(_listed(url, key), url, key)]
@@ -138,7 +165,7 @@ def url_text(place: Place) -> Listing:
     `url_files`, and where a folder leaves open which files are meant.
     """
     url = place.path
-    _refuse_chain(url, place.key)
+    _check_url(url, place.key)
     if _is_one_file(url):
         return named_files([FoundFile(url, _base(url))], place)
     found = _listed(url, place.key)
@@ -149,11 +176,13 @@ def url_text(place: Place) -> Listing:
     return named_files(_known(found, url, place.key), place)
 
 
-def _refuse_chain(url: str, key: str) -> None:
+def _check_url(url: str, key: str) -> None:
+    """Raise DataError for a URL that is refused, or whose server cannot be reached."""
     reason = chain_problem(url)
     if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
+    reach(url, f"{key}: {public_name(url)} cannot be read", fetch_remedy(url, key))
 
 
 def _is_one_file(url: str) -> bool:
@@ -184,7 +213,10 @@ def _listed(url: str, key: str) -> list[FoundFile]:
         for name, about in sorted(files.items()):
             if about.get("type") != "directory":
                 relative = public_name(name).removeprefix(root) or _base(name)
-                listed.append(FoundFile(name, relative, about.get("size")))
+                size = about.get("size")
+                tag = about.get("ETag") or about.get("etag")
+                stamp = stamp_of(size, tag, about.get("LastModified"))
+                listed.append(FoundFile(name, relative, size, stamp))
         return listed
 
     return retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)
@@ -220,12 +252,22 @@ def hub_files(
     subset = subset or text.subset
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
-    builder = retried(
-        lambda: datasets.load_dataset_builder(text.repository, subset),
-        f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed (a private or "
-        "gated one needs HF_TOKEN)",
-        _LISTING_SECONDS,
-    )
+    failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
+    flags = []
+    if subset:
+        flags += ["--subset", subset]
+    if split != "train":
+        flags += ["--split", split]
+    reach("hf://", failed, fetch_remedy(text.repository, key, *flags))
+
+    def ask() -> Any:
+        try:
+            return datasets.load_dataset_builder(text.repository, subset)
+        except datasets.exceptions.DatasetNotFoundError as error:
+            hidden = "a private or gated one needs HF_TOKEN"
+            raise DataError(f"{failed} ({hidden}): {words(error)}") from error
+
+    builder = retried(ask, failed, _LISTING_SECONDS)
     files = builder.config.data_files or {}
     if split in files:
         names = [str(name) for name in files[split]]

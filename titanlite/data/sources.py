@@ -18,11 +18,13 @@ from titanlite.config.extensions import load_function
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
+from titanlite.data.empty_files import note_empty, watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.records import Columns, Record, strings_of
+from titanlite.data.surrogates import refuse_surrogates
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -55,6 +57,8 @@ class TextFiles:
     key: str = "training.dataset_path"
     #: How the files were found, for reports.
     listing: Listing | None = field(default=None, compare=False)
+    #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
+    stamps: tuple[str, ...] = field(default=(), compare=False)
 
 
 def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
@@ -95,6 +99,7 @@ def find_text(
     listing = list_text(Place(path, key, split, format))
     empty = [file for file in listing.files if os.path.getsize(file) == 0]
     if 0 < len(empty) < len(listing.files):  # where all are empty, reading refuses them
+        note_empty(empty)
         level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
         names = ", ".join(empty[:3]) + ", …" * (len(empty) > 3)
         count = f"{len(empty)} of {len(listing.files)} files"
@@ -206,6 +211,7 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
         if isinstance(document, str) and columns.chat is None:
+            refuse_surrogates(document, columns.text, where)
             strings = [document]
         else:
             strings = strings_of(document, columns, where)
@@ -215,14 +221,22 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
 
 
 def iter_records(
-    path: Path | Iterable[Path], columns: Columns | None = None, kind: Format = "auto"
+    path: Path | Iterable[Path],
+    columns: Columns | None = None,
+    kind: Format = "auto",
+    is_shared: bool = True,
 ) -> Iterator[Record]:
     """Iterate over the records of a path or a list of files, in order.
+
+    is_shared: all ranks read them, and rank 0 alone warns of those without text.
 
     Raises DataError as `list_files` and `iter_rows` do, and if there is no record.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
-    return all_of([read_file(file, kind, columns) for file in files], files)
+    of_files = []
+    for file in files:
+        of_files.append(watched(read_file(file, kind, columns), file, is_shared))
+    return all_of(of_files, files)
 
 
 def all_of(records: Iterable[Iterator[Record]], files: Sequence[Path | str]) -> Iterator[Record]:

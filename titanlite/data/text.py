@@ -4,6 +4,7 @@ a mixture.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.config.text_names import REGISTERED, hub_text
-from titanlite.config.urls import is_url
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
+from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
@@ -159,13 +161,22 @@ class TextReader:
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
-            return self._packed(tokens, order, epochs, tokens.listing)
+            rows = self._packed(tokens, order, epochs, tokens.listing)
+            names = tokens.listing.files
+            stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
+            rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
+            return rows
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
+        _reach_on_this_node(files, source, section)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
-            return open_stream(self, files, order)
-        return self._packed(self._corpus(files), order, epochs, files.listing)
+            rows = open_stream(self, files, order)
+        else:
+            rows = self._packed(self._corpus(files), order, epochs, files.listing)
+        if files.stamps:
+            rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
+        return rows
 
     def _packed(
         self, corpus: Tokens, order: Order, epochs: int | None, listing: Listing | None = None
@@ -203,8 +214,15 @@ class TextReader:
         listing = find_text(name, source.path, key, source.split, kind)
         is_bundled = source.path is None
         reported = None if is_bundled else listing
+        stamps = local_stamps(listing.files)
         return TextFiles(
-            listing.files, columns, kind, patience=self.patience, key=key, listing=reported
+            listing.files,
+            columns,
+            kind,
+            patience=self.patience,
+            key=key,
+            listing=reported,
+            stamps=stamps,
         )
 
     def _is_stream(self, files: TextFiles, source: DataSource) -> bool:
@@ -240,6 +258,21 @@ class TextReader:
             columns=files.columns,
             kind=files.kind,
         )
+
+
+def _reach_on_this_node(files: TextFiles, source: DataSource, section: str) -> None:
+    """Raise DataError where one process of this node cannot reach the server of the files.
+
+    Rank 0 of the run has listed them, and did.
+    """
+    first = files.names[0]
+    if is_url(first) and os.environ.get("LOCAL_RANK", "0") == "0":
+        from titanlite.data.contact import fetch_remedy, reach
+
+        key = files.key
+        text = source.path or source.name or first
+        remedy = fetch_remedy(text, key)
+        reach(first, f"{key}: {public_name(first)} cannot be read", remedy)
 
 
 def _is_of_hub(source: DataSource) -> bool:

@@ -99,9 +99,9 @@ class _Text:
     columns: Columns | None
     kind: Format
 
-    def tokenized(self, workers: int) -> Corpus:
-        """Read and tokenize the files."""
-        records = iter_records(self.files, self.columns, self.kind)
+    def tokenized(self, workers: int, is_shared: bool = True) -> Corpus:
+        """Read and tokenize the files. is_shared: all ranks do."""
+        records = iter_records(self.files, self.columns, self.kind, is_shared)
         return tokenize(self.files, self.tokenizer, self.vocab_size, workers, records)
 
     def stamp(self) -> str:
@@ -143,7 +143,7 @@ def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus | None
         if found is not None:
             return found
         if held:
-            corpus = text.tokenized(workers_of(workers, alone=True))
+            corpus = text.tokenized(workers_of(workers, alone=True), is_shared=False)
             # Another stamp: the text has changed meanwhile.
             if text.stamp() == stamp:
                 _save(corpus, path)

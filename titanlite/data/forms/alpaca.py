@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from titanlite.data import DataError
 from titanlite.data.records import Columns, check_strings, cut
+from titanlite.data.surrogates import refuse_surrogates
 
 #: The template that Alpaca was published with (github.com/tatsu-lab/stanford_alpaca, train.py). The
 #: output follows at once, without a space.
@@ -43,6 +44,7 @@ class Alpaca(NamedTuple):
                 f"{where}: the key 'input' must be a string, found {type(given).__name__}: "
                 f"{cut(given)}; {columns.remedy('output')}"
             )
+        refuse_surrogates(given or "", "input", where)
         for field in _NO_PLACE:
             if record.get(field):
                 raise DataError(

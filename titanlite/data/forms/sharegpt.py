@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from titanlite.data import DataError
 from titanlite.data.records import Columns, are_turns, cut
+from titanlite.data.surrogates import refuse_surrogates
 
 #: Who speaks → the role that chat templates know.
 ROLES = {
@@ -43,6 +44,7 @@ class ShareGPT(NamedTuple):
                 f"{where}: the key {field!r} is no list of turns, each with from and value: "
                 f"{cut(turns)}; {columns.remedy(field)}, or set {columns.section}.record"
             )
+        refuse_surrogates(turns, field, where)
         messages: list[dict[str, str]] = []
         for turn in turns:
             role = self._role(turn, field, where)
@@ -54,6 +56,7 @@ class ShareGPT(NamedTuple):
                     f"{where}: the key 'system' must be a string without a turn from system in "
                     f"{field!r}, found {cut(system)}; leave one of the two out"
                 )
+            refuse_surrogates(system, "system", where)
             messages.insert(0, {"role": "system", "content": system})
         assert columns.chat is not None
         return [columns.chat.render(messages, where), None]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
+from titanlite.data.contact import reach
 from titanlite.data.remote import check_url, url_to_fs
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
@@ -59,6 +60,8 @@ def read_url(url: str) -> bytes:
     reason = chain_problem(url)
     if reason:
         raise DataError(f"model.tokenizer_path: {url} {reason}")
+    remedy = "copy the file on a machine with a network, and give its path"
+    reach(url, f"model.tokenizer_path: {public(url)} cannot be read", remedy)
     try:
         if scheme in ("gs", "az"):
             import blobfile

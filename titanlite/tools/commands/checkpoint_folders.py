@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import holds_weights
 from titanlite.checkpoint.manifest import (
     DELETED,
@@ -21,9 +22,7 @@ from titanlite.checkpoint.manifest import (
     PARTIAL,
     PIN,
     REASON,
-    CheckpointError,
     Manifest,
-    NewerFormatError,
     Progress,
     check_files,
     describe_roots,

@@ -32,9 +32,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "and vLLM read.",
     )
     run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
-    parser.add_argument("source", type=to_path, metavar="RUN_OR_CHECKPOINT", help=run)
-    parser.add_argument("target", type=to_path, metavar="FOLDER", help="a new folder")
-    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+    _add_paths(parser, ("RUN_OR_CHECKPOINT", run), ("FOLDER", "a new folder"))
     parser.add_argument("--ema", action="store_true", help=EMA)
     parser.set_defaults(to="hf")
     trust.add_argument(parser.add_argument)
@@ -47,12 +45,19 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "checkpoint.initial_load_path, which also takes FOLDER itself.",
     )
     folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
-    parser.add_argument("source", type=to_path, metavar="FOLDER", help=folder)
     target = "folder or URL of checkpoints; step-0 in it is made"
-    parser.add_argument("target", type=to_path, metavar="CHECKPOINT", help=target)
-    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+    _add_paths(parser, ("FOLDER", folder), ("CHECKPOINT", target))
     parser.set_defaults(to="checkpoint", ema=False)
     trust.add_argument(parser.add_argument)
+
+
+def _add_paths(
+    parser: argparse.ArgumentParser, source: tuple[str, str], target: tuple[str, str]
+) -> None:
+    """Add the paths and the precision. source, target: name and help of each path."""
+    for name, (metavar, help) in (("source", source), ("target", target)):
+        parser.add_argument(name, type=to_path, metavar=metavar, help=help)
+    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
 
 
 def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:

@@ -32,11 +32,12 @@ from numpy.typing import NDArray
 from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
+from titanlite.data.contact import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
 from titanlite.data.prepared_tokens import VERSION, fingerprint_of, read_index
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.commands.prepare_tasks import (
@@ -132,11 +133,22 @@ def _job(
 ) -> _Job:
     """List the text and divide it. Raises DataError."""
     tokenizer = load_tokenizer(options.tokenizer_path)
+    if options.tokenizer_path is None:
+        # Before hours of work with one that was not meant.
+        print(
+            f"no --tokenizer: the bundled {BUNDLED_TOKENIZER.name} of {tokenizer.vocab_size:,} ids "
+            "is taken. A model with a tokenizer of its own (model.tokenizer_path) needs its "
+            "tokens: --tokenizer PATH",
+            file=sys.stderr,
+            flush=True,
+        )
     known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
     if listed:
         shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
+        remedy = "run the same command again where there is a network"
+        reach(shards.names[0], f"SOURCE: {source} cannot be read", remedy)
     else:
         shards = list_source(source, options, subset, split)
         if shards.revision:

@@ -19,6 +19,7 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
+from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
 from titanlite.data.kinds import WHOLE, Format
 from titanlite.data.listing import Place
@@ -261,15 +262,30 @@ def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
 
     Those of a range of bytes count from its begin.
     """
+    found = _all_records_of(shards, piece, start)
+    if start == 0:
+        found = watched(found, _place_of(piece))
+    yield from found
+    if not is_url(piece.name) and _about(piece.name) != piece.about:
+        raise DataError(f"{piece.name} has changed while it was read; run the same command again")
+
+
+def _place_of(piece: Piece) -> str:
+    """Return the name of a piece for messages."""
+    if piece.unit == "bytes" and piece.first:
+        return f"{piece.name} from byte {piece.first:,} on"
+    if piece.unit == "rows":
+        return f"{piece.name}, rows {piece.first + 1:,} to {piece.end:,}"
+    return piece.name
+
+
+def _all_records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
     if piece.unit == "bytes":
-        name = f"{piece.name} from byte {piece.first:,} on" if piece.first else piece.name
         with open(piece.name, "rb") as file:
             content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)
-            yield from iter_rows(content, name, "json", shards.columns, start)
+            yield from iter_rows(content, _place_of(piece), "json", shards.columns, start)
     else:
         records = replace(shards, names=(piece.name,)).records(0, max(start, piece.first))
         yield from itertools.takewhile(
             lambda one: piece.unit == "file" or one.number <= piece.end, records
         )
-    if not is_url(piece.name) and _about(piece.name) != piece.about:
-        raise DataError(f"{piece.name} has changed while it was read; run the same command again")

@@ -337,7 +337,8 @@ def _write_torch(source: Source, final: Path) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     file = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
     tied = get_spec(source.family).tied(source.args)
-    names = {*source.empty} - tied.keys()
+    # Sorted: the same weights are the same file each time.
+    names = sorted(source.empty.keys() - tied.keys())
     with FakeTensorMode():
         state = {
             name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlite.data import DataError
 from titanlite.data.chat import TEMPLATE
+from titanlite.data.contact import reach
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
@@ -66,6 +67,8 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
             f"fetching needs the package huggingface_hub: {pip_install('huggingface_hub')}"
         ) from None
     page = f"https://huggingface.co/{repository}"
+    remedy = "run it on a machine with a network, and copy the folder; see HF_ENDPOINT, HTTPS_PROXY"
+    reach("hf://", f"{repository} cannot be fetched", remedy)
     try:
         there = HfApi().list_repo_files(repository, revision=revision)
         names = [name for name in (*FOLDER_FILES, *NAMING_FILES, TEMPLATE) if name in there]

@@ -1,0 +1,189 @@
+"""Files that were replaced between a save and a resume are named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.hub_server import HubServer
+from tests.support.s3 import new_bucket, serving
+from tests.support.texts import write_records
+from tests.support.train_runs import flags, train
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import FILE, parse_manifest
+from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.sections import Training
+from titanlite.data import file_stamps
+from titanlite.data.rows import Rows
+from titanlite.data.text import build_dataset
+from titanlite.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer()
+STREAM = Data(streaming=True, lanes=1)
+
+
+def text_of(path: Path | str, data: Data | None = None) -> Rows:
+    training = Training(dataset_path=str(path), seq_len=8)
+    return build_dataset(training, data or Data(token_cache="off"), TOKENIZER, 2304)
+
+
+def saved(rows: Rows) -> Any:
+    """The entry of a checkpoint, after its way through JSON."""
+    return json.loads(json.dumps(file_stamps.record(rows)))
+
+
+def put(file: Path, content: bytes, seconds: int) -> None:
+    """Replace a file by another one, which was changed so many seconds after the first."""
+    before = file.stat().st_mtime
+    other = file.with_name("new")
+    other.write_bytes(content)
+    os.utime(other, (before + seconds, before + seconds))
+    other.replace(file)
+
+
+@pytest.mark.parametrize("data", [None, STREAM], ids=["whole", "stream"])
+def test_a_replaced_file_is_named_with_its_sizes(tmp_path: Path, data: Data | None) -> None:
+    folder = write_records(tmp_path / "text")
+    before = saved(text_of(folder, data))
+    assert file_stamps.difference(before, text_of(folder, data)) == ""
+    file = folder / "1.jsonl"
+    size = file.stat().st_size
+    put(file, file.read_bytes() + b'{"text": "more"}\n', 0)
+    found = file_stamps.difference(before, text_of(folder, data))
+    assert found == f"{file} had {size} bytes, and has {size + 17}"
+    assert file_stamps.difference({}, text_of(folder, data)) == ""
+
+
+def test_a_file_of_the_same_size_is_named_and_a_copy_ends_no_stream(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    folder = write_records(tmp_path / "text")
+    whole = saved(text_of(folder))
+    stream = saved(text_of(folder, STREAM))
+    file = folder / "2.jsonl"
+    content = file.read_bytes()
+    put(file, content, 5)
+    assert file_stamps.difference(whole, text_of(folder)) == "", "the content is the same"
+    assert logged().count("were written again") == 0
+    assert file_stamps.difference(stream, text_of(folder, STREAM)) == ""
+    assert f"{file} were written again since the checkpoint, and have the same size" in logged()
+    put(file, content.replace(b"record 3", b"record 4"), 5)
+    assert file_stamps.difference(whole, text_of(folder)) == f"{file} was written again"
+
+
+def test_fields_that_are_not_read_may_change(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one two three four five six seven", "url": "a"}\n')
+    before = saved(text_of(file))
+    put(file, file.read_bytes().replace(b'"a"', b'"a longer one"'), 5)
+    assert file_stamps.difference(before, text_of(file)) == ""
+
+
+def test_a_folder_may_move_with_its_files(tmp_path: Path, logged: Callable[[], str]) -> None:
+    before = saved(text_of(write_records(tmp_path / "text"), STREAM))
+    (tmp_path / "text").rename(tmp_path / "other")
+    assert file_stamps.difference(before, text_of(tmp_path / "other", STREAM)) == ""
+    assert "written again" not in logged()
+
+
+def test_sources_of_a_mixture_and_token_files(tmp_path: Path) -> None:
+    folder = write_records(tmp_path / "text")
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(3, 900, dtype=np.uint16))
+    sources = [
+        DataSource(name="web", path=str(folder)),
+        DataSource(name="mine", path=str(tokens), format="tokens"),
+        DataSource(name="c4_test"),
+    ]
+    data = Data(source=sources, streaming="auto", token_cache="off")
+    before = saved(text_of(folder, data))
+    assert set(before) == {"web", "mine", "c4_test"}
+    size = tokens.stat().st_size
+    np.save(tokens, np.arange(3, 910, dtype=np.uint16))
+    found = file_stamps.difference(before, text_of(folder, data))
+    assert found == f"{tokens} had {size} bytes, and has {size + 20}"
+
+
+@pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
+def test_a_file_behind_a_url(tmp_path: Path, tag: str, logged: Callable[[], str]) -> None:
+    pytest.importorskip("aiohttp")
+    folder = write_records(tmp_path / "text", 1)
+    file = folder / "0.jsonl"
+    with HubServer(tmp_path, tag=tag) as server:
+        url = f"{server.url}/text/0.jsonl"
+        before = saved(text_of(f"{url}?signature=secret"))
+        assert "secret" not in str(before)
+        assert file_stamps.difference(before, text_of(f"{url}?signature=other")) == ""
+        put(file, file.read_bytes(), 5)
+        found = file_stamps.difference(before, text_of(url))
+        if tag == "ETag":
+            assert found.startswith(f'{url} had the tag "')
+        else:
+            assert found == ""
+            assert f"{url} were written again" in logged()
+        put(file, file.read_bytes()[:-30], 5)
+        assert f"{url} had " in file_stamps.difference(before, text_of(url))
+        folder = f"{server.url}/text/"
+        before = saved(text_of(folder))
+        put(file, file.read_bytes()[:-30], 5)
+        assert f"{url} had " in file_stamps.difference(before, text_of(folder))
+
+
+@pytest.mark.slow
+def test_a_file_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    s3fs.S3FileSystem.clear_instance_cache()
+    file = write_records(tmp_path / "text", 1) / "0.jsonl"
+    with serving() as port:
+        bucket = new_bucket(port)
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket.client.upload_file(str(file), bucket.name, "d/0.jsonl")
+        url = f"s3://{bucket.name}/d/"
+        before = saved(text_of(url))
+        assert file_stamps.difference(before, text_of(url)) == ""
+        file.write_bytes(file.read_bytes().replace(b"record 3", b"record 4"))
+        bucket.client.upload_file(str(file), bucket.name, "d/0.jsonl")
+        s3fs.S3FileSystem.clear_instance_cache()
+        found = file_stamps.difference(before, text_of(url))
+    assert found.startswith(f's3://{bucket.name}/d/0.jsonl had the tag "')
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("state", [None, [], {"": 3}, {"": {"files": 4}}, {"": {"files": [1, ""]}}])
+def test_a_state_that_cannot_be_is_passed_over(tmp_path: Path, state: Any) -> None:
+    rows = text_of(write_records(tmp_path / "text"), STREAM)
+    assert file_stamps.difference(state, rows) == ""
+
+
+@pytest.mark.slow
+def test_a_resume_with_a_replaced_file_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+    folder = write_records(tmp_path / "text")
+    run = tmp_path / "run"
+    words = flags(run, f"--training.dataset_path={folder}", "--data.streaming", "--data.lanes=1")
+    codes, console = train([*words, "--training.steps=2"], 1, tmp_path / "console")
+    assert codes == [0], console
+    put(folder / "1.jsonl", (folder / "1.jsonl").read_bytes() * 2, 5)
+    codes, console = train([*words, "--training.steps=4"], 1, tmp_path / "console")
+    assert codes == [exit_codes.CHECKPOINT]
+    assert f"text files: {folder / '1.jsonl'} had " in console
+    assert "--checkpoint.allow_changes=data" in console
+    allowed = [*words, "--training.steps=4", "--checkpoint.allow_changes=data"]
+    codes, console = train(allowed, 1, tmp_path / "console")
+    assert codes == [0], console
+    assert "another data, by checkpoint.allow_changes" in console
+    # A checkpoint of an older version tells nothing of the files.
+    put(folder / "1.jsonl", (folder / "1.jsonl").read_bytes() * 2, 5)
+    step = run / "checkpoint/step-4"
+    manifest = parse_manifest(step)
+    older = {name: one for name, one in manifest.train.items() if name != file_stamps.TEXT_FILES}
+    (step / FILE).write_text(replace(manifest, train=older).to_json())
+    codes, console = train([*words, "--training.steps=6"], 1, tmp_path / "console")
+    assert codes == [0], console

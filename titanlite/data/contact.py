@@ -1,0 +1,173 @@
+"""The first contact of this process with a server: short, with the cause and a way out.
+
+Later reads wait long for a server to come back (`data.retry_seconds`), and the libraries of stores
+try again by themselves. Before the first step that would hide a name that does not resolve, a port
+that refuses, or a machine without a network. So the server is connected to once before it is asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import re
+import shlex
+import socket
+import time
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import closing
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from titanlite.config.urls import public_name
+from titanlite.data import DataError
+from titanlite.data.remote import url_to_fs, words
+from titanlite.data.threads import Pool, ending
+
+#: Seconds for a server to be reached, and of the first wait between two tries.
+_SECONDS = 10.0
+_FIRST_WAIT = 1.0
+#: Ports of URLs that name none.
+_PORTS = {"http": 80, "https": 443}
+#: The servers that this process has reached, as https://host:port.
+_reached: set[str] = set()
+
+
+def reach(url: str, failed: str, remedy: str) -> None:
+    """Connect to the server of a URL, once in this process.
+
+    Raises DataError that begins with `failed` and ends with `remedy` where it is not reached within
+    some seconds.
+    """
+    problem = contact_problem(url)
+    if problem is not None:
+        raise DataError(f"{failed}: {problem}; {remedy}")
+
+
+def fetch_remedy(source: str, key: str, *flags: str) -> str:
+    """Return what to do where the server of a text is not reached.
+
+    source: name or URL of the text. key: of the config, or SOURCE of a command. flags: of the
+    fetch.
+    """
+    command = shlex.join(["titanlite", "data", "fetch", public_name(source), *flags])
+    text = f"on a machine with a network `{command} --out FOLDER` copies the files"
+    if "." not in key:
+        return text
+    path = re.sub(r"\.name$", ".path", key)
+    if path.endswith("dataset"):
+        path += "_path"
+    return f"{text}, then set {path} to FOLDER"
+
+
+def contact_problem(url: str) -> str | None:
+    """Return why the server of a URL cannot be reached; None if it can.
+
+    None also where its address is not known: then the first request tells.
+    """
+    if _scheme(url) == "hf" and _is_offline():
+        return "the hub is not asked, since HF_HUB_OFFLINE is set"
+    server = _server_of(url)
+    if server is None or server in _reached:
+        return None
+    problem = _problem(server)
+    if problem is None:
+        _reached.add(server)
+    return problem
+
+
+def _is_offline() -> bool:
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        # The first request says so.
+        return False
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _server_of(url: str) -> str | None:
+    """Return the address that requests for a URL go to; None: it is not known."""
+    scheme = _scheme(url)
+    try:
+        if scheme in _PORTS:
+            return _address(url)
+        if scheme == "hf":
+            from huggingface_hub import constants
+
+            return _address(constants.ENDPOINT)
+        if scheme in ("s3", "s3a"):
+            return _address(url_to_fs(url)[0].s3.meta.endpoint_url)
+    except Exception:
+        # The URL or a login is not right, or a package is missing: the first request says so.
+        return None
+    return None
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{parts.scheme}://{host}:{parts.port or _PORTS[parts.scheme]}"
+
+
+def _problem(server: str) -> str | None:
+    """Return why a server cannot be reached in `_SECONDS`; None if it can, and where a proxy of
+    another kind than HTTP would have to tell.
+    """
+    address = urlsplit(server)
+    proxy = _proxy_of(address)
+    by = ""
+    if proxy is not None:
+        if proxy.scheme != "http":
+            return None
+        by = f" by the proxy {_address(proxy.geturl())}"
+    # The system may look up a name for minutes.
+    pool = Pool(1, "titanlite-contact")
+    began = time.monotonic()
+    wait = _FIRST_WAIT
+    while True:
+        left = _SECONDS - (time.monotonic() - began)
+        try:
+            pool.submit(_connect, address, proxy, left).result(left)
+            return None
+        except NoAnswer:
+            return f"{server} cannot be reached{by}: no answer in {_SECONDS:.0f} s"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if time.monotonic() - began + wait > _SECONDS or ending.is_set():
+                return f"{server} cannot be reached{by}: {words(error)}"
+        ending.wait(wait)
+        wait *= 2
+
+
+def _connect(address: SplitResult, proxy: SplitResult | None, seconds: float) -> None:
+    """Open a connection and close it. Raises OSError, also for a proxy that refuses."""
+    host = address.hostname or ""
+    port = address.port or 0
+    if proxy is None:
+        socket.create_connection((host, port), seconds).close()
+        return
+    to_proxy = http.client.HTTPConnection(proxy.hostname or "", proxy.port or 80, timeout=seconds)
+    with closing(to_proxy):
+        if address.scheme == "https":
+            to_proxy.set_tunnel(host, port, _login(proxy))
+        to_proxy.connect()
+
+
+def _proxy_of(address: SplitResult) -> SplitResult | None:
+    """Return the proxy that the variables of the environment name for an address."""
+    given = getproxies().get(address.scheme)
+    if not given or proxy_bypass(address.hostname or ""):
+        return None
+    return urlsplit(given if "://" in given else f"http://{given}")
+
+
+def _login(proxy: SplitResult) -> dict[str, str]:
+    """Return the header with the login of a proxy; {} without one."""
+    if proxy.username is None:
+        return {}
+    login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}

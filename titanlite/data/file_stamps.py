@@ -1,0 +1,159 @@
+"""What tells the files of a text from others that take their place: size, and tag or time.
+
+Checkpoints keep it. A resume names the files that were replaced since. The fingerprint of a text
+that was read as a whole is of its content, and decides; of a stream it is of names alone, so there
+a file of another size or tag ends the resume.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanlite.config.urls import is_url, public_name
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.data.rows import Rows
+
+#: Entry of the train state.
+TEXT_FILES = "text_files"
+#: Stands for what is not known.
+_UNKNOWN = "-"
+#: Files that a message names.
+_SHOWN = 3
+
+
+class _Stamp(NamedTuple):
+    """Size in bytes, a server's tag of the content, and the time of the last change, as text."""
+
+    size: str
+    tag: str
+    time: str
+
+
+@dataclass(frozen=True)
+class FileStamps:
+    """The files of one text.
+
+    names: paths and URLs. stamps: of each, see `stamp_of`. is_proven: the fingerprint of the text
+    is of all its content.
+    """
+
+    names: tuple[str, ...]
+    stamps: tuple[str, ...]
+    is_proven: bool
+
+    def entries(self) -> list[str]:
+        """Return stamp and name, without folder, of each file, as checkpoints keep them."""
+        pairs = zip(self.stamps, self.names, strict=True)
+        return [f"{stamp} {_base(name)}" for stamp, name in pairs]
+
+
+def stamp_of(size: object, tag: object = None, time: object = None) -> str:
+    """Return what is known of a file as one text without line ends.
+
+    tag: of its content. time: of its last change, a text or datetime.
+    """
+    if isinstance(time, datetime):
+        time = time.isoformat()
+    known = (size, str(tag or "").removeprefix("W/"), time)
+    parts = ["" if one is None else "_".join(str(one).split()) for one in known]
+    return " ".join(part or _UNKNOWN for part in parts)
+
+
+def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the stamps of local files; of those that cannot be asked, and of URLs, nothing."""
+    found = []
+    for name in names:
+        stamp = stamp_of(None)
+        if not is_url(name):
+            try:
+                stat = os.stat(name)
+                stamp = stamp_of(stat.st_size, time=stat.st_mtime_ns)
+            except OSError:
+                # The error comes when it is read.
+                pass
+        found.append(stamp)
+    return tuple(found)
+
+
+def record(rows: Rows) -> dict[str, Any]:
+    """Return the entry of the train state for a run's text; {}: nothing is known of its files."""
+    found = {}
+    for source, text in _texts(rows):
+        assert text.stamps is not None
+        found[source] = {"fingerprint": text.fingerprint, "files": text.stamps.entries()}
+    return found
+
+
+def difference(saved: Any, rows: Rows) -> str:
+    """Return which files were replaced since a checkpoint was written, in words; "": none.
+
+    saved: what `record` returned then, or something else that a checkpoint holds. Files that may
+    have been copied get a warning.
+    """
+    replaced: list[str] = []
+    touched: list[str] = []
+    for source, text in _texts(rows):
+        before = saved.get(source) if isinstance(saved, Mapping) else None
+        entries = before.get("files") if isinstance(before, Mapping) else None
+        if not isinstance(before, Mapping) or not isinstance(entries, list):
+            continue
+        assert text.stamps is not None
+        if text.stamps.is_proven and before.get("fingerprint") == text.fingerprint:
+            continue
+        for name, then, now in _pairs(entries, text.stamps):
+            change = _change(then, now)
+            if change:
+                replaced.append(f"{public_name(name)} {change}")
+            elif now.tag == _UNKNOWN and then.time != now.time:
+                touched.append(public_name(name))
+        if text.stamps.is_proven:
+            replaced += [f"{name} was written again" for name in touched]
+            touched = []
+    if touched:
+        logger.warning(
+            f"{_some(touched)} were written again since the checkpoint, and have the same size: if "
+            "their text is another one, the resume is not exact"
+        )
+    return _some(replaced)
+
+
+def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:
+    """Yield the texts of a run whose files are known, by the name of the source."""
+    mixture = rows.mixture
+    named = {"": rows} if mixture is None else dict(zip(mixture.names, mixture.rows, strict=True))
+    for source, text in named.items():
+        if text.stamps is not None:
+            yield source, text
+
+
+def _pairs(entries: Sequence[Any], here: FileStamps) -> Iterator[tuple[str, _Stamp, _Stamp]]:
+    """Yield name, saved stamp and stamp of the files that are there still, in their order."""
+    for entry, name, stamp in zip(entries, here.names, here.stamps, strict=False):
+        parts = str(entry).split(" ", 3)
+        if len(parts) == 4 and parts[3] == _base(name):
+            yield name, _Stamp(*parts[:3]), _Stamp(*stamp.split(" "))
+
+
+def _change(then: _Stamp, now: _Stamp) -> str:
+    """Return how a file differs by what cannot differ between copies; "": in nothing."""
+    if _UNKNOWN not in (then.size, now.size) and then.size != now.size:
+        return f"had {then.size} bytes, and has {now.size}"
+    if _UNKNOWN not in (then.tag, now.tag) and then.tag != now.tag:
+        return f"had the tag {then.tag}, and has {now.tag}"
+    return ""
+
+
+def _some(lines: Sequence[str]) -> str:
+    more = len(lines) - _SHOWN
+    shown = "; ".join(lines[:_SHOWN])
+    return f"{shown}; and {more:,} more" if more > 0 else shown
+
+
+def _base(name: str) -> str:
+    return os.path.basename(public_name(name))
