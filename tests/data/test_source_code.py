@@ -147,7 +147,7 @@ def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path)
         "  one of these lines in [training] says which is meant:",
         f'    dataset_path = "{folder}/package.json"  # 1 file of JSON lines, 14 B',
         "  or one of these in [data]:",
-        '    format = "source"  # 1 file of JavaScript, 1 file of TypeScript',
+        '    format = "source"  # 1 file of JavaScript, 1 file of TypeScript, with their markup',
     ]
     path, source = lines_of(caught.value)
     assert names(listed(path["dataset_path"]), folder) == ["package.json"]
@@ -158,6 +158,23 @@ def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path)
         list_text(Place(str(folder), "data.source[1].path"))
     with pytest.raises(DataError, match=r"(?s)on the command line.*--format source"):
         list_text(Place(str(folder), "SOURCE"))
+
+
+def test_splits_and_levels_of_data_in_a_code_base_are_apart_from_its_code(tmp_path: Path) -> None:
+    files = {"train.py": "x" * 50, "a/validation.go": "y" * 50, "a/guide.md": "z"}
+    data = {"data/train.jsonl": '{"text": "a"}\n', "data/test.jsonl": '{"text": "b"}\n'}
+    folder = write(tmp_path, files | data)
+    with pytest.raises(DataError, match="of several splits and of several kinds") as caught:
+        listed(folder)
+    path, other, source, *splits = lines_of(caught.value)
+    assert names(listed(path["dataset_path"]), folder) == ["data/test.jsonl"]
+    assert names(listed(other["dataset_path"]), folder) == ["data/train.jsonl"]
+    code = ["a/guide.md", "a/validation.go", "train.py"]
+    assert names(listed(folder, source["format"]), folder) == code
+    assert [line["split"] for line in splits] == ["train", "test", "all"]
+    listing = listed(folder, split="train")
+    assert names(listing, folder) == ["data/train.jsonl"]
+    assert listing.passed_over["without a split"] == ("a/validation.go", "train.py")
 
 
 def test_a_folder_of_other_names_has_a_line_that_reads_them(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ class ChatTemplate(NamedTuple):
         unweighted = [one for one in messages if one.get("weight", 1) not in (1, None)]
         if unweighted:
             raise DataError(
-                f"{where}: a message has a weight that is not 1, and the loss counts each turn of "
-                f"the assistant: {cut(unweighted[0])}; leave the record or the weight out"
+                f"{where}: the loss counts each turn of the assistant, and a message has another "
+                f"weight than 1: {cut(unweighted[0])}; leave it out"
             )
         return self._ask("render", messages, where)
 
@@ -139,7 +139,7 @@ def load_template(
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
             f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file, "
-            f'or "{_PLAIN}" for titanlite\'s own'
+            f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
     return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))

@@ -54,11 +54,10 @@ def choose_among(
     Raises UnclearTextError where the files are of several splits, kinds or levels.
     """
     texts = _of_split(texts, place, passed)
-    splits = _splits_of(texts)
-    if _are_several(texts, place, splits):
+    if _are_several(texts, place):
         from titanlite.data.text_choices import unclear
 
-        raise unclear(texts, splits, found, place)
+        raise unclear(texts, _splits_of(texts), found, place)
     return _listing(texts, passed, place.split)
 
 
@@ -202,12 +201,14 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
 
 
 def _splits_of(texts: Sequence[FoundFile]) -> list[str | None]:
-    """Return the split that each file is of."""
-    if not _are_code(texts):
+    """Return the split that each file is of. Source code beside other text has none."""
+    if not any(file.is_source for file in texts):
         return [split_of(file.relative) for file in texts]
-    from titanlite.data.source_code import splits_of_code
+    from titanlite.data.source_code import is_code_base, splits_of_code
 
-    return splits_of_code(texts)
+    if is_code_base(texts):
+        return splits_of_code(texts)
+    return [None if file.is_code_or_markup else split_of(file.relative) for file in texts]
 
 
 def _are_code(texts: Sequence[FoundFile]) -> bool:
@@ -219,11 +220,12 @@ def _are_code(texts: Sequence[FoundFile]) -> bool:
     return is_code_base(texts)
 
 
-def _are_several(texts: Sequence[FoundFile], place: Place, splits: Sequence[str | None]) -> bool:
+def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
     """Whether the files are of several kinds, on two levels, or of splits that do not belong
     together. A code base is one text, of whatever languages and levels.
     """
-    has_several_splits = place.split is None and are_apart({split or "" for split in splits})
+    splits = {split or "" for split in _splits_of(texts)}
+    has_several_splits = place.split is None and are_apart(splits)
     if place.reader == "source" or _are_code(texts):
         return has_several_splits
     kinds = {file.kind_name for file in texts}

@@ -143,8 +143,7 @@ def _fields(row: str, delimiter: str, name: Path | str) -> list[str]:
         return [row]
     if len(rows) > 1:
         raise DataError(
-            f"{name}: a quote in the header has no end: {cut(row)}; put a name that holds one into "
-            "quotes, and double it"
+            f"{name}: a quote in the header has no end: {cut(row)}; double it, within quotes"
         )
     return rows[0]
 

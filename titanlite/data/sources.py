@@ -165,6 +165,13 @@ def _names_text(source: DataSource) -> bool:
     return bool(source.text_key or source.prompt_key or source.completion_key)
 
 
+def has_known_fields(files: TextFiles, data: Data, source: DataSource) -> bool:
+    """Return whether nothing is to be found out, or to be said, of the fields of a source."""
+    if source.path is None and (source.name in BUNDLED or source.name in REGISTERED):
+        return True
+    return files.columns.chat is None and names_records(data, source)
+
+
 def names_records(data: Data, source: DataSource) -> bool:
     """Return whether the config says which fields a record has."""
     names = ("text_key", "prompt_key", "completion_key", "messages_key", "record")

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
-from titanlite.config.text_names import REGISTERED, hub_text
+from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
@@ -23,12 +23,11 @@ from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.sources import (
-    BUNDLED,
     TextFiles,
     columns_of,
     find_text,
+    has_known_fields,
     key_of,
-    names_records,
 )
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_paths import is_tokens
@@ -213,8 +212,7 @@ class TextReader:
     def files_of(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source, and recognise the form of their records."""
         files = self._files(source, section)
-        is_known = source.path is None and (source.name in BUNDLED or source.name in REGISTERED)
-        if is_known or files.columns.chat is None and names_records(self.data, source):
+        if has_known_fields(files, self.data, source):
             return files
         from titanlite.data.forms.recognition import with_form
 

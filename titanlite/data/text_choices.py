@@ -27,6 +27,17 @@ class _Group(NamedTuple):
     kind: str
 
 
+class _Division(NamedTuple):
+    """Files as several texts.
+
+    splits: those that keep texts apart; empty: none do. has_levels: whether levels do.
+    """
+
+    groups: dict[_Group, list[FoundFile]]
+    splits: set[str]
+    has_levels: bool
+
+
 def unclear(
     texts: Sequence[FoundFile],
     split_of_each: Sequence[str | None],
@@ -34,21 +45,40 @@ def unclear(
     place: Place,
 ) -> UnclearTextError:
     """Return the error for files that are several texts. found: all files of the folder."""
-    splits = {split or "" for split in split_of_each}
-    several_splits = place.split is None and are_apart(splits)
-    several_levels = len({file.is_direct for file in texts if not file.is_source}) > 1
-    with_splits = list(zip(texts, split_of_each, strict=True))
-    groups = _grouped(with_splits, by_split=several_splits, by_level=several_levels)
+    groups, splits, has_levels = _divided(texts, split_of_each, place)
     differences: list[str] = []
-    if several_splits:
+    if splits:
         differences.append("of several splits")
     if len({group.kind for group in groups}) > 1:
         differences.append("of several kinds")
-    if several_levels:
+    if has_levels:
         differences.append("on two levels")
-    lines = _choices(groups, splits if several_splits else set(), found, place)
+    lines = _choices(groups, splits, found, place)
     reason = f"the folder {place.path} holds text {' and '.join(differences)}"
     return UnclearTextError(place.key, reason, lines)
+
+
+def _divided(
+    texts: Sequence[FoundFile], split_of_each: Sequence[str | None], place: Place
+) -> _Division:
+    """Divide files by what keeps texts apart. Source code and its markup are one text beside
+    others.
+    """
+    has_code = any(file.is_source for file in texts)
+    code = [file for file in texts if has_code and file.is_code_or_markup]
+    is_mixed = 0 < len(code) < len(texts)
+    rest = list(zip(texts, split_of_each, strict=True))
+    if is_mixed:
+        rest = [(file, split) for file, split in rest if not file.is_code_or_markup]
+    splits = {split or "" for _, split in rest}
+    if place.split is not None or not are_apart(splits):
+        splits = set()
+    levels = {file.is_direct for file, _ in rest}
+    has_levels = len(levels) > 1 and (is_mixed or not has_code)
+    groups = _grouped(rest, by_split=bool(splits), by_level=has_levels)
+    if is_mixed:
+        groups[_Group(None, None, _SOURCE)] = code
+    return _Division(groups, splits, has_levels)
 
 
 def _choices(
@@ -66,7 +96,7 @@ def _choices(
             paths.append(_choice(group, groups[group], pattern, place))
     others: list[str] = []
     for group, reader in formats.items():
-        others.append(f"{place.format_line(reader)}  # {_languages(groups[group])}")
+        others.append(f"{place.format_line(reader)}  # {_kinds_of(groups[group])}")
     if splits:
         others += _split_choices(splits, place)
     table = "data" if place.table == "training" else place.table
@@ -87,15 +117,14 @@ def _grouped(
 ) -> dict[_Group, list[FoundFile]]:
     """Return the files of each text: those of one kind, and perhaps of one split and one level.
 
-    texts: files, each with its split. Source code and its markup are one text.
+    texts: files, each with its split, all of a code base or none.
     """
-    has_code = any(file.is_source for file, _ in texts)
+    is_code = any(file.is_source for file, _ in texts)
     groups: dict[_Group, list[FoundFile]] = {}
     for file, split in texts:
-        is_code = has_code and file.is_code_or_markup
         group = _Group(
             split=(split or "") if by_split else None,
-            is_direct=file.is_direct if by_level and not is_code else None,
+            is_direct=file.is_direct if by_level else None,
             kind=_SOURCE if is_code else file.kind_name,
         )
         groups.setdefault(group, []).append(file)
@@ -159,10 +188,12 @@ def _about(group: _Group, files: Sequence[FoundFile]) -> str:
     return text
 
 
-def _languages(files: Sequence[FoundFile]) -> str:
-    """Return the numbers of files of each language."""
-    kinds = Counter(file.kind_name for file in files)
-    return ", ".join(f"{counted(count, 'files')} of {kind}" for kind, count in kinds.items())
+def _kinds_of(files: Sequence[FoundFile]) -> str:
+    """Return the numbers of files of each kind. Markup is not counted with its source code."""
+    code = [file for file in files if file.is_source]
+    kinds = Counter(file.kind_name for file in code or files)
+    text = ", ".join(f"{counted(count, 'files')} of {kind}" for kind, count in kinds.items())
+    return f"{text}, with their markup" if code else text
 
 
 # Patterns

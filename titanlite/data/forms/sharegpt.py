@@ -53,8 +53,8 @@ class ShareGPT(NamedTuple):
         if system:
             if not isinstance(system, str) or any(one["role"] == "system" for one in messages):
                 raise DataError(
-                    f"{where}: the key 'system' must be a string without a turn from system in "
-                    f"{field!r}, found {cut(system)}; leave one of the two out"
+                    f"{where}: the key 'system' must be a string, and {field!r} have no turn from "
+                    f"system, found {cut(system)}; leave one out"
                 )
             refuse_surrogates(system, "system", where)
             messages.insert(0, {"role": "system", "content": system})
