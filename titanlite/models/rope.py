@@ -178,7 +178,7 @@ class Rope(nn.Module):
         assert self.scaling is not None
         raise ValueError(
             f"a row has {row} tokens, and above {self.varies_above} the RoPE tables of "
-            f"{self.scaling.kind} depend on the length, so its documents have no common tables"
+            f"{self.scaling.kind} depend on the length. Its documents have no common tables"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -189,7 +189,7 @@ def generate(  # noqa: PLR0913
     where the vocabulary is padded. first_row: number of the first row. multiple: tensor-parallel
     ranks, which must share a sequence evenly. together: all ranks of the default group call this
     with the same arguments, and take rank 0's ids. cached: False computes every token again for
-    each one; so does a model without replaceable attention, or with RoPE tables for each length.
+    each one. So does a model without replaceable attention, or with RoPE tables for each length.
 
     Raises ValueError for an empty prompt, or one that leaves no room within the limit.
     """
