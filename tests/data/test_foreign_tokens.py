@@ -242,7 +242,7 @@ def test_a_type_that_is_guessed_is_said(tmp_path: Path, logged: Callable[[], str
     opened(write_llmc(tmp_path / "a.bin", [5, 6]))
     assert logged() == ""
     opened(path)
-    assert "a.npy does not tell the type of its ids: they are read as uint16" in logged()
+    assert "a.npy does not tell the type of its ids. They are read as uint16" in logged()
     assert "(data.token_dtype names another type)" in logged()
 
 
@@ -272,8 +272,8 @@ def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path: Path) -> No
     path = write_raw(tmp_path / "a.bin", [*ids[:100], SIZE, *ids])
     with pytest.raises(
         DataError,
-        match=rf"a.bin, token 100 \(from 0\): read as uint16, .* id {SIZE} is outside the model's "
-        rf"vocabulary of {SIZE}. The file has no header: set data.token_dtype",
+        match=rf"token 100 \(from 0\): id {SIZE} is outside the model's vocabulary of {SIZE}. "
+        "The file has no header and is read as uint16. Set data.token_dtype to the type that wrote",
     ):
         opened(path)
     with pytest.raises(DataError, match=rf"a.bin, token 100 \(from 0\): id {SIZE} is outside"):
@@ -303,7 +303,7 @@ def test_a_vocabulary_over_65536_means_four_bytes(tmp_path: Path) -> None:
     ids = [5, 90_000, Large.eos_id, 70_000, 8, Large.eos_id]
     path = write_raw(tmp_path / "a.npy", ids, "<u4")
     assert large(path).read(0, 6).tolist() == ids
-    with pytest.raises(DataError, match="a.npy, token 0 .*: read as uint32, as the vocabulary"):
+    with pytest.raises(DataError, match="a.npy, token 0 .*no header and is read as uint32. Set"):
         large(write_raw(path, [50_000, 60_000, 7, 8], "<u2"))
     with pytest.raises(DataError, match="ids could be uint32 or uint64"):
         large(write_raw(path, [5, 6, 7], "<u8"))
@@ -350,7 +350,7 @@ BAD = {
     ),
     "odd size": (
         lambda f: _cut(write_raw(f / "a.bin", [5, 6, 7]), 1),
-        "a.bin has 5 bytes, which are no whole number of ids of 2 bytes .uint16.: it was cut",
+        "a.bin has 5 bytes, which are no whole number of ids of 2 bytes .uint16.. It was cut",
     ),
     "llm.c, cut": (
         lambda f: _cut(write_llmc(f / "a.bin", [5, 6, 7]), 2),

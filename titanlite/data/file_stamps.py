@@ -117,8 +117,8 @@ def difference(saved: Any, rows: Rows) -> str:
             touched = []
     if touched:
         logger.warning(
-            f"{_some(touched)} were written again since the checkpoint, and have the same size: if "
-            "their text is another one, the resume is not exact"
+            f"{_some(touched)} were written again since the checkpoint, and have the same size. "
+            "If their text is another one, the resume is not exact"
         )
     return _some(replaced)
 

@@ -192,8 +192,8 @@ class TextReader:
             key = "data.token_dtype"
         if key:
             raise DataError(
-                f"{key}: {source.path or source.name} is text, not token files; leave the key out, "
-                'or set format = "tokens" of a source whose files have other names'
+                f"{key}: {source.path or source.name} is text, not token files. Leave the key out, "
+                'or set format = "tokens" for files with other names'
             )
 
     def _packed(

@@ -88,7 +88,7 @@ def open_foreign(
         return ForeignFiles(parts, seen.listing)
     if seen.was_guessed:
         logger.info(
-            f"{key}: {public_name(path)} does not tell the type of its ids: they are read as "
+            f"{key}: {public_name(path)} does not tell the type of its ids. They are read as "
             f"{seen.type_name}, since the vocabulary has {tokenizer.vocab_size:,} "
             f"({keys.dtype_key} names another type)"
         )

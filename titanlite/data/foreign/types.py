@@ -60,10 +60,9 @@ def guess_type(files: Sequence[ByteFile], vocabulary: Vocabulary, key: str) -> s
     wrong = _misfit(expected, pieces, vocabulary.model)
     if wrong is not None:
         raise DataError(
-            f"{wrong.file.name}, token {wrong.token:,} (from 0): read as {expected}, as the "
-            f"vocabulary suggests, id {wrong.id} is outside the model's vocabulary of "
-            f"{vocabulary.model}. The file has no header: set {key} to the type that wrote it, or "
-            "model.vocab_size above the id"
+            f"{wrong.file.name}, token {wrong.token:,} (from 0): id {wrong.id} is outside the "
+            f"model's vocabulary of {vocabulary.model}. The file has no header and is read as "
+            f"{expected}. Set {key} to the type that wrote it, or model.vocab_size above the id"
         )
     return expected
 
@@ -75,7 +74,7 @@ def check_sizes(files: Sequence[ByteFile], type_name: str, key: str) -> None:
         if file.size % item:
             raise DataError(
                 f"{file.name} has {file.size:,} bytes, which are no whole number of ids of "
-                f"{item} bytes ({type_name}): it was cut, or {key} must name another type"
+                f"{item} bytes ({type_name}). It was cut, or {key} must name another type"
             )
 
 
