@@ -106,12 +106,12 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
         return columns.form.strings(record, columns, where)
     if columns.chat is not None and columns.text in record:
         messages = record[columns.text]
+        refuse_surrogates(messages, columns.text, where)
         if not are_turns(messages, ("role",)):
             raise DataError(
                 f"{where}: the key {columns.text!r} is no list of messages, each with role and "
                 f"content: {cut(messages)}; {columns.remedy(columns.text)}"
             )
-        refuse_surrogates(messages, columns.text, where)
         return [columns.chat.render(messages, where), None]
     check_strings(record, columns, where)
     return [record[column] for column in columns.wanted]
