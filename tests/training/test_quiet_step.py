@@ -25,7 +25,7 @@ FLAGS = [
     "--training.reshard_after_forward=always",
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on
     # the host.
-    "--metrics.log_freq=10",
+    "--metrics.log_freq=4",
     "--optimizer.implementation=fused",
     "--training.gc_freq=1",
     "--no-validation.enable",
@@ -40,7 +40,8 @@ SKIP = [
 ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
 
 QUIET = 5
-LOGGED = 10
+#: Not the first log after two steps, which looks for weights without a gradient.
+LOGGED = 8
 
 
 class TwoSteps(Callback):
