@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer, outcome_of
-from titanlite.callbacks import Callback, Callbacks
+from titanlite.callbacks import Callback, Callbacks, RunEnd
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
+from titanlite.training import dead_weights
+from titanlite.utils import logger
 
 LOST = "layers.0.feed_forward.w1.weight"
 SHORT = ("--training.steps=4", "--metrics.log_freq=3", "--no-validation.enable")
@@ -77,3 +79,42 @@ def test_a_long_list_is_cut(pool: Pools, tmp_path: Path) -> None:
     names = {f"layers.{n}.attention.w{which}.weight" for n in range(2) for which in "qkv"}
     ((line,),) = pool(1).run(warnings_of, str(tmp_path), [LoseGradient(names, {0})])
     assert "layers.1.attention.wk.weight and 2 more in 3 steps" in line
+
+
+class CountLooks(Callback):
+    """Counts the logs at which weights are looked at."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        real = dead_weights._names_with_moments
+
+        def counted(trainer: Trainer) -> Any:
+            self.found += 1
+            return real(trainer)
+
+        dead_weights._names_with_moments = counted
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        logger.info(f"looks: {self.found}")
+
+
+def looks_of(world: DistEnv, folder: str, *flags: str) -> list[str]:
+    real = dead_weights._names_with_moments
+    trainer = make_trainer(world, folder, "--training.steps=8", "--metrics.log_freq=1", *flags)
+    trainer.callbacks = Callbacks([*trainer.callbacks.all, CountLooks()])
+    try:
+        said: list[str] = outcome_of(trainer, folder)["said"]
+    finally:
+        dead_weights._names_with_moments = real
+    return [line for line in said if line.startswith("looks: ")]
+
+
+def test_it_looks_once_and_not_for_ever_where_there_is_nothing_to_see(
+    pool: Pools, tmp_path: Path
+) -> None:
+    (once,) = pool(1).run(looks_of, str(tmp_path / "a"))
+    sgd = "--optimizer.name=torch.optim:SGD"
+    (given_up,) = pool(1).run(looks_of, str(tmp_path / "b"), sgd, "--optimizer.lr=0.01")
+    assert (once, given_up) == (["looks: 1"], ["looks: 3"])

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Behind a weight that begins at zero, all gradients of the first step are zero.
 _ENOUGH_STEPS = 2
 _NAMED = 4
+#: Logs at which it looks, where the guard held back all steps before the first.
+_LOOKS = 3
 #: Names of first moments in an optimizer's state.
 _MOMENTS = ("exp_avg", "momentum", "momentum_buffer")
 
@@ -32,11 +34,12 @@ class DeadWeights(Callback):
     """
 
     def __init__(self) -> None:
-        self._looked = False
+        self._looks_left = _LOOKS
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        if self._looked or trainer.step <= _ENOUGH_STEPS:
+        if not self._looks_left or trainer.step <= _ENOUGH_STEPS:
             return
+        self._looks_left -= 1
         names = _names_with_moments(trainer)
         zero = _zero_here(names)
         # On some rank a weight may have all its parts, or only zeros of it.
@@ -47,7 +50,7 @@ class DeadWeights(Callback):
         if not any(ok for _, ok in answers):
             # The guard held all steps back, or there is nothing to examine.
             return
-        self._looked = True
+        self._looks_left = 0
         if suspects:
             self._tell(suspects, set(names) - zero, trainer.step)
 
