@@ -31,6 +31,9 @@ _MORE = 8
 class SinkAttention(SdpaAttention):
     """`SdpaAttention` whose softmax has a sink in each head."""
 
+    #: What replaces it gets the sinks too.
+    has_sinks = True
+
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, sinks: Tensor
     ) -> Tensor:
