@@ -207,6 +207,38 @@ class LlamaArgs:
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
 
+    # The parameters and FLOPs of a block: of `of_block`
+
+    def attention_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of attention's linears, in the model's order."""
+        heads = self.n_heads * self.head_dim
+        groups = self.kv_heads * self.head_dim
+        return {
+            "attention.wq": Size(self.dim, heads),
+            "attention.wk": Size(self.dim, groups),
+            "attention.wv": Size(self.dim, groups),
+            "attention.wo": Size(heads, self.dim),
+        }
+
+    def attention_extras(self) -> dict[str, int]:
+        """Return name in a block → length of attention's vectors: norms, biases."""
+        if not self.qk_norm:
+            return {}
+        return {"attention.q_norm": self.head_dim, "attention.k_norm": self.head_dim}
+
+    def attention_flops(self, seq_len: int) -> int:
+        """Return the FLOPs of scores and weighted values for one training token.
+
+        Causality is not discounted; keys outside the window are not counted.
+        """
+        return 12 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+    def block_norms(self) -> dict[str, int]:
+        """Return name in a block → length of the norms on the residual stream."""
+        if self.norm_type == "np_layernorm":
+            return {}
+        return {"attention_norm": self.dim, "ffn_norm": self.dim}
+
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return name in a block → size of the feed-forward's linears, in the model's order."""
         return {
