@@ -11,12 +11,16 @@ from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, sho
 from titanlite.utils import is_dotted, resolve_as
 
 #: Values of `model.name`.
-_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "gpt_oss", "hf")
 
 
 @functools.cache
 def _builtin(name: str) -> ModelSpec:
     """Import a family and return its spec."""
+    if name == "gpt_oss":
+        from titanlite.models import gpt_oss
+
+        return gpt_oss.SPEC
     if name == "mistral":
         from titanlite.models import mistral
 

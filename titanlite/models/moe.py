@@ -33,11 +33,13 @@ class MoE(nn.Module):
     runs again for its backward adds all of them again, so only their ratios mean something.
     """
 
+    experts_class: type[Experts] = Experts
+
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__()
         self.top_k = args.top_k
         self.gate = nn.Linear(args.dim, args.n_experts, bias=False)
-        self.experts = Experts(args.n_experts, args.dim, args.expert_width)
+        self.experts = self.experts_class(args.n_experts, args.dim, args.expert_width)
         self.aux_weight = args.aux_loss / args.n_layers
         self.z_weight = args.z_loss / args.n_layers
         self.step_tokens = 0

@@ -35,9 +35,7 @@ class ContextAttention(nn.Module):
     `SdpaAttention`. has_sinks: `forward` gets them.
     """
 
-    def __init__(
-        self, cp_rank: CPRank, window: int | None = None, has_sinks: bool = False
-    ) -> None:
+    def __init__(self, cp_rank: CPRank, window: int | None = None, has_sinks: bool = False) -> None:
         super().__init__()
         self.cp_rank = cp_rank
         self.window = window

@@ -1,0 +1,147 @@
+"""The modules of GPT-OSS: attention with sinks and biases, experts with biases and a clamped
+SwiGLU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from titanlite.models.autograd import fresh
+from titanlite.models.grouped import Experts, grouped_mm, local
+from titanlite.models.layers import Attention, Block, Llama
+from titanlite.models.moe import MoE
+from titanlite.models.sinks import SinkAttention
+
+if TYPE_CHECKING:
+    from titanlite.models.document_attention import DocumentMask
+    from titanlite.models.gpt_oss import GptOssArgs
+
+#: Of the sigmoid that gates.
+_SLOPE = 1.702
+#: Gates are clamped above, and what they multiply on both sides.
+_LIMIT = 7.0
+
+
+class GptOssAttention(Attention):
+    """Grouped-query attention with a bias in each linear and a sink in each head."""
+
+    def __init__(self, args: GptOssArgs) -> None:
+        super().__init__(args)
+        for name in ("wq", "wk", "wv", "wo"):
+            plain = self.get_submodule(name)
+            setattr(self, name, nn.Linear(plain.in_features, plain.out_features))
+        self.sinks = nn.Parameter(torch.empty(args.n_heads))
+        self.inner_attention = SinkAttention(args.window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
+        """Do as `Attention.attend`, with the sinks."""
+        return self.inner_attention(q, k, v, mask, self.sinks)
+
+
+def _sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
+    # A product with ones; kernels want 8 of them.
+    ones = rows.new_ones(len(rows), 8)
+    return grouped_mm(ones.mT, rows, ends)[:, 0]
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return fresh(y + bias[experts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        return grad, _sum_by_expert(grad, ends), None, None
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, after the bias of each row's expert.
+
+    h: [rows, 2 * width], gate and up in turns. Keeps h, and computes the rest again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(h, bias, experts, ends)
+        gate, up = _ClampedSwiglu._halves(h, bias, experts)
+        gate = gate.clamp(max=_LIMIT)
+        up = up.clamp(-_LIMIT, _LIMIT)
+        return fresh(((up + 1) * (gate * torch.sigmoid(gate * _SLOPE))).to(h.dtype))
+
+    @staticmethod
+    def _halves(h: Tensor, bias: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and up before they are clamped, each [rows, width] fp32."""
+        pairs = (h + bias[experts]).float()
+        return pairs[:, ::2], pairs[:, 1::2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        h, bias, experts, ends = ctx.saved_tensors
+        gate, up = _ClampedSwiglu._halves(h, bias, experts)
+        inside = up.abs() <= _LIMIT
+        below = gate <= _LIMIT
+        gate = gate.clamp(max=_LIMIT)
+        up = up.clamp(-_LIMIT, _LIMIT)
+        share = torch.sigmoid(gate * _SLOPE)
+        of_up = grad * (gate * share) * inside
+        slope = share + _SLOPE * gate * share * (1 - share)
+        of_gate = grad * (up + 1) * slope * below
+        of_h = torch.stack((of_gate, of_up), 2).flatten(1).to(h.dtype)
+        return of_h, _sum_by_expert(of_h, ends), None, None
+
+
+class GptOssExperts(Experts):
+    """Clamped SwiGLU feed-forwards of equal size with biases, in the layout of Hugging Face."""
+
+    def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
+        self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * width))
+        self.gate_up_bias = nn.Parameter(torch.empty(n_experts, 2 * width))
+        self.down = nn.Parameter(torch.empty(n_experts, width, dim))
+        self.down_bias = nn.Parameter(torch.empty(n_experts, dim))
+
+    def products(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Do as `Experts.products`."""
+        rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        experts = torch.searchsorted(ends, rows, right=True)
+        h = grouped_mm(x, local(self.gate_up), ends)
+        inner = _ClampedSwiglu.apply(h, local(self.gate_up_bias), experts, ends)
+        y = grouped_mm(inner, local(self.down), ends)
+        return _AddBias.apply(y, local(self.down_bias), experts, ends)
+
+
+class GptOssMoE(MoE):
+    """A mixture whose router and experts have biases.
+
+    The weights of the chosen experts sum to one: the same as a softmax over the logits of these.
+    """
+
+    experts_class = GptOssExperts
+
+    def __init__(self, args: GptOssArgs) -> None:
+        super().__init__(args)
+        self.gate = nn.Linear(args.dim, args.n_experts)
+
+
+class GptOssBlock(Block):
+    """A block of GPT-OSS."""
+
+    attention_class = GptOssAttention
+    feed_forward_class = GptOssMoE
+
+
+class GptOss(Llama):
+    """The decoder of family gpt_oss."""
+
+    block_class = GptOssBlock
