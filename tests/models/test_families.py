@@ -15,8 +15,10 @@ from tests.support.llamas import SCALED, relative, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
+from titanlite.models.gpt_oss import GptOssArgs
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.rope_scaling import YarnScaling
 
 SMALL: dict[str, Any] = {
     "dim": 64,
@@ -28,6 +30,15 @@ SMALL: dict[str, Any] = {
 }
 MISTRAL = MistralArgs(**SMALL, window=24)
 QWEN3 = Qwen3Args(**SMALL, head_dim=16)
+GPT_OSS = GptOssArgs(
+    **{**SMALL, "n_layers": 4},
+    head_dim=16,
+    ffn_dim=48,
+    n_experts=4,
+    top_k=2,
+    window=24,
+    rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32, truncate=False),
+)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
 #: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
@@ -44,6 +55,12 @@ VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
         "qwen3",
         replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24),
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, long window, all experts": (
+        "gpt_oss",
+        replace(GPT_OSS, window=128, top_k=4, rope_scaling=None, n_kv_heads=8),
+    ),
+    "gpt_oss, no window": ("gpt_oss", replace(GPT_OSS, window=None, norm_eps=1e-6)),
 }
 
 
@@ -70,10 +87,18 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
             p.copy_(
                 1 + 0.2 * torch.randn_like(p)
                 if "norm" in name
-                else torch.randn_like(p) * p.size(-1) ** -0.5
+                else torch.randn_like(p) * _width(name, p) ** -0.5
             )
     theirs.load_state_dict(SPECS[family].to_hf(ours.state_dict(), args), strict=not args.tied)
     return ours, theirs, family, args
+
+
+def _width(name: str, p: Tensor) -> int:
+    """Numbers that a result of a matrix is the sum of; a bias or a sink has the size of one."""
+    if name.endswith(("bias", "sinks")):
+        return 1
+    # Experts of GPT-OSS are matrices [in, out].
+    return p.size(-2) if name.endswith(("gate_up", "down")) else p.size(-1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,7 +128,7 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
     return tokens[0, start.size(1) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["llama, gqa", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama, gqa", "mistral, window", "qwen3", "gpt_oss"])
 def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
     start = tokens_of(args, batch=1, seq=20)
@@ -144,6 +169,8 @@ PUBLISHED = {
     ("mistral", "7B-v0.1"): 7_241_732_096,
     ("mistral", "7B"): 7_248_023_552,
     ("mistral", "mathstral-7B"): 7_248_023_552,
+    ("gpt_oss", "20B"): 20_914_757_184,
+    ("gpt_oss", "120B"): 116_829_156_672,
     ("qwen3", "0.6B"): 596_049_920,
     ("qwen3", "1.7B"): 1_720_574_976,
     ("qwen3", "4B"): 4_022_468_096,
@@ -185,16 +212,25 @@ def test_attention_outside_the_window_costs_nothing() -> None:
             "attends to all tokens before",
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "sliding_window is 24"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types are not sliding_attention and full_attention in turns",
+        ),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
-    args = MISTRAL if family == "mistral" else QWEN3
+    args = {"mistral": MISTRAL, "qwen3": QWEN3, "gpt_oss": GPT_OSS}[family]
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3", "gpt_oss"])
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING
 

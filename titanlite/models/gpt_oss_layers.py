@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from titanlite.models.autograd import fresh
 from titanlite.models.grouped import Experts, grouped_mm, local
@@ -32,9 +31,9 @@ class GptOssAttention(Attention):
 
     def __init__(self, args: GptOssArgs) -> None:
         super().__init__(args)
-        for name in ("wq", "wk", "wv", "wo"):
-            plain = self.get_submodule(name)
-            setattr(self, name, nn.Linear(plain.in_features, plain.out_features))
+        for name, size in args.attention_linears().items():
+            linear = nn.Linear(size.in_features, size.out_features)
+            setattr(self, name.removeprefix("attention."), linear)
         self.sinks = nn.Parameter(torch.empty(args.n_heads))
         self.inner_attention = SinkAttention(args.window)
 
