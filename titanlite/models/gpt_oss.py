@@ -152,7 +152,8 @@ def hf_config(args: GptOssArgs) -> dict[str, Any]:
         "router_aux_loss_coef": args.aux_loss,
         # `transformers` adds the load-balancing loss only if it is true.
         "output_router_logits": bool(args.aux_loss),
-        "sliding_window": args.window,
+        # `transformers` wants a number, also where no block has a window.
+        "sliding_window": args.window or GptOssArgs.window,
         "layer_types": _layer_types(args),
     }
 
