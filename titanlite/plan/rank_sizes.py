@@ -19,9 +19,9 @@ from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
+    from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.models.linears import Linears
     from titanlite.models.spec import Size
-    from titanlite.features.experts.plan_memory import ExpertMemory
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
