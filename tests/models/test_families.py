@@ -36,6 +36,7 @@ GPT_OSS = GptOssArgs(
     ffn_dim=48,
     n_experts=4,
     top_k=2,
+    aux_loss=0.0,
     window=24,
     rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32, truncate=False),
 )

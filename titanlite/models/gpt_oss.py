@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama
-from titanlite.models.expert_args import ExpertArgs, experts_of
-from titanlite.models.llama import decoder_spec, linear_init
+from titanlite.models import expert_args
+from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
 
@@ -32,7 +32,7 @@ class GptOssArgs(ExpertArgs):
     """A decoder's arguments; `ffn_dim` is the width of each expert."""
 
     top_k: int = 4
-    aux_loss: float = 0.0
+    aux_loss: float = 0.001
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 64
     #: Tokens that a token attends to in the first, third, … block, itself and those before it. In
@@ -42,6 +42,14 @@ class GptOssArgs(ExpertArgs):
     def of_block(self, index: int) -> Self:
         """Return the arguments of block `index`: every second one has no window."""
         return replace(self, window=None) if index % 2 else self
+
+    @property
+    def score(self) -> str:
+        return "softmax_of_chosen"
+
+    @property
+    def router_bias(self) -> bool:
+        return True
 
     @property
     def published_context(self) -> int:
@@ -56,11 +64,9 @@ class GptOssArgs(ExpertArgs):
 
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of experts and router with their biases, and those for a token."""
-        weights = 3 * self.dim * self.expert_width
+        whole, active = super().feed_forward_parameters()
         biases = 2 * self.expert_width + self.dim
-        router = (self.dim + 1) * self.n_experts
-        expert = weights + biases
-        return self.n_experts * expert + router, self.top_k * expert + router
+        return whole + self.n_experts * biases, active + self.top_k * biases
 
 
 def _gpt_oss(dim: int, n_layers: int, n_experts: int, **rest: Any) -> GptOssArgs:
@@ -87,8 +93,7 @@ FLAVORS = {
 
 _OWN = re.compile(
     r"layers\.(\d+)\."
-    r"(?:attention\.(?:w[qkvo]\.bias|sinks)"
-    r"|feed_forward\.(?:gate\.(?:weight|bias)|experts\.(?:gate_up|down)(?:_bias)?))"
+    r"(?:attention\.(?:w[qkvo]\.bias|sinks)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
 )
 
 
@@ -98,7 +103,7 @@ def init_rule(name: str, args: GptOssArgs) -> Init:
     """
     match = _OWN.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return llama.init_rule(name, args)
+        return expert_args.init_rule(name, args)
     if name.endswith(("bias", "sinks")):
         return Init("zeros")
     if name.endswith("experts.down"):
@@ -197,13 +202,11 @@ def _build(args: GptOssArgs) -> nn.Module:
     return GptOss(args)
 
 
-SPEC: ModelSpec = decoder_spec(
+SPEC: ModelSpec = expert_spec(
     "gpt_oss",
     FLAVORS,
     build=_build,
     init_rule=init_rule,
-    tensor_plan=None,
-    experts=experts_of,
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,

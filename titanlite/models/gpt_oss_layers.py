@@ -12,12 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.models.autograd import fresh
 from titanlite.models.grouped import Experts, grouped_mm, local
-from titanlite.models.layers import Attention, Block, Llama
-from titanlite.models.moe import MoE
+from titanlite.models.layers import Attention, Block
+from titanlite.models.moe import MoE, MoEDecoder
 from titanlite.models.sinks import SinkAttention
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
+    from titanlite.models.expert_args import ExpertArgs
     from titanlite.models.gpt_oss import GptOssArgs
 
 #: Of the sigmoid that gates.
@@ -121,16 +122,10 @@ class GptOssExperts(Experts):
 
 
 class GptOssMoE(MoE):
-    """A mixture whose router and experts have biases.
+    """A mixture of experts with biases."""
 
-    The weights of the chosen experts sum to one: the same as a softmax over the logits of these.
-    """
-
-    experts_class = GptOssExperts
-
-    def __init__(self, args: GptOssArgs) -> None:
-        super().__init__(args)
-        self.gate = nn.Linear(args.dim, args.n_experts)
+    def make_experts(self, args: ExpertArgs) -> nn.Module:
+        return GptOssExperts(args.n_experts, args.dim, args.expert_width)
 
 
 class GptOssBlock(Block):
@@ -140,7 +135,7 @@ class GptOssBlock(Block):
     feed_forward_class = GptOssMoE
 
 
-class GptOss(Llama):
+class GptOss(MoEDecoder):
     """The decoder of family gpt_oss."""
 
     block_class = GptOssBlock
