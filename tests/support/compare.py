@@ -87,7 +87,9 @@ class References:
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
         for name, gradient in expected.gradients.items():
-            assert relative(gradients[name], gradient * clip) < 1e-6, name
+            # A softmax hardly feels what all keys share: sums of large terms that nearly cancel.
+            within = 2e-6 if name.endswith("k_proj.bias") else 1e-6
+            assert relative(gradients[name], gradient * clip) < within, name
         torch.testing.assert_close(
             torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6
         )

@@ -207,6 +207,30 @@ MORE |= {
     "qwen3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **QWEN3, **FOUR}), 2),
     "qwen3, cp 2, tp 2, recomputed": (Row(4, {CP: 2, TP: 2, MODE: "full", **QWEN3}), 1),
 }
+#: Sinks, biases, experts, a window in every second block.
+GPT_OSS = {
+    "model.name": "gpt_oss",
+    "model.overrides.head_dim": 16,
+    "model.overrides.ffn_dim": 48,
+    "model.overrides.n_experts": 4,
+    "model.overrides.top_k": 2,
+    "model.overrides.window": 12,
+    "model.overrides.aux_loss": 0.0,
+}
+EP = "parallelism.expert_parallel_degree"
+MORE |= {
+    "gpt_oss, 1 rank": (Row(1, GPT_OSS), 2),
+    "gpt_oss, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **GPT_OSS, **GRAPH}), 1),
+    "gpt_oss, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **GPT_OSS}), 2),
+    "gpt_oss, cp 2": (Row(2, {CP: 2, **GPT_OSS}), 1),
+    "gpt_oss, cp 2, fsdp 2, recomputed, compiled": (
+        Row(4, {CP: 2, FSDP: 2, MODE: "full", "training.compile": "true", **GPT_OSS}),
+        1,
+    ),
+    "gpt_oss, pp 2, fsdp 2, chunks": (Row(4, {PP: 2, FSDP: 2, CHUNKS: 3, **GPT_OSS, **FOUR}), 2),
+    "gpt_oss, ep 2": (Row(2, {EP: 2, **GPT_OSS}), 2),
+    "gpt_oss, ep 2, fsdp 4, recomputed": (Row(4, {EP: 2, MODE: "full", **GPT_OSS}), 1),
+}
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
 DYNAMIC = '{rope_type = "dynamic", factor = 4, original_max_position_embeddings = 16}'
@@ -237,6 +261,8 @@ QUICK_MORE = {
     "chunks, pp 2, zero bubble",
     "mistral, cp 2",
     "qwen3, tp 2",
+    "gpt_oss, cp 2",
+    "gpt_oss, ep 2",
     "tp 2, budget",
 }
 
@@ -347,6 +373,8 @@ MASKED = {
     "cp 2, tp 2": "recomputed",
     "mistral, tp 2": "by operation",
     "mistral, cp 2": "compiled",
+    "gpt_oss, 1 rank": "at once",
+    "gpt_oss, cp 2": "recomputed",
     "pp 2, tp 2, cp 2": "at once",
 }
 QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}

@@ -52,6 +52,10 @@ class GptOssArgs(ExpertArgs):
         return True
 
     @property
+    def expert_biases(self) -> bool:
+        return True
+
+    @property
     def published_context(self) -> int:
         return 131072
 

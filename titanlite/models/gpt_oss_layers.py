@@ -68,37 +68,39 @@ class _AddBias(torch.autograd.Function):
 class _ClampedSwiglu(torch.autograd.Function):
     """(up + 1) * gate * sigmoid(1.702 gate), both clamped, after the bias of each row's expert.
 
-    h: [rows, 2 * width], gate and up in turns. Keeps h, and computes the rest again.
+    h: [rows, 2 * width], gate and up in turns. Keeps h, and computes the rest again. What it
+    computes is in float32, in place where it can be.
     """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(h, bias, experts, ends)
-        gate, up = _ClampedSwiglu._halves(h, bias, experts)
-        gate = gate.clamp(max=_LIMIT)
-        up = up.clamp(-_LIMIT, _LIMIT)
-        return fresh(((up + 1) * (gate * torch.sigmoid(gate * _SLOPE))).to(h.dtype))
-
-    @staticmethod
-    def _halves(h: Tensor, bias: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate and up before they are clamped, each [rows, width] fp32."""
         pairs = (h + bias[experts]).float()
-        return pairs[:, ::2], pairs[:, 1::2]
+        gate = pairs[:, ::2].clamp_(max=_LIMIT)
+        up = pairs[:, 1::2].clamp_(-_LIMIT, _LIMIT)
+        result = (gate * _SLOPE).sigmoid_().mul_(gate).mul_(up.add_(1))
+        return fresh(result.to(h.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         h, bias, experts, ends = ctx.saved_tensors
-        gate, up = _ClampedSwiglu._halves(h, bias, experts)
-        inside = up.abs() <= _LIMIT
-        below = gate <= _LIMIT
-        gate = gate.clamp(max=_LIMIT)
-        up = up.clamp(-_LIMIT, _LIMIT)
-        share = torch.sigmoid(gate * _SLOPE)
-        of_up = grad * (gate * share) * inside
-        slope = share + _SLOPE * gate * share * (1 - share)
-        of_gate = grad * (up + 1) * slope * below
-        of_h = torch.stack((of_gate, of_up), 2).flatten(1).to(h.dtype)
+        pairs = (h + bias[experts]).float()
+        gate = pairs[:, ::2]
+        up = pairs[:, 1::2]
+        is_gate_free = gate <= _LIMIT
+        is_up_free = (up <= _LIMIT).logical_and_(up >= -_LIMIT)
+        gate.clamp_(max=_LIMIT)
+        up.clamp_(-_LIMIT, _LIMIT)
+        share = (gate * _SLOPE).sigmoid_()
+        gated = gate * share
+        of_up = (grad * gated).mul_(is_up_free)
+        # d gated / d gate = share + slope * gated * (1 - share)
+        slope = gated.mul_(_SLOPE).addcmul_(gated, share, value=-1).add_(share)
+        of_gate = up.add_(1).mul_(grad).mul_(slope).mul_(is_gate_free)
+        gate.copy_(of_gate)
+        up.copy_(of_up)
+        of_h = pairs.to(h.dtype)
         return of_h, _sum_by_expert(of_h, ends), None, None
 
 

@@ -165,8 +165,25 @@ def pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
     if context is not None:
         return context.pairs(s, width, kv_width, sums)
     taken = ("qr", "kr", "v")
-    size = s.tokens * width * s.size
-    return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
+    numbers = s.tokens * width
+    forward = 0
+    backward = 0
+    if "attention.sinks" in s.args.attention_extras():
+        # The kernel's result, and in float32 its product with a share, or with the gradient.
+        forward = numbers * (6 if s.size == 2 else 4) + 2 * sums
+        backward = numbers * (8 if s.size == 2 else 4) + 2 * sums
+    return [
+        Op(
+            "y",
+            numbers * s.size,
+            taken,
+            saves=(*taken, "y"),
+            keeps=sums,
+            forward=forward,
+            backward=backward,
+            kind="attention",
+        )
+    ]
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
