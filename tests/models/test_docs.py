@@ -37,6 +37,7 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "gpt_oss": {size: f"openai/gpt-oss-{size.lower()}" for size in ("20B", "120B")},
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
 }
 

@@ -32,6 +32,8 @@ SIZES = {
     "mathstral_7b": ("mistral", "mathstral-7B"),
     "qwen3_8b": ("qwen3", "8B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
+    "gpt_oss_20b": ("gpt_oss", "20B"),
+    "gpt_oss_120b": ("gpt_oss", "120B"),
 }
 
 
