@@ -11,7 +11,7 @@ from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, sho
 from titanlite.utils import is_dotted, resolve_as
 
 #: Values of `model.name`.
-_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "olmo2", "olmo3", "gemma3", "hf")
 
 
 @functools.cache
@@ -29,6 +29,18 @@ def _builtin(name: str) -> ModelSpec:
         from titanlite.models import qwen3
 
         return qwen3.SPEC
+    if name == "olmo2":
+        from titanlite.models import olmo2
+
+        return olmo2.SPEC
+    if name == "olmo3":
+        from titanlite.models import olmo3
+
+        return olmo3.SPEC
+    if name == "gemma3":
+        from titanlite.models import gemma3
+
+        return gemma3.SPEC
     if name == "hf":
         from titanlite.models import hf
 
