@@ -11,7 +11,7 @@ from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, sho
 from titanlite.utils import is_dotted, resolve_as
 
 #: Values of `model.name`.
-_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "deepseek_v3", "hf")
 
 
 @functools.cache
@@ -29,6 +29,10 @@ def _builtin(name: str) -> ModelSpec:
         from titanlite.models import qwen3
 
         return qwen3.SPEC
+    if name == "deepseek_v3":
+        from titanlite.models import deepseek_v3
+
+        return deepseek_v3.SPEC
     if name == "hf":
         from titanlite.models import hf
 
@@ -86,11 +90,9 @@ def _model_types() -> dict[str, str]:
     """
     known: dict[str, str] = {}
     for name, spec in SPECS.items():
-        flavors = list(spec.flavors.values())
-        if not flavors:
-            continue
-        args = replace(flavors[0], vocab_size=1)
-        known[spec.hf_config(args)["model_type"]] = name
+        for flavor in spec.flavors.values():
+            args = replace(flavor, vocab_size=1)
+            known[spec.hf_config(args)["model_type"]] = name
     return known
 
 

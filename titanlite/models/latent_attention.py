@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from titanlite.models.autograd import RMSNorm
 from titanlite.models.deepseek_v3 import LATENT_NORM_EPS, DeepSeekV3Args
-from titanlite.models.layers import Block, FeedForward, Llama, SdpaAttention
+from titanlite.models.layers import SdpaAttention
+from titanlite.models.moe import MoEBlock, MoEDecoder
 from titanlite.models.rope import Rotation
 
 if TYPE_CHECKING:
@@ -72,12 +73,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         q = self._queries(x, rotation)
-        latent, shared_key = self.wkv_a(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        k_rope = self.rotated_key(shared_key, rotation)
-        # Under tensor parallelism a rank holds some of the heads.
-        expanded = self.wkv_b(self.kv_norm(latent)).unflatten(2, (-1, self.nope_dim + self.v_dim))
-        k_nope, v = expanded.split([self.nope_dim, self.v_dim], dim=-1)
-        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.size(2), -1)), dim=-1)
+        k, v = self._keys_and_values(x, rotation)
         # Flash kernels, and attention of variable lengths, take values as wide as queries only.
         # The zeros add nothing, and their results are cut off.
         v = F.pad(v, (0, q.size(-1) - self.v_dim))
@@ -93,6 +89,17 @@ class LatentAttention(nn.Module):
         # Here, since what replaces `inner_attention` divides scores by the root of the width alone.
         return q if self.score_factor == 1.0 else q * self.score_factor
 
+    def _keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Return keys [batch, seq, heads, nope_dim + rope_dim] and values [..., v_dim]."""
+        latent, shared_key = self.wkv_a(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        k_rope = self.rotated_key(shared_key, rotation)
+        expanded = self.wkv_b(self.kv_norm(latent))
+        # Under tensor parallelism a rank holds some of the heads.
+        expanded = expanded.unflatten(2, (-1, self.nope_dim + self.v_dim))
+        k_nope, v = expanded.split([self.nope_dim, self.v_dim], dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.size(2), -1)), dim=-1)
+        return k, v
+
 
 def halves(x: Tensor, interleaved: bool) -> Tensor:
     """Return x [..., width] with the pairs that rotate together at (i, i + width / 2)."""
@@ -101,22 +108,13 @@ def halves(x: Tensor, interleaved: bool) -> Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-class DeepSeekV3Block(Block):
-    """A block with latent attention; its feed-forward is dense or a mixture of experts."""
+class DeepSeekV3Block(MoEBlock):
+    """A block with latent attention; its feed-forward is a mixture of experts, or dense."""
 
     attention_class = LatentAttention
 
-    @staticmethod
-    def feed_forward_class(args: DeepSeekV3Args) -> nn.Module:
-        """Build the feed-forward. args: of the block."""
-        if not args.n_experts:
-            return FeedForward(args)
-        from titanlite.models.moe import MoE
 
-        return MoE(args)
-
-
-class DeepSeekV3(Llama):
+class DeepSeekV3(MoEDecoder):
     """The decoder of family deepseek_v3."""
 
     block_class = DeepSeekV3Block

@@ -144,6 +144,11 @@ class LlamaArgs:
         return False
 
     @property
+    def is_latent(self) -> bool:
+        """Return whether keys and values come from a latent (`deepseek_v3`)."""
+        return False
+
+    @property
     def kv_heads(self) -> int:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
