@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.models.autograd import fresh
 from titanlite.models.grouped import Experts, grouped_mm, local
-from titanlite.models.layers import Attention, Block
-from titanlite.models.moe import MoE, MoEDecoder
+from titanlite.models.layers import Attention
+from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
 from titanlite.models.sinks import SinkAttention
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class GptOssMoE(MoE):
         return GptOssExperts(args.n_experts, args.dim, args.expert_width)
 
 
-class GptOssBlock(Block):
+class GptOssBlock(MoEBlock):
     """A block of GPT-OSS."""
 
     attention_class = GptOssAttention

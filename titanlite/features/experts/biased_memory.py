@@ -53,8 +53,9 @@ class BiasedExpertMemory(ExpertMemory):
             Op("e", outer, reads=("d",), passes=True, forward=outer, holds=(x, "pairs", "m")),
         ]
 
-    def matrices(self, width: int) -> list[tuple[int, int]]:
+    def matrices(self) -> list[tuple[int, int]]:
         dim = self.args.dim
+        width = self.args.expert_width
         return [(dim, 2 * width), (width, dim)]
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:

@@ -98,16 +98,16 @@ class ExpertMemory:
             Op("e", outer, reads=("m",), saves=("m",), weight=weight, kind="matmul", holds=(x,)),
         ]
 
-    def matrices(self, width: int) -> list[tuple[int, int]]:
-        """Return rows and columns of each stack's matrices. width: of the experts on this rank."""
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return rows and columns of each stack's matrices."""
         dim = self.args.dim
+        width = self.args.expert_width
         return [(width, dim), (dim, width), (width, dim)]
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Yield the matrices of a rank's experts, each stacked."""
-        width = self.args.expert_width // mesh.tensor
         over = mesh.weight_shards // self.ranks
-        for rows, columns in self.matrices(width):
+        for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
             # divided.
             can_divide = rows % over == 0 or columns % over == 0
