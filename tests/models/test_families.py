@@ -125,7 +125,7 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
 
 def _width(name: str, p: Tensor) -> int:
     """Numbers that a result of a matrix is the sum of; biases and sinks are small beside it."""
-    if name.endswith(("bias", "sinks")):
+    if name.endswith(("bias", "sinks.weight")):
         return 16
     # Experts of GPT-OSS are matrices [in, out].
     return p.size(-2) if name.endswith(("gate_up", "down")) else p.size(-1)

@@ -86,7 +86,7 @@ def test_sinks_and_windows_in_every_second_block() -> None:
         assert ids[0, len(prompt) :].tolist() == row
     with torch.no_grad():
         for block in model.layers.values():  # type: ignore[operator,union-attr]
-            block.attention.sinks += 2
+            block.attention.sinks.weight += 2
     assert found != _rows(model)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_args
+from titanlite.models import expert_args, llama
 from titanlite.models.expert_args import ExpertArgs, expert_spec
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
@@ -97,7 +97,7 @@ FLAVORS = {
 
 _OWN = re.compile(
     r"layers\.(\d+)\."
-    r"(?:attention\.(?:w[qkvo]\.bias|sinks)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
+    r"(?:attention\.(?:w[qkvo]\.bias|sinks\.weight)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
 )
 
 
@@ -108,11 +108,41 @@ def init_rule(name: str, args: GptOssArgs) -> Init:
     match = _OWN.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
         return expert_args.init_rule(name, args)
-    if name.endswith(("bias", "sinks")):
+    if name.endswith(("bias", "sinks.weight")):
         return Init("zeros")
     if name.endswith("experts.down"):
         return linear_init(int(match[1]))
     return linear_init()
+
+
+#: How tensor parallelism divides what is not as in a dense block. Each rank has all experts, and
+#: they take the rank's part of the sequence.
+_DIVIDED = {
+    "attention.sinks": "vector",
+    "ffn_norm": "sequence",
+    "feed_forward": "tokens",
+    "feed_forward.gate": "heads",
+    "feed_forward.experts": "whole",
+}
+
+
+def block_plan(args: GptOssArgs) -> dict[str, str]:
+    """Return module name in a block → how tensor parallelism divides it."""
+    kinds = {}
+    for name, kind in llama.block_plan(args).items():
+        if name.startswith("attention"):
+            kinds[name] = kind
+    return {**kinds, **_DIVIDED}
+
+
+def tensor_plan(args: GptOssArgs) -> dict[str, str]:
+    """Return module name → how tensor parallelism divides it, in the order the modules run."""
+    return llama.tensor_plan(args, block_plan)
+
+
+def tensor_sizes(args: GptOssArgs) -> dict[str, int]:
+    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
 
 
 def hf_names(args: GptOssArgs) -> dict[str, Any]:
@@ -127,7 +157,7 @@ def hf_names(args: GptOssArgs) -> dict[str, Any]:
         "feed_forward.experts.down": "mlp.experts.down_proj",
         "feed_forward.experts.down_bias": "mlp.experts.down_proj_bias",
     }
-    attention: dict[str, HFName] = {"attention.sinks": "self_attn.sinks"}
+    attention: dict[str, HFName] = {"attention.sinks.weight": "self_attn.sinks"}
     for name in _LINEARS:
         theirs = f"self_attn.{name[-1]}_proj.bias"
         attention[f"{name}.bias"] = theirs
@@ -211,6 +241,8 @@ SPEC: ModelSpec = expert_spec(
     FLAVORS,
     build=_build,
     init_rule=init_rule,
+    tensor_plan=tensor_plan,
+    tensor_sizes=tensor_sizes,
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from titanlite.models.autograd import fresh
 from titanlite.models.grouped import Experts, grouped_mm, local
@@ -27,6 +28,18 @@ _SLOPE = 1.702
 _LIMIT = 7.0
 
 
+class Sinks(nn.Module):
+    """The score of each head's sink. Under tensor parallelism a rank has those of its heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores of this rank's heads: [heads]."""
+        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+
+
 class GptOssAttention(Attention):
     """Grouped-query attention with a bias in each linear and a sink in each head."""
 
@@ -35,12 +48,12 @@ class GptOssAttention(Attention):
         for name, size in args.attention_linears().items():
             linear = nn.Linear(size.in_features, size.out_features)
             setattr(self, name.removeprefix("attention."), linear)
-        self.sinks = nn.Parameter(torch.empty(args.n_heads))
+        self.sinks = Sinks(args.n_heads)
         self.inner_attention = SinkAttention(args.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
         """Do as `Attention.attend`, with the sinks."""
-        return self.inner_attention(q, k, v, mask, self.sinks)
+        return self.inner_attention(q, k, v, mask, self.sinks())
 
 
 def _sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
