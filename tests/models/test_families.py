@@ -152,8 +152,9 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
 ) -> None:
     spec = SPECS[family]
     for flavor, published in spec.flavors.items():
-        # Blocks are alike; PUBLISHED counts whole models.
-        args = replace(published, vocab_size=published.vocab_size or 512, n_layers=3)
+        # Further blocks are alike; PUBLISHED counts whole models.
+        layers = 3 + getattr(published, "n_dense_layers", 0)
+        args = replace(published, vocab_size=published.vocab_size or 512, n_layers=layers)
         with torch.device("meta"):
             model = spec.build(args)
             theirs = theirs_of(family, args)
@@ -267,7 +268,10 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3"],
+)
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING
 

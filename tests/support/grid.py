@@ -244,6 +244,45 @@ MORE |= {
     ),
     "chunks, gemma3, tp 2": (Row(2, {CHUNKS: 3, TP: 2, **GEMMA3}), 1),
 }
+#: Latent attention with values narrower than queries; a dense first block, then groups of experts.
+DEEPSEEK = {
+    "model.name": "deepseek_v3",
+    "model.overrides.n_kv_heads": 4,
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.q_lora_rank": 48,
+    "model.overrides.kv_lora_rank": 32,
+    "model.overrides.qk_nope_head_dim": 16,
+    "model.overrides.qk_rope_head_dim": 8,
+    "model.overrides.v_head_dim": 12,
+    "model.overrides.score": "sigmoid",
+    "model.overrides.norm_topk": "true",
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_groups": 4,
+    "model.overrides.top_groups": 2,
+    "model.overrides.route_scale": 2.5,
+}
+NO_QUERY_LATENT = {"model.overrides.q_lora_rank": 0}
+EXPERTS = "parallelism.expert_parallel_degree"
+MORE |= {
+    "deepseek_v3, 1 rank": (Row(1, {**DEEPSEEK}), 2),
+    "deepseek_v3, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **DEEPSEEK, **GRAPH}), 1),
+    "deepseek_v3, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, tp 2": (Row(2, {TP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, tp 2, no latent of queries, recomputed, compiled": (
+        Row(2, {TP: 2, MODE: "full", "training.compile": "true", **DEEPSEEK, **NO_QUERY_LATENT}),
+        1,
+    ),
+    "deepseek_v3, tp 2, fsdp 2": (Row(4, {TP: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, cp 2": (Row(2, {CP: 2, **DEEPSEEK, **NO_QUERY_LATENT}), 1),
+    "deepseek_v3, pp 2": (Row(2, {PP: 2, **DEEPSEEK, **FOUR}), 2),
+    "deepseek_v3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **DEEPSEEK, **FOUR}), 2),
+    "deepseek_v3, ep 2": (Row(2, {EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, ep 2, fsdp 2, recomputed": (
+        Row(4, {EXPERTS: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
+        1,
+    ),
+    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 1),
+}
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
 DYNAMIC = '{rope_type = "dynamic", factor = 4, original_max_position_embeddings = 16}'
@@ -276,6 +315,8 @@ QUICK_MORE = {
     "qwen3, tp 2",
     "olmo2, tp 2",
     "olmo3, cp 2",
+    "deepseek_v3, 1 rank",
+    "deepseek_v3, tp 2",
     "tp 2, budget",
 }
 
@@ -388,6 +429,8 @@ MASKED = {
     "olmo3, cp 2": "accumulated",
     "olmo3, tp 2": "at once",
     "gemma3, tp 2": "compiled",
+    "deepseek_v3, tp 2": "by operation",
+    "deepseek_v3, cp 2": "compiled",
     "pp 2, tp 2, cp 2": "at once",
 }
 QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
     """Return module name in a block → how tensor parallelism divides it. args: of that block."""
     kinds = dict(_BLOCK)
     if args.qk_norm:
-        kind = "whole" if args.qk_norm_whole else "heads"
+        kind = "all heads" if args.qk_norm_whole else "heads"
         kinds["attention.q_norm"] = kind
         kinds["attention.k_norm"] = kind
     if args.norm_placement != "before":
@@ -145,14 +145,17 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
     return kinds
 
 
-def tensor_plan(args: LlamaArgs) -> dict[str, str]:
+def tensor_plan(
+    args: LlamaArgs, of_block: Callable[[Any], Mapping[str, str]] = block_plan
+) -> dict[str, str]:
     """Return module name → how tensor parallelism divides it, in the order the modules run.
 
-    The kinds are those of `titanlite.parallel.tensor.apply_tp`.
+    The kinds are those of `titanlite.parallel.tensor.apply_tp`. of_block: those of a block, from
+    its arguments.
     """
     plan = {"tok_embeddings": "embedding"}
     for index, block in enumerate(block_names(args)):
-        for name, kind in block_plan(args.of_block(index)).items():
+        for name, kind in of_block(args.of_block(index)).items():
             plan[f"{block}.{name}"] = kind
     plan["norm"] = "sequence"
     plan["output"] = "head"

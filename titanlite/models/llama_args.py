@@ -182,6 +182,11 @@ class LlamaArgs:
         return 1.0
 
     @property
+    def is_latent(self) -> bool:
+        """Return whether keys and values come from a latent (`deepseek_v3`)."""
+        return False
+
+    @property
     def kv_heads(self) -> int:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
