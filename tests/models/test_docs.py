@@ -37,6 +37,16 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "olmo2": {
+        "1B": "allenai/OLMo-2-0425-1B",
+        **{size: f"allenai/OLMo-2-1124-{size}" for size in ("7B", "13B")},
+        "32B": "allenai/OLMo-2-0325-32B",
+    },
+    "olmo3": {"7B": "allenai/Olmo-3-1025-7B", "32B": "allenai/Olmo-3-1125-32B"},
+    "gemma3": {
+        "270M": "google/gemma-3-270m",
+        **{size: f"google/gemma-3-{size.lower()}-pt" for size in ("1B", "4B", "12B", "27B")},
+    },
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
 }
 
