@@ -93,6 +93,9 @@ def cells(a: LlamaArgs) -> list[str]:
     shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.head_dim, a.ffn_width)]
     scaling = f"{a.rope_scaling.factor:g}" if a.rope_scaling else "no"
     window = "no" if a.window is None else f"{a.window:,}"
+    every = getattr(a, "full_every", 0)
+    if every:
+        window += f" in {every - 1} of {every}"
     return [
         *shape,
         str(a.vocab_size or "tokenizer's"),
@@ -156,14 +159,20 @@ def takes(family: str, flags: list[str]) -> bool:
 
 
 def feature_table() -> str:
-    """Family × feature, as the checks of a config decide it, and as the spec converts weights."""
-    lines = []
+    """Family × feature, as the checks of a config decide it, and as the spec converts weights.
+
+    Families with the same answers share a line.
+    """
+    families: dict[tuple[bool, ...], list[str]] = {}
     for family, spec in SPECS.items():
         assert takes(family, []), family
         answers = [takes(family, flags) for flags in FEATURES.values()]
         converts = spec.hf_names is not ModelSpec.hf_names
         answers += [converts, converts]
-        lines.append([f"`{family}`", *("yes" if answer else "–" for answer in answers)])
+        families.setdefault(tuple(answers), []).append(f"`{family}`")
+    lines = []
+    for found, names in families.items():
+        lines.append([", ".join(names), *("yes" if answer else "–" for answer in found)])
     return table(["", *FEATURES, "HF in", "HF out"], lines)
 
 
