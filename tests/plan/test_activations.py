@@ -13,6 +13,7 @@ from titanlite.start.fit import check_config
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
+    "qwen3_moe": ["--model.name=qwen3_moe", "--model.flavor=debugmodel"],
     "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
     "mistral": ["--model.name=mistral", "--model.flavor=debugmodel"],
 }

@@ -11,7 +11,7 @@ from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, sho
 from titanlite.utils import is_dotted, resolve_as
 
 #: Values of `model.name`.
-_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "qwen3_moe", "hf")
 
 
 @functools.cache
@@ -29,6 +29,10 @@ def _builtin(name: str) -> ModelSpec:
         from titanlite.models import qwen3
 
         return qwen3.SPEC
+    if name == "qwen3_moe":
+        from titanlite.models import qwen3_moe
+
+        return qwen3_moe.SPEC
     if name == "hf":
         from titanlite.models import hf
 
