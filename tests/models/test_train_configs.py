@@ -34,6 +34,7 @@ SIZES = {
     "olmo2_7b": ("olmo2", "7B"),
     "olmo3_7b": ("olmo3", "7B"),
     "gemma3_4b": ("gemma3", "4B"),
+    "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 

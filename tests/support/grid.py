@@ -283,6 +283,29 @@ MORE |= {
     ),
     "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 1),
 }
+#: A mixture in every block and a dense one between them; each token goes to three experts.
+EP = "parallelism.expert_parallel_degree"
+QWEN3_MOE = {
+    "model.name": "qwen3_moe",
+    "model.overrides.head_dim": 32,
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_experts": 8,
+    "model.overrides.top_k": 3,
+    "model.overrides.aux_loss": 0.0,
+}
+EVERY_2ND = {"model.overrides.sparse_step": 2, "model.overrides.norm_topk": "false"}
+MORE |= {
+    "qwen3_moe, 1 rank": (Row(1, {**QWEN3_MOE, **EVERY_2ND}), 2),
+    "qwen3_moe, fsdp 2": (Row(2, {FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, cp 2": (Row(2, {CP: 2, **QWEN3_MOE, **EVERY_2ND}), 1),
+    "qwen3_moe, pp 2": (Row(2, {PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}), 2),
+    "qwen3_moe, ep 2": (Row(2, {EP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, ep 2, fsdp 2, recomputed": (
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
+        1,
+    ),
+}
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
 DYNAMIC = '{rope_type = "dynamic", factor = 4, original_max_position_embeddings = 16}'
@@ -317,6 +340,8 @@ QUICK_MORE = {
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
     "deepseek_v3, tp 2",
+    "qwen3_moe, 1 rank",
+    "qwen3_moe, ep 2",
     "tp 2, budget",
 }
 

@@ -93,7 +93,7 @@ class Source:
         """
         empty = self.empty
         if dtype:
-            empty = {name: converted(tensor, dtype) for name, tensor in empty.items()}
+            empty = {name: converted(name, tensor, dtype) for name, tensor in empty.items()}
         done = 0
         total = sum(tensor.nbytes for tensor in empty.values())
 
