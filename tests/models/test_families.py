@@ -195,9 +195,7 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
 
 
-@pytest.mark.parametrize(
-    "family", ["llama3", "mistral", "mixtral", "qwen3", "deepseek_v3"]
-)
+@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3", "deepseek_v3"])
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING
 

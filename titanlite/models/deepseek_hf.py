@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titanlite.models import llama_hf
@@ -101,7 +102,11 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
         "routed_scaling_factor": args.route_scale,
         "n_group": args.n_groups,
         "topk_group": args.top_groups,
-        **({"rope_interleave": args.rope_interleave} if is_v3 else {"aux_loss_alpha": args.aux_loss}),
+        **(
+            {"rope_interleave": args.rope_interleave}
+            if is_v3
+            else {"aux_loss_alpha": args.aux_loss}
+        ),
         # No blocks that predict further tokens.
         "num_nextn_predict_layers": 0,
     }
@@ -113,8 +118,8 @@ def _method(args: DeepSeekV3Args) -> str:
         return _WITH_BIASES
     if args.norm_topk:
         raise ValueError(
-            "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores by "
-            "their sum"
+            "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores "
+            "by their sum"
         )
     if args.n_groups > 1:
         raise ValueError(
@@ -182,3 +187,18 @@ def _check_router(config: Mapping[str, Any], score: str) -> None:
         raise ValueError(f"topk_method is {method!r}; there is 'greedy' and {_WITH_BIASES!r} here")
     if entry_of(config, "norm_topk_prob", bool, False) and method != _WITH_BIASES:
         raise ValueError("norm_topk_prob is true; `transformers` does not heed it in deepseek_v2")
+
+
+#: A tensor that only a block for further tokens has.
+_FURTHER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+_REASON = "it predicts further tokens (multi-token prediction), which is not trained here"
+
+
+def left_out(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors in blocks that predict further tokens → why they are left out."""
+    blocks = set()
+    for name in names:
+        match = _FURTHER.fullmatch(name)
+        if match is not None:
+            blocks.add(match[1])
+    return {name: _REASON for name in names if name.startswith(tuple(blocks))}

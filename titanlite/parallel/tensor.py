@@ -62,8 +62,8 @@ def apply_tp(
         gathered:  as colwise, from an input divided by sequence, which no other linear takes.
         shared:    no weights of its own; the first argument, divided by sequence, is made whole, a
                    plain tensor that the heads of all ranks take.
-        tokens:    no weights of its own; the first argument is made a plain tensor, this rank's part
-                   of the sequence, and so is the output.
+        tokens:    no weights of its own; the first argument is made a plain tensor, this rank's
+                   part of the sequence, and so is the output.
         whole:     weights whole; input and output as they are.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
         head:      as colwise, from an input divided by sequence to logits, a DTensor for
