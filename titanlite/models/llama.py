@@ -46,7 +46,7 @@ _STD = 0.02
 _CUT = 3.0
 
 _LINEAR = re.compile(r"layers\.(\d+)\.(?:attention\.w[qkvo]|feed_forward\.w[123])\.weight")
-_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention_norm|ffn_norm)|norm)\.weight")
+_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention|ffn)_(?:post_)?norm|norm)\.weight")
 _HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
 
 
@@ -71,7 +71,7 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
     if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
     if "norm" in name:
-        return Init("ones")
+        return Init("zeros" if args.norm_offset else "ones")
     residual = name.endswith(("wo.weight", "w2.weight", "w3.weight"))
     return linear_init(int(match[1]) if residual else None)
 
@@ -136,8 +136,12 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
     """Return module name in a block → how tensor parallelism divides it. args: of that block."""
     kinds = dict(_BLOCK)
     if args.qk_norm:
-        kinds["attention.q_norm"] = "heads"
-        kinds["attention.k_norm"] = "heads"
+        kind = "all heads" if args.qk_norm_whole else "heads"
+        kinds["attention.q_norm"] = kind
+        kinds["attention.k_norm"] = kind
+    if args.norm_placement != "before":
+        kinds["attention_post_norm"] = "added"
+        kinds["ffn_post_norm"] = "added"
     return kinds
 
 

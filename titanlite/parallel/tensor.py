@@ -54,8 +54,11 @@ def apply_tp(
         sequence:  a normalisation, or a linear of few features; weights whole, input and output
                    divided by sequence, the output a DTensor. It is plain if it is the model's last
                    module, since a pipeline stage sends plain tensors.
+        added:     as sequence, but the output, added to the residual stream, is plain.
         heads:     a normalisation of each head, or a linear; weights whole, input and output this
                    rank's rows, plain tensors.
+        all heads: a normalisation over all heads together; weights divided as the heads, input and
+                   output as of heads.
         gather:    no weights of its own; the first argument comes from a `sequence` module and is
                    made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
@@ -131,9 +134,14 @@ def _check_all_divided(model: nn.Module) -> None:
 
 
 def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
+    if kind == "all heads":
+        from titanlite.parallel.whole_norm import DividedNorm
+
+        return DividedNorm()
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
         "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
+        "added": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=True),
         # It works on rows, and the rows of another rank are other heads: as if the batch were
         # divided.
         "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
@@ -146,7 +154,7 @@ def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
         ),
     }
     if kind not in styles:
-        known = ", ".join([*_WITHOUT_WEIGHTS, *styles])
+        known = ", ".join([*_WITHOUT_WEIGHTS, "all heads", *styles])
         raise ParallelismError(
             f"tensor parallelism cannot divide a module as {kind!r}; its kinds are {known}"
         )
