@@ -38,6 +38,7 @@ WEIGHTS = {
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3_moe": {size: f"Qwen/Qwen3-{size}" for size in ("30B-A3B", "235B-A22B")},
 }
 
 

@@ -31,6 +31,7 @@ SIZES = {
     "mistral_7b": ("mistral", "7B-v0.3"),
     "mathstral_7b": ("mistral", "mathstral-7B"),
     "qwen3_8b": ("qwen3", "8B"),
+    "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 
