@@ -15,7 +15,6 @@ DEEPSEEK = [
     "--model.name=deepseek_v3",
     "--model.flavor=debugmodel",
     "--model.overrides.n_dense_layers=0",
-    "--model.overrides.n_shared_experts=0",
 ]
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],

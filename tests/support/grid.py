@@ -53,6 +53,7 @@ REPLICAS = "training.data_parallel_replicate_degree"
 TP = "training.tensor_parallel_degree"
 CP = "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
 RESHARD = "training.reshard_after_forward"
 SYNC = "training.gradient_sync"
 SCHEDULE = "experimental.pipeline_parallel_schedule"
@@ -262,7 +263,6 @@ DEEPSEEK = {
     "model.overrides.route_scale": 2.5,
 }
 NO_QUERY_LATENT = {"model.overrides.q_lora_rank": 0}
-EXPERTS = "parallelism.expert_parallel_degree"
 MORE |= {
     "deepseek_v3, 1 rank": (Row(1, {**DEEPSEEK}), 2),
     "deepseek_v3, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **DEEPSEEK, **GRAPH}), 1),
@@ -276,15 +276,14 @@ MORE |= {
     "deepseek_v3, cp 2": (Row(2, {CP: 2, **DEEPSEEK, **NO_QUERY_LATENT}), 1),
     "deepseek_v3, pp 2": (Row(2, {PP: 2, **DEEPSEEK, **FOUR}), 2),
     "deepseek_v3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **DEEPSEEK, **FOUR}), 2),
-    "deepseek_v3, ep 2": (Row(2, {EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, ep 2": (Row(2, {EP: 2, FSDP: 2, **DEEPSEEK}), 2),
     "deepseek_v3, ep 2, fsdp 2, recomputed": (
-        Row(4, {EXPERTS: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
         1,
     ),
-    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EP: 2, FSDP: 2, **DEEPSEEK}), 1),
 }
 #: A mixture in every block and a dense one between them; each token goes to three experts.
-EP = "parallelism.expert_parallel_degree"
 QWEN3_MOE = {
     "model.name": "qwen3_moe",
     "model.overrides.head_dim": 32,
