@@ -1,0 +1,73 @@
+"""What products in MXFP8 need of other keys, of the model on its ranks, and of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Finding, Rule, contains
+from titanlite.config.sections import AUTO_FILTER, Float8
+from titanlite.features.float8.checks import ENABLE, FILTERS, GATHER, PRECOMPUTE, RECIPE
+from titanlite.parallel import ParallelismError
+
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+
+EMULATE = "float8.emulate"
+DTYPE = "training.mixed_precision_param"
+#: Numbers that share a scale, along the dimension that a product sums over (OCP Microscaling
+#: Formats 1.0, section 5.2).
+BLOCK = 32
+#: Where the scale of a block lies beside the largest number over the largest of E4M3, by recipe.
+ROUNDED = {"mxfp8": "up", "mxfp8_floor": "down"}
+
+# Other keys
+
+EXCLUDES = [
+    Rule(RECIPE, bool, GATHER, True, "FSDP gathers MX weights in mixed_precision_param"),
+    Rule(RECIPE, bool, PRECOMPUTE, True, "each block of 32 numbers gets its scale in the product"),
+    Rule(
+        FILTERS,
+        contains(AUTO_FILTER),
+        RECIPE,
+        bool,
+        "torchao has no sizes: set float8.min_features",
+    ),
+]
+
+
+# The model on its ranks
+
+
+def high_precision(run: RunConfig) -> Iterator[Finding]:
+    """Find products that no GPU can return: those of its MX units are bfloat16."""
+    dtype = run.training.mixed_precision_param
+    if run.float8.emulate or dtype == "bfloat16":
+        return
+    message = f'is "{run.float8.recipe_name}", which excludes {DTYPE} = "{dtype}"'
+    yield "conflict", RECIPE, message, "products of MX units are bfloat16"
+
+
+# The machine
+
+
+def machine_problems(settings: Float8) -> Iterator[Problem]:
+    """Find what this machine, or the torchao on it, lacks for MX products."""
+    from titanlite.features.mx.package import check_machine, check_torchao
+
+    try:
+        check_torchao()
+    except ParallelismError as error:
+        yield Problem("", RECIPE, str(error), "take another recipe, or update torchao")
+        return
+    if settings.emulate:
+        return
+    try:
+        check_machine()
+    except ParallelismError as error:
+        hint = (
+            f"take another recipe, or set {ENABLE} to false; {EMULATE} = true computes with the "
+            "same rounded numbers in high precision, which is slow and for tests"
+        )
+        yield Problem("", RECIPE, str(error), hint)
