@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import Misfit, ShapeError, Size
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+
+
+class Rotary(NamedTuple):
+    """What rotary tables follow from, besides their length."""
+
+    #: Numbers of a head that rotate.
+    width: int
+    theta: float
+    scaling: Scaling | None
+
+
+class AttentionKind(NamedTuple):
+    """What blocks have in common that share one rotation and one mask."""
+
+    window: int | None
+    #: None: positions rotate nothing.
+    rotary: Rotary | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,10 @@ class LlamaArgs:
             wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
         return wrong
 
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`; a family whose blocks differ overrides it."""
+        return self
+
     # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
     # stale one behind.
 
@@ -97,6 +121,20 @@ class LlamaArgs:
     def window(self) -> int | None:
         """Return the tokens that a token attends to, itself and those before it; None: all."""
         return None
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary tables of a block: of `of_block`; None: positions rotate nothing."""
+        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """Return what blocks share a rotation and a mask by: of `of_block`."""
+        return AttentionKind(self.window, self.rotary)
+
+    def rotaries(self) -> list[Rotary | None]:
+        """Return the rotary tables of all blocks, equal ones once, in the order of the blocks."""
+        return list(dict.fromkeys(self.of_block(i).rotary for i in range(self.n_layers)))
 
     @property
     def qk_norm(self) -> bool:
@@ -168,6 +206,38 @@ class LlamaArgs:
             )
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
+
+    # The parameters and FLOPs of a block: of `of_block`
+
+    def attention_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of attention's linears, in the model's order."""
+        heads = self.n_heads * self.head_dim
+        groups = self.kv_heads * self.head_dim
+        return {
+            "attention.wq": Size(self.dim, heads),
+            "attention.wk": Size(self.dim, groups),
+            "attention.wv": Size(self.dim, groups),
+            "attention.wo": Size(heads, self.dim),
+        }
+
+    def attention_extras(self) -> dict[str, int]:
+        """Return name in a block → length of attention's vectors: norms, biases."""
+        if not self.qk_norm:
+            return {}
+        return {"attention.q_norm": self.head_dim, "attention.k_norm": self.head_dim}
+
+    def attention_flops(self, seq_len: int) -> int:
+        """Return the FLOPs of scores and weighted values for one training token.
+
+        Causality is not discounted; keys outside the window are not counted.
+        """
+        return 12 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+    def block_norms(self) -> dict[str, int]:
+        """Return name in a block → length of the norms on the residual stream."""
+        if self.norm_type == "np_layernorm":
+            return {}
+        return {"attention_norm": self.dim, "ffn_norm": self.dim}
 
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return name in a block → size of the feed-forward's linears, in the model's order."""
