@@ -1,4 +1,6 @@
-"""MXFP8 products: the numbers that the OCP specification gives, in plain weights and checkpoints."""
+"""MXFP8 products: numbers as the OCP specification gives them; weights and checkpoints stay
+plain.
+"""
 
 from __future__ import annotations
 
@@ -274,4 +276,3 @@ def test_the_per_op_policy_recognises_mx_products() -> None:
     )
     assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
     assert 0 < stats.block_bytes < stats.plain_bytes
-

@@ -54,9 +54,7 @@ def test_losses_stay_within_the_spread_of_seeds(
         pytest.param({"pipeline": 2, "args": FOUR}, 2, id="pp 2"),
     ],
 )
-def test_the_losses_are_those_of_one_rank(
-    pool: Pools, changes: dict[str, Any], ranks: int
-) -> None:
+def test_the_losses_are_those_of_one_rank(pool: Pools, changes: dict[str, Any], ranks: int) -> None:
     """Ten steps, but for rounding; three seeds differ by more."""
     run = replace(RUN, float8=MX, **changes)
     alone = pool(1).run(train, run.alone())[0].losses
