@@ -273,7 +273,7 @@ class Float8(Section, frozen=True):
     sizes.
     """
     emulate: bool = False
-    """Multiply the rounded numbers in float32, on hardware without float8; for tests."""
+    """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
     drift_check: Natural = 0

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
-    from titanlite.features.float8.plan_memory import Float8Memory
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
@@ -123,7 +123,7 @@ class Float8Feature(Feature):
 
     # The plan: `titanlite.plan` calls these
 
-    def memory(self, linears: Linears) -> Float8Memory:
+    def memory(self, linears: Linears) -> ProductMemory:
         """Return what the linears of a block keep and need."""
         from titanlite.features.float8.plan_memory import float8_memory
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def _linear_class() -> type[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             if self.exact is not None:
                 return F.linear(input, self.exact(), self.bias)
-            return cast(Tensor, super().forward(input))
+            return super().forward(input)
 
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh

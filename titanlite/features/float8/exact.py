@@ -43,7 +43,7 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager")
 
 
-def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
+def _exact(linear: RoundedLinear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in high precision. sharded: the parameter while it is not gathered."""
     if wrapper_of(sharded) is None:
         return linear.weight

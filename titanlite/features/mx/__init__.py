@@ -1,7 +1,7 @@
 """Matrix products in MXFP8, through torchao: what titanlite knows of them beyond float8.
 
-    checks.py    other keys, model, machine     convert.py   the linears of a model
-    package.py   torchao
+    checks.py    other keys, model     convert.py   the linears of a model
+    package.py   torchao, and what it needs of the machine
     plan_memory.py, plan_speed.py   what its products keep, need and cost
 
 It is float8 with a recipe of its own: `float8.recipe_name = "mxfp8"` or "mxfp8_floor". The keys are
@@ -50,7 +50,9 @@ class MXFeature(Float8Feature):
     # On the machine
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
-        return checks.machine_problems(self.section)
+        from titanlite.features.mx.package import machine_problems
+
+        return machine_problems(self.section)
 
     @property
     def numbers(self) -> str:

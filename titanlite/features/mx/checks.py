@@ -1,20 +1,17 @@
-"""What products in MXFP8 need of other keys, of the model on its ranks, and of the machine."""
+"""What products in MXFP8 need of other keys and of the model on its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, contains
-from titanlite.config.sections import AUTO_FILTER, Float8
-from titanlite.features.float8.checks import ENABLE, FILTERS, GATHER, PRECOMPUTE, RECIPE
-from titanlite.parallel import ParallelismError
+from titanlite.config.sections import AUTO_FILTER
+from titanlite.features.float8.checks import FILTERS, GATHER, PRECOMPUTE, RECIPE
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
-EMULATE = "float8.emulate"
 DTYPE = "training.mixed_precision_param"
 #: Numbers that share a scale, along the dimension that a product sums over (OCP Microscaling
 #: Formats 1.0, section 5.2).
@@ -47,27 +44,3 @@ def high_precision(run: RunConfig) -> Iterator[Finding]:
         return
     message = f'is "{run.float8.recipe_name}", which excludes {DTYPE} = "{dtype}"'
     yield "conflict", RECIPE, message, "products of MX units are bfloat16"
-
-
-# The machine
-
-
-def machine_problems(settings: Float8) -> Iterator[Problem]:
-    """Find what this machine, or the torchao on it, lacks for MX products."""
-    from titanlite.features.mx.package import check_machine, check_torchao
-
-    try:
-        check_torchao()
-    except ParallelismError as error:
-        yield Problem("", RECIPE, str(error), "take another recipe, or update torchao")
-        return
-    if settings.emulate:
-        return
-    try:
-        check_machine()
-    except ParallelismError as error:
-        hint = (
-            f"take another recipe, or set {ENABLE} to false; {EMULATE} = true computes with the "
-            "same rounded numbers in high precision, which is slow and for tests"
-        )
-        yield Problem("", RECIPE, str(error), hint)

@@ -40,7 +40,7 @@ def apply_mx(
     return found
 
 
-class MXLinear(nn.Linear, RoundedLinear):
+class MXLinear(RoundedLinear):
     """A linear whose three products are of numbers in MXFP8.
 
     Numbers are rounded in blocks of 32 along the dimension that the product sums over.
@@ -51,11 +51,13 @@ class MXLinear(nn.Linear, RoundedLinear):
     def forward(self, input: Tensor) -> Tensor:
         if self.exact is not None:
             return F.linear(input, self.exact(), self.bias)
-        if isinstance(self.weight, DTensor):
-            output = self._divided(input, self.weight)
-        else:
-            output = self.product(input, self.weight)
+        output = self._product(input)
         return output if self.bias is None else output + self.bias
+
+    def _product(self, input: Tensor) -> Tensor:
+        if isinstance(self.weight, DTensor):
+            return self._divided(input, self.weight)
+        return self.product(input, self.weight)
 
     def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
         """Return the product of tensor parallelism: each rank rounds and multiplies its parts.

@@ -12,6 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from titanlite.config.errors import Problem
+from titanlite.config.sections import Float8
+from titanlite.features.float8.checks import ENABLE, RECIPE
 from titanlite.features.float8.package import release, torchao
 from titanlite.features.mx.checks import BLOCK
 from titanlite.parallel import ParallelismError
@@ -25,6 +28,25 @@ _SCALES = {"mxfp8": "rceil", "mxfp8_floor": "floor"}
 
 #: Takes an input [..., K] and a weight [N, K]; returns [..., N].
 Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def machine_problems(settings: Float8) -> Iterator[Problem]:
+    """Find what this machine, or the torchao on it, lacks for MX products."""
+    try:
+        check_torchao()
+    except ParallelismError as error:
+        yield Problem("", RECIPE, str(error), "take another recipe, or update torchao")
+        return
+    if settings.emulate:
+        return
+    try:
+        check_machine()
+    except ParallelismError as error:
+        hint = (
+            f"take another recipe, or set {ENABLE} to false; float8.emulate = true computes with "
+            "the same rounded numbers in high precision, which is slow and for tests"
+        )
+        yield Problem("", RECIPE, str(error), hint)
 
 
 def check_torchao() -> None:
