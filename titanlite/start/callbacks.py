@@ -122,11 +122,11 @@ def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> Met
         run.batch.tokens_per_step,
         run.batch.global_batch_size,
         built.world.size,
-        run.spec.flops_per_token(built.model.args, run.batch.seq_len),
+        run.flops_per_token(built.model.args, run.batch.seq_len),
         peak_flops_of(built.world.device, run.metrics.peak_tflops),
     )
     for batch in run.legs.values():
-        flops = run.spec.flops_per_token(built.model.args, batch.seq_len)
+        flops = run.flops_per_token(built.model.args, batch.seq_len)
         meter.flops_by_length[batch.seq_len] = flops
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)

@@ -375,7 +375,7 @@ def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
 def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
     """Return rows of devices and mesh, and of what divides or changes products there."""
     builder = built.model.builder
-    flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
+    flops = run.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
     rows.append(mesh_row(run.mesh))
