@@ -169,6 +169,8 @@ class ModelBuilder:
         self._apply_fsdp(model, groups)
         if float8 is not None:
             float8.after_sharding(model, self.mesh)
+        if lora is not None:
+            lora.after_sharding(model)
         return model
 
     def _set_dtype(self, model: nn.Module) -> None:

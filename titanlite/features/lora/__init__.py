@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Checkpoint, Lora
     from titanlite.features.lora.base import FrozenBase
+    from titanlite.features.lora.plan_memory import LoraMemory
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
+    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.start.derive import RunConfig
     from titanlite.start.report import Row, Setup
 
@@ -74,6 +77,12 @@ class LoraFeature(Feature):
         from titanlite.features.lora.modules import freeze
 
         freeze(model)
+
+    def after_sharding(self, model: nn.Module) -> None:
+        """Let a backward gather no weights that it does not need."""
+        from titanlite.features.lora.modules import skip_unused_gathers
+
+        skip_unused_gathers(model)
 
     def init_rule(
         self, of_model: Callable[[str], Init], spec: ModelSpec, args: Any
@@ -122,6 +131,20 @@ class LoraFeature(Feature):
             "trained"
         )
         yield "lora", text
+
+    # The plan: `titanlite.plan` calls these
+
+    def memory(self, adapters: Adapters, products: ProductMemory) -> LoraMemory:
+        """Return what the linears of a block keep and need. products: the frozen ones."""
+        from titanlite.features.lora.plan_memory import lora_memory
+
+        return lora_memory(adapters, products, self.section.dropout)
+
+    def speed(self, products: ProductSpeed) -> ProductSpeed:
+        """Return what the linears of a step cost. products: the frozen ones."""
+        from titanlite.features.lora.plan_speed import LoraSpeed
+
+        return LoraSpeed(products, self.adapters(products.step.spec, products.step.args))
 
     # Figures: `RunConfig.flops_per_token` calls it
 

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.lora.settings import DOWN, UP, Adapters
+from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
 from titanlite.parallel.own_linear import OwnLinear, adapter_names
 
 
@@ -49,6 +51,33 @@ def freeze(model: nn.Module) -> None:
     trained = adapter_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def skip_unused_gathers(model: nn.Module) -> None:
+    """Let no backward gather the groups that run before the first adapter, as a frozen embedding.
+
+    torch gathers the group before each one ahead, and the backward never comes to these. model:
+    after `fully_shard`.
+    """
+    idle: list[FSDPModule] = []
+    first: FSDPModule | None = None
+    for module in model.modules():
+        # Modules of one group share its weights, which may be needed later.
+        if not isinstance(module, FSDPModule) or module is model or shares_group(module):
+            continue
+        if adapter_names(module):
+            first = module
+            break
+        idle.append(module)
+    if first is None or not idle:
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            later = prefetched_in_backward(module)
+            needed = [one for one in later if one not in idle]
+            if module is first or len(needed) < len(later):
+                # Gathered already; an empty list would mean torch's own choice.
+                module.set_modules_to_backward_prefetch(needed or [module])
 
 
 def _adapt(linear: nn.Linear, adapters: Adapters, dropout: float, dtype: torch.dtype) -> None:
@@ -107,11 +136,16 @@ def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
     return Adapted
 
 
+def dropped(x: Tensor, rate: float) -> Tensor:
+    """Return an input after dropout. It keeps a byte for each number, on CPUs too."""
+    return torch.native_dropout(x, rate, True)[0]
+
+
 def added(x: Tensor, down: Tensor, up: Tensor, scale: float, rate: float) -> Tensor:
     """Return scale * B A x. x: [..., in_features]. rate: of dropout.
 
     The factor is applied where rows are shortest.
     """
     if rate:
-        x = F.dropout(x, rate)
+        x = dropped(x, rate)
     return F.linear(F.linear(x, down) * scale, up)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from titanlite.features.lora.modules import dropped
 from titanlite.features.lora.settings import DOWN, UP
 from titanlite.parallel import ParallelismError
 
@@ -77,27 +78,27 @@ def added_on_rank(linear: Any, x: Tensor) -> DTensor:
         # sums over ranks.
         part = x.to_local(grad_placements=[Partial()])
         if rate:
-            part = F.dropout(part, rate)
+            part = dropped(part, rate)
         hidden = F.linear(part, down.to_local(grad_placements=[Partial()]))
         out = F.linear(hidden * linear.scale, up.to_local())
         return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
     part = x.to_local()
     if rate:
-        part = _dropped(part, rate, mesh)
+        part = _dropped_columns(part, rate, mesh)
     hidden = F.linear(part, down.to_local())
     out = F.linear(hidden * linear.scale, up.to_local(grad_placements=[Partial()]))
     return DTensor.from_local(out, mesh, [Partial()], run_check=False)
 
 
-def _dropped(part: Tensor, rate: float, mesh: DeviceMesh) -> Tensor:
+def _dropped_columns(part: Tensor, rate: float, mesh: DeviceMesh) -> Tensor:
     """Return this rank's columns of an input after dropout.
 
     The ranks draw the same numbers, so each draws those of all columns, and takes its own. One rank
     alone would drop the same.
     """
     ranks = mesh.size()
-    whole = torch.ones(
-        *part.shape[:-1], part.shape[-1] * ranks, dtype=part.dtype, device=part.device
-    )
-    kept = F.dropout(whole, rate).chunk(ranks, dim=-1)[mesh.get_local_rank()]
-    return part * kept
+    shape = (*part.shape[:-1], part.shape[-1] * ranks)
+    whole = torch.ones(shape, dtype=part.dtype, device=part.device)
+    stays = torch.native_dropout(whole, rate, True)[1]
+    mine = stays.chunk(ranks, dim=-1)[mesh.get_local_rank()].contiguous()
+    return part * mine * (1 / (1 - rate))
