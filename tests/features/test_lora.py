@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from tests.support.adapters import (
     ALPHA,
@@ -28,6 +34,8 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 from titanlite.tools.hub.convert import convert, open_source
 from titanlite.tools.hub.tensors import Contents, our_logits
 
@@ -398,3 +406,140 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
     step = Contents(trained / "checkpoint" / "step-3")
     name = "layers.0.attention.wo.lora_b"
     assert torch.equal(found["start"][name], step.read(f"model.{name}")) and not found["error"]
+
+
+# With other features
+
+
+def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int]]:
+    """Train a step; the numbers that FSDP gathers and reduces, by collective."""
+    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
+
+    def counting(name: str, real: Any) -> Any:
+        def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+            seen[name].append(max(output_tensor.numel(), input_tensor.numel()))
+            return real(self, output_tensor, input_tensor, *args, **kw)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name, cls in (("gathered", DefaultAllGather), ("reduced", DefaultReduceScatter)):
+            patched = counting(name, cls.__call__)
+            patches.enter_context(mock.patch.object(cls, "__call__", patched))
+        train_seen(world, folder, *flags)
+    return seen
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, prefetch: int) -> None:
+    flags = run_flags(
+        base,
+        "--training.steps=1",
+        "--training.reshard_after_forward=always",
+        f"--training.prefetch={prefetch}",
+        "--no-checkpoint.verify_saves",
+    )
+    found = pool(2).run(_collectives, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(_collectives, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
+    adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
+    assert found["reduced"] == [adapters, adapters]
+    block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
+    head = 64 + 2304 * 64
+    assert sorted(whole["reduced"]) == sorted([block, block, 2304 * 64, head])
+    # The embedding is gathered in the forward alone.
+    gathered = sorted(found["gathered"])
+    assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
+
+
+def test_frozen_weights_wait_in_the_dtype_of_products(
+    pool: Pools, tmp_path: Path, base: Path
+) -> None:
+    flags = run_flags(base, "--training.steps=2", "--training.mixed_precision_param=bfloat16")
+    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    for name, tensor in found["end"].items():
+        assert tensor.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
+    # The hash does not depend on it.
+    exact = pool(2).run(
+        train_seen,
+        str(tmp_path / "a"),
+        *flags,
+        "--training.steps=3",
+        "--training.mixed_precision_param=float32",
+    )[0]
+    assert not exact["error"] and exact["step"] == 3
+
+
+FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
+
+
+@pytest.mark.parametrize("more", [[], ["--float8.enable_fsdp_float8_all_gather"]], ids=str)
+def test_the_base_may_be_in_float8(
+    pool: Pools, tmp_path: Path, base: Path, more: list[str]
+) -> None:
+    flags = run_flags(base, "--training.steps=4", *FLOAT8, *more)
+    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    plain = pool(2).run(
+        train_seen, str(tmp_path / "c"), *flags, "--float8.enable_float8_linear=false"
+    )[0]
+    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"] != plain["rows"][0]["loss"]
+    assert found["rows"][-1]["loss"] == pytest.approx(plain["rows"][-1]["loss"], rel=0.01)
+    for name, tensor in found["end"].items():
+        changed = not torch.equal(tensor, found["start"][name])
+        assert changed == (name in found["adapters"]), name
+    for name, gradient in plain["gradients"].items():
+        if "lora_b" in name:
+            assert relative(found["gradients"][name], gradient) < 0.4, name
+
+
+def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(
+        base,
+        "--training.steps=4",
+        "--data.mask_documents",
+        "--optimizer.ema_decay=0.5",
+        "--validation.enable",
+        "--validation.ema",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.interval=2",
+        '--sample.prompts=["Once"]',
+        "--sample.freq=2",
+        "--sample.max_tokens=4",
+    )
+    found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
+    assert not found["error"] and held_out(found)
+    full_one = read_manifest(tmp_path / "checkpoint" / "step-2").tensors
+    averages = {name for name in full_one if name.startswith("ema.")}
+    assert averages == {f"ema.{name}" for name in found["adapters"]}
+    last = read_manifest(tmp_path / "checkpoint" / "step-4")
+    assert last.weights_only and last.tensors.keys() == {f"model.{n}" for n in found["adapters"]}
+
+
+def test_commands_take_adapters(
+    tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = ["sample", str(trained), "Once upon", "--greedy", "--max-tokens=4"]
+    code, out = run_command([*sample, "--json"], capsys)
+    assert code == 0 and json.loads(out)
+    convert(trained, tmp_path / "merged", "checkpoint")
+    merged = ["sample", str(tmp_path / "merged"), *sample[2:], "--json"]
+    text = [
+        json.loads(run_command(one, capsys)[1])["samples"] for one in ([*sample, "--json"], merged)
+    ]
+    assert text[0] == text[1]
+    assert run_command(["export", str(trained), str(tmp_path / "hf")], capsys)[0] == 0
+    assert (
+        "adapters of rank 4 alone"
+        in run_command(["checkpoint", "inspect", str(trained)], capsys)[1]
+    )
+    code, out = run_command([*sample, "--base", str(tmp_path / "none")], capsys)
+    assert code == exit_codes.CHECKPOINT
+
+
+def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(words)
+    return code, capsys.readouterr().out

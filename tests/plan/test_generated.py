@@ -44,6 +44,7 @@ HARDWARE = {
     "mixtral_8x7b": [(16, "h100-80g")],
     "debug_model": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],
+    "llama3_1_8b_lora": [(1, "l4-24g")],
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of
+from titanlite.features import float8_of, lora_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
@@ -157,7 +157,11 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
 
     in_epochs = run.training.epochs is not None
     skip = SkippedText(built.loaders.skip, run.course)
-    return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
+    lora = lora_of(run.lora)
+    if lora is None:
+        return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
+    section = lora.checkpoint(run.checkpoint)
+    return StartReport(lines, section, skip, attempts, in_epochs, lora.source_key)
 
 
 def _peak_check(built: Built) -> Callback | None:

@@ -44,6 +44,8 @@ class LoraFeature(Feature):
 
     key = checks.RANK
     model_field = "linears"
+    #: Names the adapters that a new run starts from.
+    source_key = "lora.adapter"
 
     def __init__(self, section: Lora) -> None:
         self.section = section
