@@ -47,7 +47,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
-from titanlite.parallel.own_linear import adapter_names, weights_replaced
+from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def gather(
         from titanlite.features.float8.gathered import plain
 
         weights = {name: plain(tensor) for name, tensor in weights.items()}
-    adapters = adapter_names(model)
+    adapters = _adapters_of(model)
     if adapters:
         weights = {name: one for name, one in weights.items() if (name in adapters) != frozen}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -87,6 +87,15 @@ def gather(
         for name, value in _optimizer_state(model, optimizer).items():
             tensors[f"optimizer.{name}"] = value
     return tensors
+
+
+def _adapters_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained beside frozen ones; empty: all are."""
+    if "titanlite.features.lora.modules" not in sys.modules:
+        return set()
+    from titanlite.parallel.own_linear import adapter_names
+
+    return adapter_names(model)
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -122,7 +131,7 @@ def scatter(
     as configured.
     """
     # Of a model with adapters a part.
-    options = state_dicts.StateDictOptions(strict=not adapter_names(model))
+    options = state_dicts.StateDictOptions(strict=not _adapters_of(model))
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."), options=options)
     weights_replaced(model)
     if optimizer is None:

@@ -137,15 +137,15 @@ def _reshards(run: RunConfig, is_last: bool) -> bool:
 
 def _beside_adapters(module: str, own: list[Weight], sizes: RankSizes) -> list[Weight]:
     """Return the weights of a module, which are not trained, and those of its adapters."""
-    from titanlite.features.lora.plan_memory import adapter_weights
-
     assert sizes.adapters is not None
+    rank = sizes.adapters.rank
+    shards = sizes.run.mesh.weight_shards
     found = [replace(weight, frozen=True) for weight in own]
     for name, whole in sizes.adapters.sizes.items():
         if name.startswith(f"{module}."):
             size = sizes.on_rank(name, whole)
-            rank = sizes.adapters.rank
-            found += adapter_weights(rank, size, sizes.run.mesh.weight_shards)
+            for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
+                found.append(Weight(rows, columns, shards, (rows, columns)))
     return found
 
 

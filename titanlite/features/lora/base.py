@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -79,18 +78,3 @@ def adapters_section(section: Checkpoint, adapter: str | None) -> Checkpoint:
     frozen weights.
     """
     return replace(section, initial_load_path=adapter, initial_load_in_hf=False)
-
-
-def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return how two records of adapters differ, a line each; the base is not compared."""
-    lines = []
-    for name in ("rank", "alpha", "rslora"):
-        if theirs.get(name) != ours.get(name):
-            lines.append(f"lora.{name} is {ours.get(name)} here, {theirs.get(name)} there")
-    there = set(theirs.get("targets", ()))
-    here = set(ours.get("targets", ()))
-    for what, names in (("here alone", here - there), ("there alone", there - here)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"lora.targets: {min(names)}{more} has an adapter {what}")
-    return lines

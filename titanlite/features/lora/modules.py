@@ -13,13 +13,13 @@ import functools
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from titanlite.features.lora.products import added
 from titanlite.features.lora.settings import DOWN, UP, Adapters
 from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
 from titanlite.parallel.own_linear import OwnLinear, adapter_names
@@ -134,18 +134,3 @@ def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
     return Adapted
-
-
-def dropped(x: Tensor, rate: float) -> Tensor:
-    """Return an input after dropout. It keeps a byte for each number, on CPUs too."""
-    return torch.native_dropout(x, rate, True)[0]
-
-
-def added(x: Tensor, down: Tensor, up: Tensor, scale: float, rate: float) -> Tensor:
-    """Return scale * B A x. x: [..., in_features]. rate: of dropout.
-
-    The factor is applied where rows are shortest.
-    """
-    if rate:
-        x = dropped(x, rate)
-    return F.linear(F.linear(x, down) * scale, up)

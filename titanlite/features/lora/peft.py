@@ -23,8 +23,7 @@ from titanlite.checkpoint.hf_save import as_json, begin_folder, publish_folder
 from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
-from titanlite.features.lora.base import differing
-from titanlite.features.lora.settings import DOWN, UP, Adapters, names_at_hf
+from titanlite.features.lora.settings import DOWN, UP, Adapters, differing, names_at_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.spec import ModelSpec, Size
 

@@ -5,17 +5,14 @@ titanlite/plan/FORMULAS.md derives the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.product_memory import Product, ProductMemory
-from titanlite.plan.weights import Weight
 
 if TYPE_CHECKING:
     from titanlite.features.lora.settings import Adapters
-    from titanlite.models.spec import Size
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,3 @@ def lora_memory(adapters: Adapters, products: ProductMemory, dropout: float) -> 
     that has them in all.
     """
     return LoraMemory(products, frozenset(adapters.kinds), adapters.rank, dropout > 0)
-
-
-def adapter_weights(rank: int, size: Size, shards: int) -> Iterator[Weight]:
-    """Yield the two matrices of an adapter. size: of the linear on this rank."""
-    for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
-        yield Weight(rows, columns, shards, (rows, columns))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from titanlite.features.lora.modules import dropped
+from titanlite.features.lora.products import dropped
 from titanlite.features.lora.settings import DOWN, UP
 from titanlite.parallel import ParallelismError
 
