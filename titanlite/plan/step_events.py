@@ -57,7 +57,8 @@ class StepEvents:
         if sizes.offloads:
             pinned = sum(weight.part for weight in sizes.trained) * sizes.master
             yield Alloc("gradients", "pinned", pinned, sizes.offloads)
-        tables = 4 * sizes.args.head_dim * sizes.args.max_seq_len
+        widths = [rotary.width for rotary in sizes.args.rotaries() if rotary is not None]
+        tables = 4 * sum(widths) * sizes.args.max_seq_len
         yield Alloc("parameters", "cosines and sines", tables)
 
     def _optimizer_work(self) -> int:

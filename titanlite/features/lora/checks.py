@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
 RANK = "lora.rank"
+#: How tensor parallelism may divide a linear with an adapter, see `titanlite.parallel.tensor`.
+DIVIDED = ("colwise", "gathered", "rowwise")
 TARGETS = "lora.targets"
 _TP = "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
@@ -114,7 +116,7 @@ def _too_wide(adapters: Adapters) -> Iterator[Finding]:
 
 def _not_divided(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Finding]:
     plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
-    others = [name for name in adapters.sizes if plan.get(name) not in ("colwise", "rowwise")]
+    others = [name for name in adapters.sizes if plan.get(name) not in DIVIDED]
     if others:
         kinds = ", ".join(dict.fromkeys(map(kind_of, others)))
         message = f"has {kinds}, which {_TP} does not divide by columns or rows"

@@ -25,6 +25,7 @@ from titanlite.parallel import ParallelismError
 #: Kind of a linear → how A and B are divided.
 _PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "colwise": (Replicate(), Shard(0)),
+    "gathered": (Replicate(), Shard(0)),
     "rowwise": (Shard(1), Replicate()),
 }
 
@@ -73,7 +74,7 @@ def added_on_rank(linear: Any, x: Tensor) -> DTensor:
     down: DTensor = linear.lora_a
     up: DTensor = linear.lora_b
     rate = linear.dropout if linear.training else 0.0
-    if linear.divided == "colwise":
+    if linear.divided != "rowwise":
         # Each rank has all inputs, and makes a part of the outputs: gradients of what is whole are
         # sums over ranks.
         part = x.to_local(grad_placements=[Partial()])
