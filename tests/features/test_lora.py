@@ -543,3 +543,56 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     capsys.readouterr()
     code = main(words)
     return code, capsys.readouterr().out
+
+
+#: Family → flags of a small one, and how two ranks share it.
+SMALL_FAMILIES = {
+    "mixtral": (
+        [
+            "--model.overrides.n_kv_heads=2",
+            "--model.overrides.n_experts=4",
+            "--model.overrides.ffn_dim=64",
+            "--model.overrides.aux_loss=0",
+        ],
+        ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
+    ),
+    "deepseek_v3": ([], [TP]),
+}
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
+    own, way = SMALL_FAMILIES[family]
+    model = [f"--model.name={family}", "--checkpoint.enable_checkpoint", *own]
+    model += ["--no-validation.enable", "--training.max_norm=1e9"]
+    model += ["--training.batch_size=4", "--training.global_batch_size=4"]
+    pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")
+    flags = [
+        *model,
+        "--lora.rank=4",
+        f"--checkpoint.initial_load_path={tmp_path}/base",
+        "--training.steps=3",
+    ]
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *way)[0]
+    assert not one["error"] and not two["error"]
+    for row, other in zip(one["rows"], two["rows"], strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], abs=2e-5)
+    for name, gradient in one["gradients"].items():
+        if "lora_b" in name:
+            assert relative(two["gradients"][name], gradient) < 5e-6, name
+    for found in (one, two):
+        for name, tensor in found["end"].items():
+            changed = not torch.equal(tensor, found["start"][name])
+            assert changed == (name in found["adapters"]), name
+
+
+def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
+    flags = run_flags(
+        base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"
+    )
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    cp = "--experimental.context_parallel_degree=2"
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, cp)[0]
+    for name, gradient in one["gradients"].items():
+        assert relative(two["gradients"][name], gradient) < 2e-6, name

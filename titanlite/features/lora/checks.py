@@ -10,6 +10,8 @@ from titanlite.config.rules import Finding, Rule, is_set
 from titanlite.config.toml import quote
 from titanlite.features.lora.settings import (
     ALL,
+    COLUMNS_OR_ROWS,
+    TOKENS,
     Adapters,
     adapters_of,
     candidates,
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
 RANK = "lora.rank"
-#: How tensor parallelism may divide a linear with an adapter, see `titanlite.parallel.tensor`.
-DIVIDED = ("colwise", "gathered", "rowwise")
 TARGETS = "lora.targets"
 _TP = "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
@@ -116,11 +116,18 @@ def _too_wide(adapters: Adapters) -> Iterator[Finding]:
 
 def _not_divided(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Finding]:
     plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
-    others = [name for name in adapters.sizes if plan.get(name) not in DIVIDED]
+    known = (*COLUMNS_OR_ROWS, *TOKENS)
+    others = [name for name in adapters.sizes if plan.get(name) not in known]
     if others:
         kinds = ", ".join(dict.fromkeys(map(kind_of, others)))
-        message = f"has {kinds}, which {_TP} does not divide by columns or rows"
+        message = f"has {kinds}, whose adapters {_TP} cannot divide"
         yield "divide", TARGETS, message, f"leave them out, or set {_TP} = 1"
+    by_tokens = [name for name in adapters.sizes if plan.get(name) in TOKENS]
+    if by_tokens and run.lora.dropout:
+        kinds = ", ".join(dict.fromkeys(map(kind_of, by_tokens)))
+        message = f"is {run.lora.dropout:g}, and the ranks of {_TP} would drop alike in {kinds}"
+        hint = f"set it to 0, leave them out of {TARGETS}, or set {_TP} = 1"
+        yield "conflict", "lora.dropout", message, hint
     if run.float8.enable_float8_linear:
         message = f"excludes float8.enable_float8_linear with {_TP} = {run.mesh.tensor}"
         hint = (

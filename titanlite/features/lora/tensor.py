@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.lora.products import dropped
-from titanlite.features.lora.settings import DOWN, UP
+from titanlite.features.lora.settings import DOWN, TOKENS, UP
 from titanlite.parallel import ParallelismError
 
 #: Kind of a linear → how A and B are divided.
@@ -27,20 +27,21 @@ _PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "colwise": (Replicate(), Shard(0)),
     "gathered": (Replicate(), Shard(0)),
     "rowwise": (Shard(1), Replicate()),
+    # Whole weights, and a part of the tokens on each rank.
+    "sequence": (Replicate(), Replicate()),
+    "heads": (Replicate(), Replicate()),
 }
 
 
 def divided_style(style: ParallelStyle | None, kind: str) -> ParallelStyle:
     """Return how a linear with an adapter is divided. style: of the linear; None: torch's.
 
-    Raises ParallelismError for a kind that is neither columns nor rows.
+    Raises ParallelismError for any other kind.
     """
     from titanlite.parallel.tensor import style_of
 
     if kind not in _PLACEMENTS:
-        raise ParallelismError(
-            f"a linear with an adapter is divided by columns or rows, not as {kind!r}"
-        )
+        raise ParallelismError(f"a linear with an adapter cannot be divided as {kind!r}")
     return _Divided(style or style_of(kind), kind)
 
 
@@ -74,6 +75,10 @@ def added_on_rank(linear: Any, x: Tensor) -> DTensor:
     down: DTensor = linear.lora_a
     up: DTensor = linear.lora_b
     rate = linear.dropout if linear.training else 0.0
+    if linear.divided in TOKENS:
+        hidden = F.linear(x.to_local(), down.to_local(grad_placements=[Partial()]))
+        out = F.linear(hidden * linear.scale, up.to_local(grad_placements=[Partial()]))
+        return DTensor.from_local(out, mesh, x.placements, run_check=False)
     if linear.divided != "rowwise":
         # Each rank has all inputs, and makes a part of the outputs: gradients of what is whole are
         # sums over ranks.
