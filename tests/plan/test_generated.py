@@ -45,6 +45,7 @@ HARDWARE = {
     **dict.fromkeys(("mixtral_8x7b", "qwen3_30b_a3b"), [(16, "h100-80g")]),
     "debug_model": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],
+    "llama3_1_8b_lora": [(1, "l4-24g")],
 }
 
 
