@@ -378,7 +378,7 @@ def _write_peft(source: Source, target: AnyPath, dtype: str | None) -> AnyPath:
     tensors = {}
     for name in files.adapters.shapes:
         tensor = files.read(name)
-        tensors[name] = converted(tensor, dtype) if dtype else tensor
+        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
     model = (get_spec(source.family), source.args)
     save_peft(target, files.adapters, tensors, model, files.base)
     return target
