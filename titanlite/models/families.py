@@ -18,6 +18,7 @@ _NAMES = (
     "mistral",
     "mixtral",
     "qwen3",
+    "qwen3_moe",
     "olmo2",
     "olmo3",
     "gemma3",

@@ -25,7 +25,7 @@ class BiasedExpertMemory(ExpertMemory):
         numbers = rows * a.expert_width
         inner = numbers * s.size
         outer = rows * a.dim * s.size
-        weight = self.held * a.dim * a.expert_width * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         # Numbers in float32: in the backward five and two masks, of which two are the gradient
         # itself if that is in float32.
         forward = 12 * numbers
