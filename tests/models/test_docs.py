@@ -48,6 +48,7 @@ WEIGHTS = {
         **{size: f"google/gemma-3-{size.lower()}-pt" for size in ("1B", "4B", "12B", "27B")},
     },
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3_moe": {size: f"Qwen/Qwen3-{size}" for size in ("30B-A3B", "235B-A22B")},
 }
 
 

@@ -15,11 +15,11 @@ DEEPSEEK = [
     "--model.name=deepseek_v3",
     "--model.flavor=debugmodel",
     "--model.overrides.n_dense_layers=0",
-    "--model.overrides.n_shared_experts=0",
 ]
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
+    "qwen3_moe": ["--model.name=qwen3_moe", "--model.flavor=debugmodel"],
     "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, latent queries": [

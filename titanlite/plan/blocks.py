@@ -64,6 +64,10 @@ class Shape:
         """Entries of the vocabulary on this rank."""
         return self.args.n_vocab // self.tp
 
+    def gradient(self, size: int) -> int:
+        """Return the bytes of the gradient of a weight of `size` bytes."""
+        return size if self.products.trains else 0
+
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
     ) -> Op:
@@ -89,7 +93,7 @@ class Shape:
             keeps=4 * rows + factors,
             forward=(8 if self.size == 2 else 4) * numbers,
             backward=(14 if self.size == 2 else 8) * numbers,
-            weight=width * self.size,
+            weight=self.gradient(width * self.size),
         )
 
     def rotation(self, name: str, x: str, width: int) -> Op:
@@ -229,7 +233,7 @@ def feed_forward_ops(s: Shape, x: str) -> list[Op]:
 
 def embedding(s: Shape) -> ModuleMemory:
     """Return the memory of the embedding, which keeps nothing but tokens."""
-    table = s.vocabulary * s.args.dim * s.size
+    table = s.gradient(s.vocabulary * s.args.dim * s.size)
     if s.tp == 1:
         return ModuleMemory(0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
     # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the
