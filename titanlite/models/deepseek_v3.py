@@ -8,12 +8,13 @@ Hugging Face.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_args, llama
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models import expert_family, llama
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
 
@@ -228,7 +229,7 @@ def init_rule(name: str, args: DeepSeekV3Args) -> Init:
     """
     match = _LATENT.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_args.init_rule(name, args)
+        return expert_family.init_rule(name, args)
     return Init("ones") if "norm" in name else llama.linear_init()
 
 
@@ -254,7 +255,7 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
     kinds = dict(_ATTENTION)
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
-    return {**kinds, **expert_args.feed_forward_plan(args)}
+    return {**kinds, **expert_family.feed_forward_plan(args)}
 
 
 def tensor_plan(args: DeepSeekV3Args) -> dict[str, str]:
@@ -297,6 +298,12 @@ def _args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
     return deepseek_hf.args_from_hf(config)
 
 
+def _left_out(names: Collection[str]) -> Mapping[str, str]:
+    from titanlite.models import deepseek_hf
+
+    return deepseek_hf.left_out(names)
+
+
 SPEC: ModelSpec = expert_spec(
     "deepseek_v3",
     FLAVORS,
@@ -307,4 +314,5 @@ SPEC: ModelSpec = expert_spec(
     hf_names=_hf_names,
     hf_config=_hf_config,
     args_from_hf=_args_from_hf,
+    left_out=_left_out,
 )
