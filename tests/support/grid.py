@@ -300,6 +300,16 @@ MORE |= {
     "qwen3_moe, cp 2": (Row(2, {CP: 2, **QWEN3_MOE, **EVERY_2ND}), 1),
     "qwen3_moe, pp 2": (Row(2, {PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}), 2),
     "qwen3_moe, ep 2": (Row(2, {EP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, tp 2": (Row(2, {TP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, tp 2, fsdp 2, recomputed": (
+        Row(4, {TP: 2, FSDP: 2, MODE: "full", **QWEN3_MOE, **EVERY_2ND}),
+        1,
+    ),
+    "qwen3_moe, pp 2, tp 2, compiled": (
+        Row(4, {PP: 2, TP: 2, **QWEN3_MOE, **GRAPH, **FOUR}),
+        2,
+    ),
+    "qwen3_moe, cp 2, tp 2": (Row(4, {CP: 2, TP: 2, **QWEN3_MOE}), 1),
     "qwen3_moe, ep 2, fsdp 2, recomputed": (
         Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
         1,

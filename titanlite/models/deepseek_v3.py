@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_args, llama
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models import expert_family, llama
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
 
@@ -228,7 +229,7 @@ def init_rule(name: str, args: DeepSeekV3Args) -> Init:
     """
     match = _LATENT.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_args.init_rule(name, args)
+        return expert_family.init_rule(name, args)
     return Init("ones") if "norm" in name else llama.linear_init()
 
 
@@ -245,13 +246,7 @@ _ATTENTION = {
     "attention.kv_norm": "sequence",
     "attention.wkv_b": "gathered",
     "attention.wo": "rowwise",
-}
-#: Each rank has all experts, and they take the rank's part of the sequence.
-_MIXTURE = {
     "ffn_norm": "sequence",
-    "feed_forward": "tokens",
-    "feed_forward.gate": "heads",
-    "feed_forward.experts": "whole",
 }
 
 
@@ -260,15 +255,7 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
     kinds = dict(_ATTENTION)
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
-    if args.n_experts:
-        kinds |= _MIXTURE
-        for name in args.feed_forward_linears():
-            kinds[name] = "heads"
-        return kinds
-    for name, kind in llama.block_plan(args).items():
-        if name.startswith(("ffn_norm", "feed_forward")):
-            kinds[name] = kind
-    return kinds
+    return {**kinds, **expert_family.feed_forward_plan(args)}
 
 
 def tensor_plan(args: DeepSeekV3Args) -> dict[str, str]:

@@ -23,7 +23,6 @@ _NAMES = (
     "olmo3",
     "gemma3",
     "deepseek_v3",
-    "qwen3_moe",
     "hf",
 )
 
