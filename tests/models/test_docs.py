@@ -37,6 +37,10 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "deepseek_v3": {
+        "16B": "deepseek-ai/DeepSeek-V2-Lite",
+        "671B": "deepseek-ai/DeepSeek-V3-Base",
+    },
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
     "qwen3_moe": {size: f"Qwen/Qwen3-{size}" for size in ("30B-A3B", "235B-A22B")},
 }
@@ -81,7 +85,8 @@ def shape_table() -> str:
 
 
 def cells(a: LlamaArgs) -> list[str]:
-    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.head_dim, a.ffn_width)]
+    head_dim = getattr(a, "qk_head_dim", a.head_dim)
+    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, head_dim, a.ffn_width)]
     scaling = f"{a.rope_scaling.factor:g}" if a.rope_scaling else "no"
     window = "no" if a.window is None else f"{a.window:,}"
     return [
@@ -147,14 +152,19 @@ def takes(family: str, flags: list[str]) -> bool:
 
 
 def feature_table() -> str:
-    """Family × feature, as the checks of a config decide it, and as the spec converts weights."""
-    lines = []
+    """Family × feature, as the checks of a config decide it, and as the spec converts weights.
+
+    Families with the same answers share a row.
+    """
+    families: dict[tuple[str, ...], list[str]] = {}
     for family, spec in SPECS.items():
         assert takes(family, []), family
         answers = [takes(family, flags) for flags in FEATURES.values()]
         converts = spec.hf_names is not ModelSpec.hf_names
         answers += [converts, converts]
-        lines.append([f"`{family}`", *("yes" if answer else "–" for answer in answers)])
+        words = tuple("yes" if answer else "–" for answer in answers)
+        families.setdefault(words, []).append(f"`{family}`")
+    lines = [[", ".join(names), *words] for words, names in families.items()]
     return table(["", *FEATURES, "HF in", "HF out"], lines)
 
 

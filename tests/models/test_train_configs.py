@@ -33,6 +33,7 @@ SIZES = {
     "qwen3_8b": ("qwen3", "8B"),
     "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
+    "deepseek_v3_16b": ("deepseek_v3", "16B"),
 }
 
 
