@@ -29,6 +29,7 @@ HARDWARE = {
     **dict.fromkeys(
         ("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]
     ),
+    **dict.fromkeys(("olmo2_7b", "olmo3_7b", "gemma3_4b"), [(8, "h100-80g")]),
     **{
         f"llama3_8b_level{level}": [(8, "h100-80g")]
         for level in ("1_default", "2_compile", "3_float8")
@@ -46,6 +47,7 @@ HARDWARE = {
     "debug_model": [(2, "l4-24g")],
     "debug_deepseek_v3": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],
+    "llama3_1_8b_lora": [(1, "l4-24g")],
 }
 
 

@@ -23,7 +23,7 @@ from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, is_de
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import counted, logger
 
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Tensors beside float8 weights: their scales, read with them, and those of activations, which
 #: training does not need.
@@ -136,7 +136,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     """Return name → tensor of all files. Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
     for file, listed in _files(path).items():
-        handle = _open(file)
+        handle = open_safetensors(file)
         names = {*handle.keys()}
         missing = listed - names
         if missing:
@@ -152,8 +152,8 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
         view = handle.get_slice(name)
         kind = view.get_dtype()
         shape = tuple(view.get_shape())
-        if kind in _DTYPES:
-            dtype = getattr(torch, _DTYPES[kind])
+        if kind in DTYPES:
+            dtype = getattr(torch, DTYPES[kind])
             parts[name] = Part(file, name, dtype, shape, partial(_sliced, view))
         elif kind in _FLOAT8:
             scale = _scale_of(name, opened, f"{file}: {name} is {_FLOAT8[kind]}")
@@ -170,7 +170,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     return parts
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
     """Return safetensors' handle of a file."""
     from safetensors import SafetensorError, safe_open
 

@@ -64,7 +64,7 @@ class ExpertMemory:
         rows = s.tokens * a.top_k
         inner = rows * a.expert_width * s.size
         outer = rows * a.dim * s.size
-        weight = self.held * a.dim * a.expert_width * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         router = s.linear("gate", "n2", *self.router)
         # The router keeps logits and probabilities in float32, and the places of rows in int64.
         probabilities = s.tokens * a.n_experts * 4
