@@ -100,13 +100,7 @@ _ATTENTION = {
     "attention.kv_norm": "sequence",
     "attention.wkv_b": "gathered",
     "attention.wo": "rowwise",
-}
-#: Each rank has all experts, and they take the rank's part of the sequence.
-_MIXTURE = {
     "ffn_norm": "sequence",
-    "feed_forward": "tokens",
-    "feed_forward.gate": "heads",
-    "feed_forward.experts": "whole",
 }
 
 
@@ -115,15 +109,7 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
     kinds = dict(_ATTENTION)
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
-    if args.n_experts:
-        kinds |= _MIXTURE
-        for name in args.feed_forward_linears():
-            kinds[name] = "heads"
-        return kinds
-    for name, kind in llama.block_plan(args).items():
-        if name.startswith(("ffn_norm", "feed_forward")):
-            kinds[name] = kind
-    return kinds
+    return {**kinds, **expert_args.feed_forward_plan(args)}
 
 
 def tensor_plan(args: DeepSeekV3Args) -> dict[str, str]:
