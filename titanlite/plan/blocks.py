@@ -14,7 +14,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
-    from titanlite.models.deepseek_v3 import DeepSeekV3Args
+    from titanlite.models.deepseek_args import DeepSeekV3Args
 
 
 @dataclass(frozen=True)
