@@ -287,6 +287,31 @@ class Float8(Section, frozen=True):
         return self.recipe_name.startswith("mx")
 
 
+class Lora(Section, frozen=True):
+    """Train low-rank adapters beside frozen weights (LoRA, Hu et al. 2021)."""
+
+    rank: Natural = 0
+    """Width of the adapters. 0: off, all weights are trained. Above: the weights of
+    checkpoint.initial_load_path stay as they are, and checkpoints hold the adapters alone.
+    """
+    alpha: Positive = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead."""
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that are zero while it is trained."""
+    targets: Annotated[list[Name], Meta(min_length=1)] = field(
+        default_factory=lambda: ["all-linear"]
+    )
+    """Linears that get an adapter: ends of their names, here or at Hugging Face, as wq,
+    attention.wq or q_proj. all-linear: those of all blocks, without routers and experts.
+    """
+    adapter: Location | None = None
+    """Adapters to start from while this run has no checkpoint: a folder of PEFT's, or a checkpoint,
+    folder or run of adapters. None: new ones, which change nothing at first.
+    """
+
+
 class Experimental(Section, frozen=True):
     """Parallelism beyond data and tensors; names of the older files."""
 
@@ -333,6 +358,7 @@ class Config(Section, frozen=True):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()
+    lora: Lora = Lora()
     experimental: Experimental = Experimental()
     parallelism: Parallelism = Parallelism()
     guard: run.Guard = run.Guard()
