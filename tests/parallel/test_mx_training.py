@@ -30,6 +30,7 @@ ON = ["--float8.enable_float8_linear", "--float8.emulate", "--float8.recipe_name
 DEBUG = [
     "--job.config_file=debug_model.toml",
     "--training.steps=200",
+    "--model.overrides.n_layers=2",
     "--training.seq_len=64",
     "--training.mixed_precision_param=bfloat16",
     "--metrics.log_freq=1",
