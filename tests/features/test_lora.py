@@ -475,7 +475,11 @@ def test_frozen_weights_wait_in_the_dtype_of_products(
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
 
 
-@pytest.mark.parametrize("more", [[], ["--float8.enable_fsdp_float8_all_gather"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--float8.enable_fsdp_float8_all_gather"], ["--float8.recipe_name=mxfp8"]],
+    ids=str,
+)
 def test_the_base_may_be_in_float8(
     pool: Pools, tmp_path: Path, base: Path, more: list[str]
 ) -> None:
