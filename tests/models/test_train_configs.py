@@ -32,6 +32,10 @@ SIZES = {
     "mistral_7b": ("mistral", "7B-v0.3"),
     "mathstral_7b": ("mistral", "mathstral-7B"),
     "qwen3_8b": ("qwen3", "8B"),
+    "olmo2_7b": ("olmo2", "7B"),
+    "olmo3_7b": ("olmo3", "7B"),
+    "gemma3_4b": ("gemma3", "4B"),
+    "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 

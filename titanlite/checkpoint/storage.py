@@ -57,6 +57,8 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
+#: Ending of the names of biases that balance experts.
+EXPERT_BIAS = ".expert_bias"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -116,10 +118,13 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tens
     return state
 
 
-def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a tensor in another precision, the same object where it has it already;
-    integers stay.
+def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a tensor in another precision, the same object where it has it already.
+
+    Integers stay, and biases of experts, whose small steps lower precisions lose.
     """
+    if name.endswith(EXPERT_BIAS):
+        return tensor
     wanted: torch.dtype = getattr(torch, dtype)
     return tensor.to(wanted) if tensor.is_floating_point() else tensor
 

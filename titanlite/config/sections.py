@@ -261,8 +261,11 @@ class Float8(Section, frozen=True):
     """How weights are scaled."""
     scaling_type_grad_output: Literal["dynamic"] = "dynamic"
     """How gradients are scaled."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor"] = (
+        "tensorwise"
+    )
     """One scale per tensor, or per row; rowwise_with_gw_hp: gradients of weights in high precision.
+    mxfp8: MXFP8, a scale per 32 numbers, for Blackwell; mxfp8_floor: its scales are rounded down.
     """
     filter_fqns: list[str] = []
     """Layers that stay in high precision: any part of their full names, as attention.wk. The head
@@ -270,13 +273,18 @@ class Float8(Section, frozen=True):
     sizes.
     """
     emulate: bool = False
-    """Multiply the rounded numbers in float32, on hardware without float8; for tests."""
+    """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
     drift_check: Natural = 0
     """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
     off.
     """
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether products have an MX format, and not plain float8."""
+        return self.recipe_name.startswith("mx")
 
 
 class Lora(Section, frozen=True):

@@ -130,6 +130,10 @@ def float8_of(section: Float8) -> Float8Feature | None:
     """Return float8 if it is on."""
     if not section.enable_float8_linear:
         return None
+    if section.is_mx:
+        from titanlite.features.mx import MXFeature
+
+        return MXFeature(section)
     from titanlite.features.float8 import Float8Feature
 
     return Float8Feature(section)

@@ -99,7 +99,7 @@ class Source:
         """
         empty = self.empty
         if dtype:
-            empty = {name: converted(tensor, dtype) for name, tensor in empty.items()}
+            empty = {name: converted(name, tensor, dtype) for name, tensor in empty.items()}
         done = 0
         total = sum(tensor.nbytes for tensor in empty.values())
 
@@ -378,7 +378,7 @@ def _write_peft(source: Source, target: AnyPath, dtype: str | None) -> AnyPath:
     tensors = {}
     for name in files.adapters.shapes:
         tensor = files.read(name)
-        tensors[name] = converted(tensor, dtype) if dtype else tensor
+        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
     model = (get_spec(source.family), source.args)
     save_peft(target, files.adapters, tensors, model, files.base)
     return target

@@ -67,6 +67,10 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
         if device == "cuda":
             patches.enter_context(_like_gpu())
+        if run.float8.is_mx:
+            from titanlite.features.mx.package import without_kernels
+
+            patches.enter_context(without_kernels())
         if compiled_loss:
             patches.enter_context(
                 mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
