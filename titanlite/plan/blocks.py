@@ -68,6 +68,10 @@ class Shape:
         """Return the bytes of the gradient of a weight of `size` bytes."""
         return size if self.products.trains else 0
 
+    def input_of(self, x: str) -> tuple[str, ...]:
+        """Return what a product keeps of its input, for the gradient of its weight."""
+        return (x,) if self.products.trains else ()
+
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
     ) -> Op:

@@ -87,10 +87,10 @@ class ExpertMemory:
             x = "sorted"
             ops.append(Op("sorted", outer, ("sent",)))
         ops += [
-            Op("g", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
-            Op("u", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
+            Op("g", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
+            Op("u", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
             Op("m", inner, reads=("g", "u"), saves=("g", "u")),
-            Op("e", outer, reads=("m",), saves=("m",), weight=weight, kind="matmul", holds=(x,)),
+            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
         ]
         y = "e"
         if self.ranks > 1:
