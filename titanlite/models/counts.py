@@ -1,44 +1,64 @@
-"""Parameters and FLOPs of a decoder, in closed form."""
+"""Parameters and FLOPs of a decoder, in closed form. No torch here."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
 
 from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.spec import Cost
 
 
-def _counts(args: LlamaArgs) -> tuple[int, int, int, int]:
-    """Return the parameters of the embedding (or head), of a block, of a block for one token, and
-    of the last norm.
-    """
-    norm = 0 if args.norm_type == "np_layernorm" else args.dim
-    shared = 2 * args.dim * args.head_dim * (args.n_heads + args.kv_heads)
-    shared += 2 * norm
-    if args.qk_norm:
-        shared += 2 * args.head_dim
+class BlockCount(NamedTuple):
+    """The parameters of a block."""
+
+    whole: int
+    #: Those that one token is multiplied by; fewer if there are experts.
+    active: int
+
+
+@cache
+def _block(args: LlamaArgs) -> BlockCount:
+    """Return the parameters of a block. args: of that block."""
+    linears = args.attention_linears().values()
+    shared = sum(size.in_features * size.out_features for size in linears)
+    shared += sum(args.attention_extras().values())
+    shared += sum(args.block_norms().values())
     whole, active = args.feed_forward_parameters()
-    return args.n_vocab * args.dim, shared + whole, shared + active, norm
+    return BlockCount(shared + whole, shared + active)
+
+
+def blocks(args: LlamaArgs) -> list[LlamaArgs]:
+    """Return the arguments of each block, in the order they run."""
+    return [args.of_block(index) for index in range(args.n_layers)]
+
+
+def _norm(args: LlamaArgs) -> int:
+    """Return the parameters of the last norm."""
+    return 0 if args.norm_type == "np_layernorm" else args.dim
+
+
+def _table(args: LlamaArgs) -> int:
+    """Return the parameters of the embedding, or of the head."""
+    return args.n_vocab * args.dim
+
+
+def _summed(args: LlamaArgs, counts: Iterable[int]) -> int:
+    """Return the parameters of a model with these in its blocks; a tied head is counted once."""
+    return sum(counts) + _norm(args) + _table(args) * (1 if args.tied else 2)
 
 
 def count_parameters(args: LlamaArgs) -> int:
     """Return the parameters of the decoder, closed form; a tied head is counted once."""
-    table, block, _, norm = _counts(args)
-    return args.n_layers * block + norm + table * (1 if args.tied else 2)
+    return _summed(args, (_block(block).whole for block in blocks(args)))
 
 
 def count_active_parameters(args: LlamaArgs) -> int:
     """Return the parameters that one token is multiplied by, and the embedding; fewer than all if
     there are experts.
     """
-    _, block, active, _ = _counts(args)
-    return count_parameters(args) - args.n_layers * (block - active)
-
-
-def _attention_flops(args: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of a block's scores and weighted values for one training token.
-
-    Causality is not discounted; keys outside the window are not counted.
-    """
-    return 12 * args.n_heads * args.head_dim * min(seq_len, args.window or seq_len)
+    return _summed(args, (_block(block).active for block in blocks(args)))
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
@@ -48,21 +68,22 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     for attention, causality not discounted; `window` if that is shorter. The embedding is a look-up
     and costs nothing; a tied one still costs as the head.
     """
-    table, _, active, norm = _counts(args)
-    weights = args.n_layers * active + norm + table
-    attention = args.n_layers * _attention_flops(args, seq_len)
+    weights = _norm(args) + _table(args)
+    attention = 0
+    for block in blocks(args):
+        weights += _block(block).active
+        attention += block.attention_flops(seq_len)
     return 6 * weights + attention
 
 
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
     """Return the cost of each module that a pipeline can be cut before, in the order they run."""
-    table, block, active, norm = _counts(args)
-    blocks = dict.fromkeys(
-        block_names(args), Cost(6 * active + _attention_flops(args, seq_len), block)
-    )
-    return {
-        "tok_embeddings": Cost(0, table),
-        **blocks,
-        "norm": Cost(6 * norm, norm),
-        "output": Cost(6 * table, table),
-    }
+    table = _table(args)
+    norm = _norm(args)
+    costs = {"tok_embeddings": Cost(0, table)}
+    for name, block in zip(block_names(args), blocks(args), strict=True):
+        count = _block(block)
+        costs[name] = Cost(6 * count.active + block.attention_flops(seq_len), count.whole)
+    costs["norm"] = Cost(6 * norm, norm)
+    costs["output"] = Cost(6 * table, table)
+    return costs

@@ -119,15 +119,16 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream after.
 
-    A subclass names its own `feed_forward_class`, and a subclass of `Llama` that one as
-    `block_class`.
+    A subclass names its own `attention_class` or `feed_forward_class`, and a subclass of `Llama`
+    that one as `block_class`. A static method may choose by the arguments of the block.
     """
 
-    feed_forward_class: type[nn.Module] = FeedForward
+    attention_class: Callable[[Any], nn.Module] = Attention
+    feed_forward_class: Callable[[Any], nn.Module] = FeedForward
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        self.attention = Attention(args)
+        self.attention = self.attention_class(args)
         self.feed_forward = self.feed_forward_class(args)
         self.attention_norm = build_norm(args)
         self.ffn_norm = build_norm(args)
@@ -153,7 +154,9 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(args.n_vocab, args.dim)
         self.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
         # A dictionary, not a list: a block keeps its name when others are dropped.
-        self.layers = nn.ModuleDict({str(i): self.block_class(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict()
+        for index in range(args.n_layers):
+            self.layers[str(index)] = self.block_class(args.of_block(index))
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()

@@ -25,23 +25,17 @@ if TYPE_CHECKING:
 
 
 def block_linears(args: LlamaArgs) -> dict[str, Size]:
-    """Return name → size of the linears of one block, in the model's order."""
-    heads = args.n_heads * args.head_dim
-    groups = args.kv_heads * args.head_dim
-    return {
-        "attention.wq": Size(args.dim, heads),
-        "attention.wk": Size(args.dim, groups),
-        "attention.wv": Size(args.dim, groups),
-        "attention.wo": Size(heads, args.dim),
-        **args.feed_forward_linears(),
-    }
+    """Return name → size of the linears of one block, in the model's order. args: of that
+    block.
+    """
+    return {**args.attention_linears(), **args.feed_forward_linears()}
 
 
 def linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of every linear, in the model's order."""
     found: dict[str, Size] = {}
-    for block in block_names(args):
-        for name, size in block_linears(args).items():
+    for index, block in enumerate(block_names(args)):
+        for name, size in block_linears(args.of_block(index)).items():
             found[f"{block}.{name}"] = size
     found["output"] = Size(args.dim, args.n_vocab)
     return found
@@ -138,18 +132,23 @@ _BLOCK = {
 }
 
 
+def block_plan(args: LlamaArgs) -> dict[str, str]:
+    """Return module name in a block → how tensor parallelism divides it. args: of that block."""
+    kinds = dict(_BLOCK)
+    if args.qk_norm:
+        kinds["attention.q_norm"] = "heads"
+        kinds["attention.k_norm"] = "heads"
+    return kinds
+
+
 def tensor_plan(args: LlamaArgs) -> dict[str, str]:
     """Return module name → how tensor parallelism divides it, in the order the modules run.
 
     The kinds are those of `titanlite.parallel.tensor.apply_tp`.
     """
-    kinds = dict(_BLOCK)
-    if args.qk_norm:
-        kinds["attention.q_norm"] = "heads"
-        kinds["attention.k_norm"] = "heads"
     plan = {"tok_embeddings": "embedding"}
-    for block in block_names(args):
-        for name, kind in kinds.items():
+    for index, block in enumerate(block_names(args)):
+        for name, kind in block_plan(args.of_block(index)).items():
             plan[f"{block}.{name}"] = kind
     plan["norm"] = "sequence"
     plan["output"] = "head"

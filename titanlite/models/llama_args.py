@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import Misfit, ShapeError, Size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
@@ -85,6 +88,10 @@ class LlamaArgs:
         if self.n_heads % self.kv_heads:
             wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
         return wrong
+
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`; a family whose blocks differ overrides it."""
+        return self
 
     # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
     # stale one behind.
@@ -168,6 +175,38 @@ class LlamaArgs:
             )
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
+
+    # The parameters and FLOPs of a block: of `of_block`
+
+    def attention_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of attention's linears, in the model's order."""
+        heads = self.n_heads * self.head_dim
+        groups = self.kv_heads * self.head_dim
+        return {
+            "attention.wq": Size(self.dim, heads),
+            "attention.wk": Size(self.dim, groups),
+            "attention.wv": Size(self.dim, groups),
+            "attention.wo": Size(heads, self.dim),
+        }
+
+    def attention_extras(self) -> dict[str, int]:
+        """Return name in a block → length of attention's vectors: norms, biases."""
+        if not self.qk_norm:
+            return {}
+        return {"attention.q_norm": self.head_dim, "attention.k_norm": self.head_dim}
+
+    def attention_flops(self, seq_len: int) -> int:
+        """Return the FLOPs of scores and weighted values for one training token.
+
+        Causality is not discounted; keys outside the window are not counted.
+        """
+        return 12 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+    def block_norms(self) -> dict[str, int]:
+        """Return name in a block → length of the norms on the residual stream."""
+        if self.norm_type == "np_layernorm":
+            return {}
+        return {"attention_norm": self.dim, "ffn_norm": self.dim}
 
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return name in a block → size of the feed-forward's linears, in the model's order."""

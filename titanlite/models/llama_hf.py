@@ -4,10 +4,10 @@ Meta's own files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.hf_names import entry_of
+from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.rope_hf import read_scaling, rope_of, written_rope
 
@@ -29,7 +29,7 @@ _NORMS = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
-FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
+FEED_FORWARD: Mapping[str, HFName] = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
@@ -38,23 +38,32 @@ FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
+def block_parts(
+    args: LlamaArgs, feed_forward: Mapping[str, HFName] = FEED_FORWARD
+) -> dict[str, HFName]:
+    """Return our parameter name in a block → Hugging Face's. args: of that block.
+
+    feed_forward: those of its feed-forward. Several names for one: it is the stack of their
+    tensors.
+    """
+    return {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
+
+
 def hf_names(
-    args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] = FEED_FORWARD
+    args: LlamaArgs, parts: Callable[[Any], Mapping[str, HFName]] = block_parts
 ) -> dict[str, Any]:
     """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if
     tied).
 
-    feed_forward: those of a block's feed-forward. Several names for one: it is the stack of their
-    tensors.
+    parts: names in a block, from the arguments of that block.
     """
     _needs_rmsnorm(args)
     names: dict[str, Any] = {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
     }
-    parts = {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
-    for block in block_names(args):
-        for ours, theirs in parts.items():
+    for index, block in enumerate(block_names(args)):
+        for ours, theirs in parts(args.of_block(index)).items():
             if isinstance(theirs, str):
                 names[f"{block}.{ours}"] = f"model.{block}.{theirs}"
             else:

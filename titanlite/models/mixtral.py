@@ -11,72 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama
-from titanlite.models.llama import LlamaArgs, decoder_spec, linear_init
-from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
+from titanlite.models.expert_args import ExpertArgs, experts_of
+from titanlite.models.llama import decoder_spec, linear_init
+from titanlite.models.spec import Init, ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.models.hf_names import HFName
+
 
 @dataclass(frozen=True)
-class MixtralArgs(LlamaArgs):
+class MixtralArgs(ExpertArgs):
     """A decoder's arguments; `ffn_dim` is the width of each expert."""
-
-    n_experts: int = 8
-    #: Experts that each token goes to.
-    top_k: int = 2
-    #: Weight of the load-balancing loss beside the loss per token; 0: none.
-    aux_loss: float = 0.02
-    #: Weight of the router's z-loss; 0: none. ST-MoE takes 0.001.
-    z_loss: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = []
-        if not 2 <= self.top_k <= self.n_experts:
-            reason = (
-                "a single expert's weight is always 1, and its router would learn nothing from "
-                "the text"
-            )
-            wrong.append(
-                f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: "
-                f"{reason}"
-            )
-        for name, share in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss)):
-            if not share >= 0:
-                wrong.append(f"{name} must not be negative, got {share}")
-        # `grouped_mm` takes rows of whole 16 bytes: 8 numbers in bfloat16.
-        for name, width in (("dim", self.dim), ("ffn_dim", self.ffn_width)):
-            if width % 8:
-                wrong.append(
-                    f"{name} = {width} is not a multiple of 8, which products of experts need"
-                )
-        if wrong:
-            raise ShapeError(*map(Misfit, wrong))
-
-    def deciding(self) -> dict[str, Any]:
-        """Add the experts; the weights of the routers' losses change no logit."""
-        return {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
 
     @property
     def published_context(self) -> int:
         """Tokens of context of the published model of this width; 0: there is none."""
         return {4096: 32768, 6144: 65536}.get(self.dim, 0)
-
-    def feed_forward_linears(self) -> dict[str, Size]:
-        """Return none: router and experts stay in high precision.
-
-        The router's few outputs decide about tokens, and torch has no float8 training of grouped
-        products.
-        """
-        return {}
-
-    def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of a block's experts and router, and those of them that one token
-        is multiplied by.
-        """
-        expert, router = 3 * self.dim * self.ffn_width, self.dim * self.n_experts
-        return self.n_experts * expert + router, self.top_k * expert + router
 
 
 #: Flavor → arguments: Mixtral of Experts (2024), and of 8x22B from public descriptions.
@@ -115,10 +67,11 @@ def hf_names(args: MixtralArgs) -> dict[str, Any]:
     def each(name: str) -> tuple[str, ...]:
         return tuple(f"block_sparse_moe.experts.{i}.{name}.weight" for i in range(args.n_experts))
 
-    experts = {f"feed_forward.experts.{name}": each(name) for name in ("w1", "w2", "w3")}
-    return llama_hf.hf_names(
-        args, {"feed_forward.gate.weight": "block_sparse_moe.gate.weight", **experts}
-    )
+    experts: dict[str, HFName] = {}
+    for name in ("w1", "w2", "w3"):
+        experts[f"feed_forward.experts.{name}"] = each(name)
+    experts["feed_forward.gate.weight"] = "block_sparse_moe.gate.weight"
+    return llama_hf.hf_names(args, lambda block: llama_hf.block_parts(block, experts))
 
 
 def hf_config(args: MixtralArgs) -> dict[str, Any]:
@@ -165,9 +118,7 @@ SPEC: ModelSpec = decoder_spec(
     build=_build,
     init_rule=init_rule,
     tensor_plan=None,
-    experts=lambda args: {
-        f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)
-    },
+    experts=experts_of,
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,

@@ -82,11 +82,7 @@ def _products(step: StepSizes) -> float:
 
 
 def _attention(step: StepSizes) -> float:
-    length = step.run.batch.seq_len
-    window = min(getattr(step.args, "window", None) or length, length)
-    # Share of all pairs of tokens that attention computes.
-    pairs = 1 - window / (2 * length)
-    flops = step.attention_flops / 3 * pairs * step.tokens / step.mesh.tensor
+    flops = step.attention_flops / 3 * step.pairs * step.tokens / step.mesh.tensor
     seconds = flops / (step.rates.peak * step.rates.gpu.attention)
     context = context_of(step.mesh.context)
     return seconds if context is None else seconds * context.attention_slower(step)

@@ -119,13 +119,15 @@ def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
     """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
     args = _known_args(run)
     sizes = RankSizes(run, args, loss_of(run), 0, device)
-    modes = [sizes.mode(block) for block in run.spec.block_names(args)]
-    chosen = [mode for mode in modes if mode != "none"]
-    first = chosen[0] if chosen else "none"
+    blocks = run.spec.block_names(args)
+    modes = {block: sizes.mode(block) for block in blocks}
+    chosen = [block for block in blocks if modes[block] != "none"]
+    first = chosen[0] if chosen else blocks[0]
+    shapes = {block: sizes.shape_of(block) for block in blocks}
     return KeptActivations(
-        blocks=len(modes),
+        blocks=len(blocks),
         recomputing=len(chosen),
-        kept=sum(block_memory(sizes.shape, mode).kept for mode in modes),
-        plain=len(modes) * block_memory(sizes.shape, "none").kept,
-        operators=repeated(block_ops(sizes.shape), first),
+        kept=sum(block_memory(shapes[block], modes[block]).kept for block in blocks),
+        plain=sum(block_memory(shapes[block], "none").kept for block in blocks),
+        operators=repeated(block_ops(shapes[first]), modes[first]),
     )

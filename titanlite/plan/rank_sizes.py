@@ -20,6 +20,8 @@ from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.models.linears import Linears
+    from titanlite.models.spec import Size
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -43,11 +45,12 @@ class RankSizes:
         self.low = _BYTES[training.mixed_precision_param]
         self.reduced = _BYTES[training.mixed_precision_reduce]
         self.offloads = training.enable_cpu_offload and device != "cpu"
-        self.shape = self._shape()
+        #: With the arguments of the model, for what all blocks share.
+        self.shape = self._shape(args)
         #: Modules of each of its pipeline stages.
         self.stages = self._stages()
         mine = {module for stage in self.stages for module in stage}
-        self.groups = groups_of(run, self.shape, mine)
+        self.groups = groups_of(self, mine)
         self.group_of = {name: group for group in self.groups for name in group.modules}
         #: Needs of each module.
         self.costs = {module: self._cost(module) for module in mine}
@@ -57,33 +60,47 @@ class RankSizes:
         """The weights of all groups."""
         return [weight for group in self.groups for weight in group.weights]
 
-    def _shape(self) -> Shape:
+    def shape_of(self, block: str) -> Shape:
+        """Return the shape of a block, by its own arguments."""
+        return self._shape(self.args.of_block(position(block, self.args.n_layers)))
+
+    def _shape(self, args: LlamaArgs) -> Shape:
         run = self.run
         mesh = run.mesh
         return Shape(
             run.tokens_at_once,
-            self.args,
+            args,
             self.low,
             tp=mesh.tensor,
             cp=mesh.context,
-            products=self._products(),
-            experts=self._experts(),
+            products=self._products,
+            experts=self._experts(args),
         )
 
+    @functools.cached_property
+    def linears(self) -> Linears:
+        """The linears of the model, and how tensor parallelism divides them."""
+        from titanlite.models.linears import linears_of
+
+        return linears_of(self.run.spec, self.args, self.run.mesh.tensor)
+
+    def on_rank(self, name: str, size: Size) -> Size:
+        """Return the size of a linear on this rank. name: in the model; size: of the whole."""
+        return size if self.run.mesh.tensor == 1 else self.linears.on_rank(name)
+
+    @functools.cached_property
     def _products(self) -> ProductMemory:
         float8 = float8_of(self.run.float8)
         if float8 is None:
             return ProductMemory()
-        from titanlite.models.linears import linears_of
+        return float8.memory(self.linears)
 
-        return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
-
-    def _experts(self) -> ExpertMemory | None:
+    def _experts(self, args: LlamaArgs) -> ExpertMemory | None:
         if self.run.spec.experts is None:
             return None
         from titanlite.features.experts.plan_memory import expert_memory
 
-        return expert_memory(self.args, self.run.mesh.expert)
+        return expert_memory(args, self.run.mesh.expert)
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.
@@ -107,7 +124,7 @@ class RankSizes:
             return head_memory(self.shape, self.loss)
         if module == "tok_embeddings":
             return embedding(self.shape)
-        return block_memory(self.shape, self.mode(module))
+        return block_memory(self.shape_of(module), self.mode(module))
 
     def mode(self, block: str) -> str:
         """Return how a block checkpoints activations, as `measure` takes it."""

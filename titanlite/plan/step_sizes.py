@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from titanlite.features import float8_of, pipeline_of
+from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
+from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
@@ -104,8 +106,9 @@ class StepSizes:
         """Numbers that the linears of all blocks put out for a token."""
         found = sum(linear.size.out_features * len(linear.names) for linear in self.linears)
         if self.spec.experts is not None:
-            per_expert = 2 * getattr(self.args, "ffn_width", 0) + 2 * self.width
-            found += self.blocks * self.experts_per_token * per_expert
+            mixtures = len(self.spec.experts(self.args))
+            per_expert = 2 * self.expert_width + 2 * self.width
+            found += mixtures * self.experts_per_token * per_expert
         return found
 
     @cached_property
@@ -131,8 +134,29 @@ class StepSizes:
                 found[size] += 1
         if self.spec.experts is not None:
             experts = sum(self.spec.experts(self.args).values())
-            found[Size(self.width, getattr(self.args, "ffn_width", self.width))] += 3 * experts
+            found[Size(self.width, self.expert_width)] += 3 * experts
         return found
+
+    @property
+    def expert_width(self) -> int:
+        """Numbers between the products of an expert; those of the stream where it is unknown."""
+        return int(getattr(self.args, "expert_width", self.width))
+
+    @cached_property
+    def pairs(self) -> float:
+        """Share of all pairs of tokens that attention computes, among those that its FLOPs count:
+        half of them, and more in a window.
+        """
+        length = self.run.batch.seq_len
+        if not isinstance(self.args, LlamaArgs):
+            return 0.5
+        flops = 0
+        computed = 0.0
+        for block in blocks(self.args):
+            window = min(block.window or length, length)
+            flops += block.attention_flops(length)
+            computed += block.attention_flops(length) * (1 - window / (2 * length))
+        return computed / flops
 
     @property
     def experts_per_token(self) -> int:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
-    from titanlite.plan.blocks import Shape
-    from titanlite.start.derive import MeshSizes, RunConfig
+    from titanlite.plan.rank_sizes import RankSizes
+    from titanlite.start.derive import RunConfig
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,18 @@ def position(module: str, layers: int) -> int:
     return int(module.rpartition(".")[2])
 
 
-def groups_of(run: RunConfig, shape: Shape, mine: Collection[str]) -> list[Group]:
+def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
     """Return the FSDP groups of a rank's modules in the order they last run, as
     `ModelSpec.fsdp_units`.
 
     mine: without a last norm that runs with the head.
     """
+    run = sizes.run
     with_weights = set(mine)
     if "output" in mine:
         with_weights.add("norm")
     units: list[tuple[str, ...]] = []
-    for unit in _all_units(run, shape.args):
+    for unit in _all_units(run, sizes.args):
         here = tuple(name for name in unit if name in with_weights)
         if here:
             units.append(here)
@@ -104,9 +105,9 @@ def groups_of(run: RunConfig, shape: Shape, mine: Collection[str]) -> list[Group
     for index, unit in enumerate(units):
         weights: list[Weight] = []
         for name in unit:
-            weights += module_weights(name, shape, run.mesh)
+            weights += module_weights(name, sizes)
         modules = [name for name in unit if name in mine]
-        modules.sort(key=lambda name: position(name, shape.args.n_layers))
+        modules.sort(key=lambda name: position(name, sizes.args.n_layers))
         # By default the last two stay: the backward begins with them.
         is_last = index >= len(units) - 2
         groups.append(Group(tuple(modules), tuple(weights), _reshards(run, is_last)))
@@ -125,41 +126,32 @@ def _reshards(run: RunConfig, is_last: bool) -> bool:
     return not is_last if given == "default" else given != "never"
 
 
-def module_weights(module: str, shape: Shape, mesh: MeshSizes) -> list[Weight]:
+def module_weights(module: str, sizes: RankSizes) -> list[Weight]:
     """Return the weights of a module; a tied head has none."""
-    args = shape.args
+    args = sizes.args
+    mesh = sizes.run.mesh
     if module == "output" and args.tied:
         return []
     if module in ("tok_embeddings", "output"):
         return [Weight(args.n_vocab // mesh.tensor, args.dim, mesh.weight_shards)]
     if module == "norm":
         return [Weight(args.dim, 1, mesh.weight_shards)]
-    return list(_block_weights(shape, mesh))
+    return list(_block_weights(module, sizes))
 
 
-def _block_weights(s: Shape, mesh: MeshSizes) -> Iterator[Weight]:
-    a = s.args
+def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
+    shape = sizes.shape_of(block)
+    args = shape.args
+    mesh = sizes.run.mesh
     shards = mesh.weight_shards
-    heads = a.n_heads * a.head_dim // mesh.tensor
-    groups = a.kv_heads * a.head_dim // mesh.tensor
-    width = a.ffn_width // mesh.tensor
-    matrices = {
-        "attention.wq": (heads, a.dim),
-        "attention.wk": (groups, a.dim),
-        "attention.wv": (groups, a.dim),
-        "attention.wo": (a.dim, heads),
-    }
-    if s.experts is not None:
-        yield from s.experts.weights(mesh)
-        matrices["feed_forward.gate"] = s.experts.router
-    else:
-        matrices["feed_forward.w1"] = (width, a.dim)
-        matrices["feed_forward.w2"] = (a.dim, width)
-        matrices["feed_forward.w3"] = (width, a.dim)
+    matrices = {}
+    for name, whole in {**args.attention_linears(), **args.feed_forward_linears()}.items():
+        size = sizes.on_rank(f"{block}.{name}", whole)
+        matrices[name] = (size.out_features, size.in_features)
+    if shape.experts is not None:
+        yield from shape.experts.weights(mesh)
+        matrices["feed_forward.gate"] = shape.experts.router
     for name, (rows, columns) in matrices.items():
-        yield Weight(rows, columns, shards, (rows, columns), s.products.gathered_bytes(name))
-    for _ in range(2):
-        yield Weight(a.dim, 1, shards)
-    if a.qk_norm:
-        for _ in range(2):
-            yield Weight(a.head_dim, 1, shards)
+        yield Weight(rows, columns, shards, (rows, columns), shape.products.gathered_bytes(name))
+    for length in (*args.block_norms().values(), *args.attention_extras().values()):
+        yield Weight(length, 1, shards)

@@ -53,7 +53,8 @@ class SentEvents(KeptEvents):
         """Return the bytes of the two tensors that are on their way when a block is sent."""
         before = self._sent
         if self.sizes.mode(block) == "none":
-            numbers = self.shape.tokens * self.sizes.args.ffn_width // self.shape.tp
+            width = self.sizes.shape_of(block).args.ffn_width
+            numbers = self.shape.tokens * width // self.shape.tp
             self._sent = numbers * self.shape.size
             return 2 * self._sent
         self._sent = self.shape.hidden

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from titanlite.models.mixtral import MixtralArgs
+from titanlite.models.expert_args import ExpertArgs
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.weights import Weight
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ExpertMemory:
     """What the experts of a block, and their router, keep, need and hold."""
 
-    args: MixtralArgs
+    args: ExpertArgs
     #: Ranks that share the experts; 1: each has all of them.
     ranks: int
 
@@ -44,9 +44,9 @@ class ExpertMemory:
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
-        inner = rows * a.ffn_width * s.size
+        inner = rows * a.expert_width * s.size
         outer = rows * a.dim * s.size
-        weight = self.held * a.dim * a.ffn_width * s.size
+        weight = self.held * a.dim * a.expert_width * s.size
         router = s.linear("gate", "n2", *self.router)
         # The router keeps logits and probabilities in float32, and the places of rows in int64.
         probabilities = s.tokens * a.n_experts * 4
@@ -90,7 +90,7 @@ class ExpertMemory:
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Yield w1, w2 and w3 of a rank's experts, each stacked."""
         dim = self.args.dim
-        width = self.args.ffn_width // mesh.tensor
+        width = self.args.expert_width // mesh.tensor
         over = mesh.weight_shards // self.ranks
         for rows, columns in ((width, dim), (dim, width), (width, dim)):
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
@@ -108,7 +108,7 @@ class ExpertMemory:
 
 
 def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
-    """Return the experts of a model's blocks; None: it has no formulas, and counts as dense."""
-    if not isinstance(args, MixtralArgs):
+    """Return the experts of a block; None: it has none. args: of that block."""
+    if not isinstance(args, ExpertArgs) or not args.n_experts:
         return None
     return ExpertMemory(args, ranks)

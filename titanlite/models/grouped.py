@@ -1,0 +1,145 @@
+"""Rows of tokens sorted by expert, and products of each expert's rows with its matrix.
+
+`torch.nn.functional.grouped_mm` multiplies all of them in one kernel. Counts stay on the device:
+the host waits for nothing. (float32 on a GPU has no such kernel; torch then loops over the experts
+and waits.) Every sum has a fixed order, so results repeat to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from titanlite.models.autograd import fresh, silu_mul
+
+
+class Dispatch(torch.autograd.Function):
+    """Copies each token's row to the places of its experts.
+
+    The backward gathers, so its sums have a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x[order // places.size(1)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad[places].sum(1), None, None
+
+
+class Combine(torch.autograd.Function):
+    """Adds up the results of each token's experts, weighted, in float32; one of `top_k` at a time
+    is in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, order, places)
+        total = y[places[:, 0]] * weights[:, :1]
+        for k in range(1, places.size(1)):
+            total = torch.addcmul(total, y[places[:, k]], weights[:, k : k + 1])
+        return fresh(total.to(y.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        y, weights, order, places = ctx.saved_tensors
+        of_y = grad[order // places.size(1)].mul_(weights.flatten()[order, None])
+        grad = grad.to(weights.dtype)
+        of_weights = [(grad * y[place]).sum(-1) for place in places.unbind(1)]
+        return of_y, torch.stack(of_weights, 1), None, None
+
+
+@torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
+def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """torch's `grouped_mm` for dtypes that its shape function refuses, although its kernel takes
+    them.
+
+    Without it no float32 model could be traced or compiled.
+    """
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@_grouped_mm_any.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.ndim == 3:
+        return a.new_empty((a.size(0), b.size(2)))
+    return a.new_empty((ends.size(0), a.size(0), b.size(1)))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b, ends = ctx.saved_tensors
+    return _grouped_mm_any(grad, b.mT, ends), _grouped_mm_any(grad.mT, a, ends).mT, None
+
+
+_grouped_mm_any.register_autograd(_gradients, setup_context=_save)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return the rows of each group times its matrix.
+
+    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends.
+    Returns [rows, N].
+    """
+    return (
+        F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
+    )
+
+
+class Exchange(Protocol):
+    """Sends rows to the ranks that hold their experts, and the results back."""
+
+    def dispatch(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return the rows for this rank's experts, sorted by expert, their counts, and a state for
+        `combine`.
+        """
+        ...
+
+    def combine(self, y: Tensor, state: Any) -> Tensor:
+        """Return the results in the order of the rows that `dispatch` got."""
+        ...
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards of equal size, each with its own matrices in one stack."""
+
+    def __init__(self, n_experts: int, dim: int, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, width, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, width))
+        self.w3 = nn.Parameter(torch.empty(n_experts, width, dim))
+        #: Set where ranks hold different experts; the parameters are then this rank's.
+        self.exchange: Exchange | None = None
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64, rows of each.
+
+        Returns x's shape.
+        """
+        state = None
+        if self.exchange is not None:
+            x, counts, state = self.exchange.dispatch(x, counts)
+        ends = counts.cumsum(0).to(torch.int32)
+        w1, w2, w3 = (_local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
+        inner = silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends))
+        y = grouped_mm(inner, w2, ends)
+        if self.exchange is None:
+            return y
+        return self.exchange.combine(y, state)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
