@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import attend, document_positions
 from titanlite.models.autograd import RMSNorm, silu_mul
-from titanlite.models.llama_args import LlamaArgs
-from titanlite.models.rope import Rope, Rotation
+from titanlite.models.llama_args import AttentionKind, LlamaArgs
+from titanlite.models.rope import Rotation, build_rope
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
@@ -39,8 +39,8 @@ class SdpaAttention(nn.Module):
     window: tokens that a token attends to, itself and those before it; None: all.
 
     A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window. `prepare` is called once per forward pass, on the first block's, and what it returns is
-    handed to every block.
+    window. `prepare` is called once per forward pass, on the first block of each kind
+    (`AttentionKind`), and what it returns is handed to all blocks of that kind.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -152,11 +152,14 @@ class Llama(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.n_vocab, args.dim)
-        self.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
+        self.rope: Any = build_rope(args)
         # A dictionary, not a list: a block keeps its name when others are dropped.
         self.layers = nn.ModuleDict()
+        self.kinds: dict[str, AttentionKind] = {}
         for index in range(args.n_layers):
-            self.layers[str(index)] = self.block_class(args.of_block(index))
+            of_block = args.of_block(index)
+            self.layers[str(index)] = self.block_class(of_block)
+            self.kinds[str(index)] = of_block.attention_kind
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()
@@ -190,12 +193,14 @@ class Llama(nn.Module):
                 self.rope.check_documents(doc_ids.size(1))
                 if positions is None:
                     positions = document_positions(doc_ids)
-            rotation = self.rope(tokens.size(1), positions)
-            first_block = next(iter(self.layers.values()))
-            inner: Any = first_block.get_submodule("attention.inner_attention")
-            mask = inner.prepare(doc_ids)
-            for block in self.layers.values():
-                x = block(x, rotation, mask)
+            rotations = self.rope(tokens.size(1), positions)
+            masks: dict[AttentionKind, Any] = {}
+            for name, block in self.layers.items():
+                kind = self.kinds[name]
+                if kind not in masks:
+                    inner: Any = block.get_submodule("attention.inner_attention")
+                    masks[kind] = inner.prepare(doc_ids)
+                x = block(x, rotations.of(kind.rotary), masks[kind])
         if self.norm is not None:
             x = self.norm(x)
         if self.output is None:

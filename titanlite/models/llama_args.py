@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import Misfit, ShapeError, Size
@@ -13,6 +13,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+
+
+class Rotary(NamedTuple):
+    """What rotary tables follow from, besides their length."""
+
+    #: Numbers of a head that rotate.
+    width: int
+    theta: float
+    scaling: Scaling | None
+
+
+class AttentionKind(NamedTuple):
+    """What blocks have in common that share one rotation and one mask."""
+
+    window: int | None
+    #: None: positions rotate nothing.
+    rotary: Rotary | None
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,20 @@ class LlamaArgs:
     def window(self) -> int | None:
         """Return the tokens that a token attends to, itself and those before it; None: all."""
         return None
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary tables of a block: of `of_block`; None: positions rotate nothing."""
+        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """Return what blocks share a rotation and a mask by: of `of_block`."""
+        return AttentionKind(self.window, self.rotary)
+
+    def rotaries(self) -> list[Rotary | None]:
+        """Return the rotary tables of all blocks, equal ones once, in the order of the blocks."""
+        return list(dict.fromkeys(self.of_block(i).rotary for i in range(self.n_layers)))
 
     @property
     def qk_norm(self) -> bool:

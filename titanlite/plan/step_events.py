@@ -56,7 +56,8 @@ class StepEvents:
         yield Alloc("optimizer", "state", round(state), sizes.offloads)
         if sizes.offloads:
             yield Alloc("gradients", "pinned", masters, sizes.offloads)
-        tables = 4 * sizes.args.head_dim * sizes.args.max_seq_len
+        widths = [rotary.width for rotary in sizes.args.rotaries() if rotary is not None]
+        tables = 4 * sum(widths) * sizes.args.max_seq_len
         yield Alloc("parameters", "cosines and sines", tables)
 
     def _optimizer_work(self) -> int:
