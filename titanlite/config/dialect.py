@@ -80,7 +80,7 @@ TRANSFORMERS_FLAVORS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16,
         "head_dim": 16,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "full": {
         "hidden_size": 4096,
@@ -89,7 +89,7 @@ TRANSFORMERS_FLAVORS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
 

@@ -1,0 +1,193 @@
+"""Every TOML file of torchtitan's releases 0.1.0 to 0.2.2 is read, or refused for a reason.
+
+torchtitan_files.json has the keys and values of those files, written by `python
+scripts/check_configs.py FOLDER --keys`, where each folder in FOLDER is a release.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import read_text
+from titanlite.config.toml import quote
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import fitted, smallest_world
+from titanlite.tools.commands.migrate import migrate_text
+
+ROOT = Path(__file__).parents[2]
+FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "torchtitan_files.json").read_text())
+COMMON: dict[str, Any] = FOUND["common"]
+FILES: dict[str, dict[str, Any]] = FOUND["files"]
+#: What matters of the config.json that files for a model of transformers name by its id on the hub.
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+#: Families to come: a part of their files' names.
+WAITING = (
+    "/deepseek_v3_",
+    "/deepseek_v3/train_configs/debug",
+    "/gpt_oss/",
+    "/llama4/",
+    "moe_debug",
+)
+#: A part of a file's name → why the file is refused.
+REFUSED = {
+    "/flux/": "model.name: .*makes images",
+    "/vlm/": "model.name: .*reads images",
+    "/llama3_ft/": "fault_tolerance.enable: true is not supported",
+    "deepseek_v2.toml": "model.name: .*prototype of torchtitan 0.1.0",
+    # torch's 1F1B refuses it in torchtitan, too.
+    "llama4_17bx128e.toml": "1F1B needs one for each of the 4 stages",
+}
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    entry = FILES[name]
+    kept = {key: value for key, value in COMMON.items() if key not in entry["without"]}
+    return kept | entry["keys"]
+
+
+def text_of(name: str) -> str:
+    return "".join(f"{key} = {quote(value)}\n" for key, value in keys_of(name).items())
+
+
+def run_of(text: str) -> RunConfig:
+    config, problems = read_text(text, Path("run.toml"))
+    if problems:
+        raise ConfigError(problems)
+    return fitted(config, smallest_world(config))
+
+
+def reason_of(name: str) -> str | None:
+    for part, reason in REFUSED.items():
+        if part in name:
+            return reason
+    return None
+
+
+RIGHT = [name for name in FILES if reason_of(name) is None]
+HERE_NOW = [name for name in RIGHT if not any(part in name for part in WAITING)]
+
+
+@pytest.fixture(autouse=True)
+def _model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the model of transformers that files name into the working directory."""
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen3-4B-Instruct-2507").mkdir()
+    config = tmp_path / "Qwen" / "Qwen3-4B-Instruct-2507" / "config.json"
+    config.write_text(json.dumps(QWEN3_4B))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_files_are_those_of_four_releases() -> None:
+    releases = [name.split("/")[0] for name in FILES]
+    assert {release: releases.count(release) for release in releases} == {
+        "0.1.0": 11,
+        "0.2.0": 20,
+        "0.2.1": 23,
+        "0.2.2": 23,
+    }
+    assert all(any(part in name for name in FILES) for part in REFUSED)
+
+
+@pytest.mark.parametrize("name", HERE_NOW)
+def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_migrated(
+    name: str,
+) -> None:
+    keys = keys_of(name)
+    run = run_of(text_of(name))
+    assert run.batch.seq_len == keys["training.seq_len"]
+    assert run.batch.micro_batch_size == keys["training.local_batch_size"]
+    assert run.schedule.warmup_steps == keys["lr_scheduler.warmup_steps"]
+    assert run.schedule.total_steps == keys["training.steps"]
+    assert run.schedule.decay_type == keys.get("lr_scheduler.decay_type", "linear")
+    assert run.schedule.style == "titan-0.2"
+    assert run.optimizer.lr == keys["optimizer.lr"]
+    assert run.optimizer.eps == keys["optimizer.eps"]
+    assert run.mesh.tensor == keys["parallelism.tensor_parallel_degree"]
+    assert run.mesh.expert == keys.get("parallelism.expert_parallel_degree", 1)
+    again = run_of(migrate_text(text_of(name), Path("run.toml")).text)
+    assert again.model == run.model
+    assert (again.batch, again.schedule, again.mesh) == (run.batch, run.schedule, run.mesh)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "entries"),
+    [
+        ("debugmodel", (256, 2, 16, 16, 16, 768)),
+        ("full", (4096, 32, 32, 8, 128, 11008)),
+    ],
+)
+def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_torchtitan(
+    flavor: str, entries: tuple[int, ...]
+) -> None:
+    """0.2.2, experiments/transformers_modeling_backend: the flavor's arguments are laid over the
+    config.json.
+    """
+    (name,) = [
+        n
+        for n in FILES
+        if n.startswith("0.2.2") and f"configs/{flavor[:4]}" in n and "/transformers_" in n
+    ]
+    args = run_of(text_of(name)).model_args()
+    config = json.loads(args.config)
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    names += ["head_dim", "intermediate_size"]
+    assert tuple(config[name] for name in names) == entries
+    assert args.skeleton.config.rope_parameters["rope_theta"] == 10000
+    assert args.skeleton.config.rms_norm_eps == 1e-5
+    assert args.skeleton.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name not in RIGHT and "llama4" not in name]
+)
+def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(text_of(name))
+    assert len(error.value.problems) == 1
+    assert error.match(reason_of(name) or "")
+
+
+def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path: Path) -> None:
+    names = ["0.2.2/torchtitan/models/llama3/train_configs/llama3_8b.toml"]
+    names.append("0.2.2/torchtitan/models/flux/train_configs/debug_model.toml")
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        (tmp_path / "in" / name).write_text(text_of(name))
+    (tmp_path / "in" / "pyproject.toml").write_text("[project]\n")
+    command = [sys.executable, "scripts/check_configs.py", str(tmp_path / "in")]
+    command += ["--ranks", "64", "--keys", str(tmp_path / "keys.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    flux, llama, count = done.stdout.splitlines()
+    assert "flux/train_configs/debug_model.toml: refused: model.name:" in flux
+    assert llama.endswith(
+        "llama3 3.1-8B, 32 layers, 64 x 8192 tokens on 64 ranks, warm-up 200, linear decay"
+    )
+    assert count == "2 files, 1 refused"
+    written = json.loads((tmp_path / "keys.json").read_text())
+    for name in names:
+        entry = written["files"][name]
+        kept = {
+            key: value for key, value in written["common"].items() if key not in entry["without"]
+        }
+        assert kept | entry["keys"] == keys_of(name)
