@@ -48,6 +48,19 @@ _QWEN3_DEBUG = {
     "model.overrides.ffn_dim": 3072,
     "model.overrides.tied": True,
 }
+_NO_LOSS = {"model.overrides.aux_loss": 0.0}
+_QWEN3_MOE_DEBUG = {
+    "model.overrides.n_layers": 8,
+    "model.overrides.n_heads": 16,
+    "model.overrides.n_kv_heads": 8,
+    "model.overrides.head_dim": 128,
+    "model.overrides.n_experts": 64,
+    "model.overrides.top_k": 8,
+    "model.overrides.expert_width": 768,
+    **_NO_LOSS,
+}
+_DEEPSEEK = "norms with epsilon 1e-5"
+_DEEPSEEK_EPS = {"model.overrides.norm_eps": 1e-5}
 #: (`model.name`, `model.flavor`) in torchtitan 0.2.x → the model here.
 LATER_MODELS: dict[tuple[str, str], Later] = {
     ("llama3", "debugmodel"): Later("3.1-debugmodel", _DEBUG),
@@ -67,7 +80,38 @@ LATER_MODELS: dict[tuple[str, str], Later] = {
         "heads, feed-forward and tied weights of that one. The vocabulary is the tokenizer's",
         settings=_QWEN3_DEBUG,
     ),
+    ("qwen3", "debugmodel_moe"): Later(
+        "debugmodel",
+        "heads, layers and experts of that one, no auxiliary loss. The vocabulary is the "
+        "tokenizer's",
+        "qwen3_moe",
+        _QWEN3_MOE_DEBUG,
+    ),
+    ("qwen3", "30B-A3B"): Later("30B-A3B", "no auxiliary loss", "qwen3_moe", _NO_LOSS),
+    ("qwen3", "235B-A22B"): Later(
+        "235B-A22B",
+        "no auxiliary loss, RoPE with theta 5e6",
+        "qwen3_moe",
+        {**_NO_LOSS, "model.overrides.rope_theta": 5e6},
+    ),
+    ("deepseek_v3", "debugmodel"): Later("debugmodel", _DEEPSEEK, settings=_DEEPSEEK_EPS),
+    ("deepseek_v3", "debugmodel_flex_attn"): Later(
+        "debugmodel", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
+    ),
+    ("deepseek_v3", "16B"): Later(
+        "16B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
+    ),
+    ("deepseek_v3", "236B"): Later(
+        "236B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
+    ),
+    ("deepseek_v3", "671B"): Later(
+        "671B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
+    ),
 }
+#: Context of the published DeepSeek models. torchtitan scales RoPE for longer sequences only.
+_DEEPSEEK_CONTEXT = 4096
+#: Flavor of deepseek_v3 in torchtitan → its `mscale`.
+_DEEPSEEK_MSCALE = {"debugmodel": 0.7, "debugmodel_flex_attn": 0.7, "16B": 0.7}
 #: Name of a model of transformers in a file of torchtitan's experiment of that name.
 TRANSFORMERS = "transformers_modeling_backend"
 #: Flavor of that experiment → entries of the config.json that it replaces.
@@ -137,6 +181,8 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
     if later.flavor != flavor:
         layers.put("model.flavor", later.flavor, _written_as(layers, "model.flavor", flavor, sign))
     source = Source("dialect", sign.file, sign.line)
+    if name == "deepseek_v3" and not layers.gives_scaling:
+        _scale_deepseek(layers, flavor, source)
     taken = _put_missing(layers, later.settings, source)
     here = quote(later.flavor)
     if later.name:
@@ -145,6 +191,28 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
     if taken:
         note = f"{note} ({', '.join(taken)})"
     layers.notes.append(note)
+
+
+def _scale_deepseek(layers: Layers, flavor: str, source: Source) -> None:
+    """Scale RoPE of a DeepSeek model as torchtitan does: by YaRN, for sequences longer than the
+    published context, and not at all for others.
+    """
+    if layers.get("training.seq_len") <= _DEEPSEEK_CONTEXT:
+        layers.put("model.rope_scaling", "none", source)
+        layers.notes.append(
+            f"torchtitan scales RoPE of deepseek_v3 for sequences over {_DEEPSEEK_CONTEXT} tokens "
+            'alone: model.rope_scaling = "none"'
+        )
+        return
+    mscale = _DEEPSEEK_MSCALE.get(flavor, 1.0)
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": _DEEPSEEK_CONTEXT,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+    layers.put("model.rope_scaling", scaling, source)
 
 
 def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
