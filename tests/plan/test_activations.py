@@ -10,10 +10,24 @@ from titanlite.parallel.fsdp import DTYPES
 from titanlite.plan.memory import kept_activations, with_vocabulary
 from titanlite.start.fit import check_config
 
+#: The trace takes all blocks for equal.
+DEEPSEEK = [
+    "--model.name=deepseek_v3",
+    "--model.flavor=debugmodel",
+    "--model.overrides.n_dense_layers=0",
+    "--model.overrides.n_shared_experts=0",
+]
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
     "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, latent queries": [
+        *DEEPSEEK,
+        "--model.overrides.q_lora_rank=96",
+        '--model.rope_scaling={rope_type = "yarn", factor = 4, mscale_all_dim = 1.0, '
+        "original_max_position_embeddings = 64}",
+    ],
     "mistral": ["--model.name=mistral", "--model.flavor=debugmodel"],
 }
 MODES = {

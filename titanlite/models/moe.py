@@ -53,6 +53,7 @@ class MoE(nn.Module):
         self.shared = SharedExperts(args) if args.shared_width else None
         # Never rounded: `fully_shard` casts weights, and no buffer.
         bias = torch.empty(args.n_experts, dtype=torch.float32) if args.expert_bias else None
+        self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", bias)
         layers = len(experts_of(args))
         self.aux_weight = args.aux_loss / layers

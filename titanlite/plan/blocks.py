@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from titanlite.features import context_of
 from titanlite.models.llama import LlamaArgs
@@ -14,6 +14,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,18 @@ class Shape:
             holds=holds,
         )
 
+    def pairs(self, width: int, kv_width: int, sums: int) -> list[Op]:
+        """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
+
+        sums: bytes of the logarithms of its sums.
+        """
+        context = context_of(self.cp)
+        if context is not None:
+            return context.pairs(self, width, kv_width, sums)
+        taken = ("qr", "kr", "v")
+        size = self.tokens * width * self.size
+        return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
+
 
 def block_ops(s: Shape) -> OpList:
     """Return the operators of a decoder block; its input is "x"."""
@@ -128,6 +141,10 @@ def block_ops(s: Shape) -> OpList:
 def attention_ops(s: Shape) -> list[Op]:
     """Return the operators of attention, from "x" on."""
     a = s.args
+    if a.is_latent:
+        from titanlite.plan.latent_ops import latent_ops
+
+        return latent_ops(s, cast("DeepSeekV3Args", a))
     heads = a.n_heads // s.tp
     groups = a.kv_heads // s.tp
     width = heads * a.head_dim
@@ -149,24 +166,11 @@ def attention_ops(s: Shape) -> list[Op]:
         ops.append(s.norm("kn", "k", s.tokens * groups, a.head_dim))
     ops.append(s.rotation("qr", query, width))
     ops.append(s.rotation("kr", key, kv_width))
-    ops += pairs(s, width, kv_width, sums=4 * s.tokens * heads)
+    ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:
         ops.append(s.scatter("o part", "o", ("n1",)))
     return ops
-
-
-def pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
-    """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
-
-    sums: bytes of the logarithms of its sums.
-    """
-    context = context_of(s.cp)
-    if context is not None:
-        return context.pairs(s, width, kv_width, sums)
-    taken = ("qr", "kr", "v")
-    size = s.tokens * width * s.size
-    return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
@@ -174,7 +178,8 @@ def feed_forward_ops(s: Shape) -> list[Op]:
     output.
     """
     if s.experts is not None:
-        return s.experts.operators(s)
+        # Tensor-parallel ranks give their part of the sequence to whole experts.
+        return s.experts.operators(replace(s, tokens=s.rows, tp=1))
     dim = s.args.dim
     width = s.args.ffn_width // s.tp
     x = "n2"

@@ -90,7 +90,7 @@ class ExpertMemory:
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Yield w1, w2 and w3 of a rank's experts, each stacked."""
         dim = self.args.dim
-        width = self.args.expert_width // mesh.tensor
+        width = self.args.expert_width
         over = mesh.weight_shards // self.ranks
         for rows, columns in ((width, dim), (dim, width), (width, dim)):
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is

@@ -78,7 +78,7 @@ def _linear_class() -> type[nn.Module]:
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:
-            if kind not in ("colwise", "rowwise"):
+            if kind not in tensor.KINDS:
                 return None
             return tensor.float8_style(kind, output, mesh)
 
