@@ -41,7 +41,7 @@ QWEN3_4B = {
     "vocab_size": 151936,
 }
 #: Families to come: a part of their files' names.
-WAITING = ("/gpt_oss/", "/llama4/", "moe_debug")
+WAITING = ("/gpt_oss/", "/llama4/")
 #: A part of a file's name → why the file is refused.
 REFUSED = {
     "/flux/": "model.name: .*makes images",

@@ -4,6 +4,7 @@ refusals.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from tests.models.test_families import theirs_of
 from tests.support.llamas import relative, tokens_of
 from tests.support.reference import in_memory
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
@@ -165,6 +167,57 @@ def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> N
     state = ours.state_dict()
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def as_published(args: DeepSeekV3Args, folder: Path) -> dict[str, Tensor]:
+    """Write a folder as DeepSeek publishes V3: linears in float8 with a scale for each block of 128
+    x 128, and a block that predicts further tokens. Return the values of the model's tensors.
+    """
+    from safetensors.torch import save_file
+
+    stored = SPEC.to_hf(random_model(args).state_dict(), args)
+    values = dict(stored)
+    for name, tensor in list(stored.items()):
+        is_linear = name.endswith("_proj.weight") or "kv_a_proj" in name
+        if not is_linear:
+            continue
+        rows, columns = tensor.shape
+        scale = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        values[name] = stored[name].float() * wide
+    further = f"model.layers.{args.n_layers}"
+    for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
+        stored[f"{further}.{name}.weight"] = torch.randn(8, 8)
+    folder.mkdir()
+    copies = {name: tensor.clone() for name, tensor in stored.items()}
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {**SPEC.hf_config(args), "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    return values
+
+
+def test_the_published_format_is_read_without_the_blocks_for_further_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Wider than a block of scales.
+    args = replace(V3, ffn_dim=264, expert_width=136, q_lora_rank=144)
+    values = as_published(args, tmp_path / "in")
+    with caplog.at_level("INFO"):
+        weights = open_weights(tmp_path / "in")
+    assert (weights.family, replace(weights.args, max_seq_len=128)) == (
+        "deepseek_v3",
+        replace(args, n_kv_heads=4),
+    )
+    wanted = SPEC.from_hf(values, args)
+    assert weights.parts.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(weights.read(name), tensor), name
+    (line,) = caplog.messages
+    assert "4 tensors left out, model.layers.3.eh_proj.weight and others" in line
+    assert "multi-token prediction" in line
 
 
 def published(name: str) -> DeepSeekV3Args:

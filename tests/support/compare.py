@@ -16,6 +16,9 @@ STEPS = 20
 GLOBAL_BATCH = 8
 SEQ = 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
+#: Gradients' distance by family. A norm after attention or feed-forward divides by the small output
+#: of new weights, and so by its rounding.
+WITHIN = dict.fromkeys(("olmo2", "olmo3", "gemma3"), 2e-6)
 #: Several documents in each sequence.
 DOCUMENTS = (
     (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
@@ -87,7 +90,7 @@ class References:
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
         for name, gradient in expected.gradients.items():
-            assert relative(gradients[name], gradient * clip) < 1e-6, name
+            assert relative(gradients[name], gradient * clip) < WITHIN.get(run.family, 1e-6), name
         torch.testing.assert_close(
             torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6
         )

@@ -53,6 +53,7 @@ REPLICAS = "training.data_parallel_replicate_degree"
 TP = "training.tensor_parallel_degree"
 CP = "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
 RESHARD = "training.reshard_after_forward"
 SYNC = "training.gradient_sync"
 SCHEDULE = "experimental.pipeline_parallel_schedule"
@@ -262,7 +263,6 @@ DEEPSEEK = {
     "model.overrides.route_scale": 2.5,
 }
 NO_QUERY_LATENT = {"model.overrides.q_lora_rank": 0}
-EXPERTS = "parallelism.expert_parallel_degree"
 MORE |= {
     "deepseek_v3, 1 rank": (Row(1, {**DEEPSEEK}), 2),
     "deepseek_v3, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **DEEPSEEK, **GRAPH}), 1),
@@ -276,12 +276,34 @@ MORE |= {
     "deepseek_v3, cp 2": (Row(2, {CP: 2, **DEEPSEEK, **NO_QUERY_LATENT}), 1),
     "deepseek_v3, pp 2": (Row(2, {PP: 2, **DEEPSEEK, **FOUR}), 2),
     "deepseek_v3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **DEEPSEEK, **FOUR}), 2),
-    "deepseek_v3, ep 2": (Row(2, {EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, ep 2": (Row(2, {EP: 2, FSDP: 2, **DEEPSEEK}), 2),
     "deepseek_v3, ep 2, fsdp 2, recomputed": (
-        Row(4, {EXPERTS: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
         1,
     ),
-    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EXPERTS: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EP: 2, FSDP: 2, **DEEPSEEK}), 1),
+}
+#: A mixture in every block and a dense one between them; each token goes to three experts.
+QWEN3_MOE = {
+    "model.name": "qwen3_moe",
+    "model.overrides.head_dim": 32,
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_experts": 8,
+    "model.overrides.top_k": 3,
+    "model.overrides.aux_loss": 0.0,
+}
+EVERY_2ND = {"model.overrides.sparse_step": 2, "model.overrides.norm_topk": "false"}
+MORE |= {
+    "qwen3_moe, 1 rank": (Row(1, {**QWEN3_MOE, **EVERY_2ND}), 2),
+    "qwen3_moe, fsdp 2": (Row(2, {FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, cp 2": (Row(2, {CP: 2, **QWEN3_MOE, **EVERY_2ND}), 1),
+    "qwen3_moe, pp 2": (Row(2, {PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}), 2),
+    "qwen3_moe, ep 2": (Row(2, {EP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, ep 2, fsdp 2, recomputed": (
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
+        1,
+    ),
 }
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
@@ -317,6 +339,8 @@ QUICK_MORE = {
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
     "deepseek_v3, tp 2",
+    "qwen3_moe, 1 rank",
+    "qwen3_moe, ep 2",
     "tp 2, budget",
 }
 

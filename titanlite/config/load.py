@@ -198,6 +198,9 @@ class Layers:
     notes: list[str] = field(default_factory=list)
     #: Unsupported keys by name.
     idle: dict[str, Entry] = field(default_factory=dict)
+    #: What `model.converters` says, and values under names that count only with one of them.
+    converters: _Value | None = None
+    of_mx: dict[str, _Value] = field(default_factory=dict)
     #: The first sign that a file was written for torchtitan 0.2.x.
     later: Source | None = None
     #: Where a file names the tokenizer as torchtitan did until 0.1.0, and as it does since.
@@ -277,6 +280,12 @@ class Layers:
             value = self._checked(entry, file)
             if value is None:
                 continue
+            alias = ALIASES.get(entry.name)
+            if alias and alias.converter:
+                self.of_mx[entry.name] = value
+                continue
+            if entry.name == "model.converters":
+                self.converters = value
             key = key_of(entry.name)
             before = layer.get(key, value)
             if before.value != value.value:
@@ -384,10 +393,14 @@ class Layers:
 
             apply_later(self, sign, why)
         self._apply_microbatch_size()
-        if self.idle:
-            from titanlite.config.idle_names import settle
+        if self.of_mx or self.converters is not None:
+            from titanlite.config.converters import settle
 
             settle(self)
+        if self.idle:
+            from titanlite.config import idle_names
+
+            idle_names.settle(self)
         sources: dict[str, Source] = {}
         deferred: dict[str, Any] = {}
         claims: list[Claim] = []

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titanlite.models import llama_hf
@@ -186,3 +187,18 @@ def _check_router(config: Mapping[str, Any], score: str) -> None:
         raise ValueError(f"topk_method is {method!r}; there is 'greedy' and {_WITH_BIASES!r} here")
     if entry_of(config, "norm_topk_prob", bool, False) and method != _WITH_BIASES:
         raise ValueError("norm_topk_prob is true; `transformers` does not heed it in deepseek_v2")
+
+
+#: A tensor that only a block for further tokens has.
+_FURTHER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+_REASON = "it predicts further tokens (multi-token prediction), which is not trained here"
+
+
+def left_out(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors in blocks that predict further tokens → why they are left out."""
+    blocks = set()
+    for name in names:
+        match = _FURTHER.fullmatch(name)
+        if match is not None:
+            blocks.add(match[1])
+    return {name: _REASON for name in names if name.startswith(tuple(blocks))}

@@ -8,7 +8,7 @@ Hugging Face.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -311,6 +311,12 @@ def _args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
     return deepseek_hf.args_from_hf(config)
 
 
+def _left_out(names: Collection[str]) -> Mapping[str, str]:
+    from titanlite.models import deepseek_hf
+
+    return deepseek_hf.left_out(names)
+
+
 SPEC: ModelSpec = expert_spec(
     "deepseek_v3",
     FLAVORS,
@@ -321,4 +327,5 @@ SPEC: ModelSpec = expert_spec(
     hf_names=_hf_names,
     hf_config=_hf_config,
     args_from_hf=_args_from_hf,
+    left_out=_left_out,
 )

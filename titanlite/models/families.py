@@ -18,10 +18,12 @@ _NAMES = (
     "mistral",
     "mixtral",
     "qwen3",
+    "qwen3_moe",
     "olmo2",
     "olmo3",
     "gemma3",
     "deepseek_v3",
+    "qwen3_moe",
     "hf",
 )
 

@@ -153,8 +153,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
-        attended = self.attention(self.attention_norm(x), rotation, mask)
-        x = x + self.attention_post_norm(attended)
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, mask))
         return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 
 

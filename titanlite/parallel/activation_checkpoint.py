@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from titanlite.features import activation_offload_of
+from titanlite.parallel.own_linear import adapter_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
@@ -90,9 +91,13 @@ def kind_of(op: Any) -> str:
 class OpPolicy:
     """The per-op policy of one pass through a block: attention and every second product, the first
     included.
+
+    narrow: width of adapters, whose products are cheap. They are repeated, and do not count; 0:
+    there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: int = 0) -> None:
+        self._narrow = narrow
         # Some versions of torch also ask during recomputation: a count of its own gives the same
         # answers again.
         self._matmuls = {False: 0, True: 0}
@@ -101,10 +106,17 @@ class OpPolicy:
         """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
-        if kind == "matmul":
+        if kind == "matmul" and not self._is_narrow(args):
             self._matmuls[context.is_recompute] += 1
             save = self._matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _is_narrow(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a product [m, k] x [k, n] is one of an adapter."""
+        if not self._narrow:
+            return False
+        matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
+        return any(self._narrow == size for one in matrices for size in one.shape[-2:])
 
 
 def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -127,13 +139,21 @@ def _contexts_of_exchange() -> tuple[AbstractContextManager[Any], AbstractContex
     return contexts
 
 
-def save_by_op() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def save_by_op(
+    narrow: int = 0,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for `torch.utils.checkpoint` with a new `OpPolicy`, which counts from
     zero.
     """
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(OpPolicy())
+    contexts = create_selective_checkpoint_contexts(OpPolicy(narrow))
     return contexts
+
+
+@functools.cache
+def _contexts_by_op(narrow: int) -> Contexts:
+    """Return `save_by_op` for blocks with adapters of this width, one object for all of them."""
+    return functools.partial(save_by_op, narrow) if narrow else save_by_op
 
 
 def apply_ac(
@@ -180,7 +200,7 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     shares_experts = any(getattr(part, "exchange", None) for part in block.modules())
     contexts: Contexts | None = None
     if by_op:
-        contexts = save_by_op
+        contexts = _contexts_by_op(adapter_rank(block))
     elif shares_experts:
         contexts = _contexts_of_exchange
     cls: Any = type(block)

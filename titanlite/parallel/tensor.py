@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
@@ -102,7 +103,7 @@ def _styles(
         style = None
         if isinstance(module, OwnLinear):
             style = module.tensor_style(kind, logits if kind == "head" else _SEQUENCE, mesh)
-        styles[name] = style or _style(kind, logits, last=name == last)
+        styles[name] = style or style_of(kind, logits, last=name == last)
     return styles
 
 
@@ -133,7 +134,11 @@ def _check_all_divided(model: nn.Module) -> None:
         )
 
 
-def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
+def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> ParallelStyle:
+    """Return torch's style of a kind of `apply_tp`.
+
+    logits: how a head leaves them. last: no module of the model follows.
+    """
     if kind == "all heads":
         from titanlite.parallel.whole_norm import DividedNorm
 
