@@ -7,8 +7,10 @@ scripts/check_configs.py FOLDER --keys`, where each folder in FOLDER is a releas
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,31 @@ def reason_of(name: str) -> str | None:
     return None
 
 
+#: (`model.name`, `model.flavor`) there → parameters of torchtitan 0.2.2's own model, which its code
+#: built on the meta device.
+SIZES = {
+    ("llama3", "debugmodel"): 6_163_712,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("qwen3", "debugmodel"): 31_987_968,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "debugmodel_moe"): 315_758_848,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+    ("deepseek_v3", "debugmodel"): 33_014_016,
+    ("deepseek_v3", "debugmodel_flex_attn"): 33_014_016,
+    ("deepseek_v3", "16B"): 15_706_484_224,
+    ("deepseek_v3", "236B"): 235_741_434_880,
+    ("deepseek_v3", "671B"): 671_026_404_352,
+}
+#: Vocabulary of torchtitan's debug models.
+VOCABULARY = 2048
 RIGHT = [name for name in FILES if reason_of(name) is None]
 HERE_NOW = [name for name in RIGHT if not any(part in name for part in WAITING)]
 
@@ -100,6 +127,67 @@ def test_the_files_are_those_of_four_releases() -> None:
         "0.2.2": 23,
     }
     assert all(any(part in name for name in FILES) for part in REFUSED)
+
+
+def model_run(name: str, flavor: str, seq_len: int = 2048) -> RunConfig:
+    keys = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "training.local_batch_size": 1,
+        "training.seq_len": seq_len,
+    }
+    return run_of("".join(f"{key} = {quote(value)}\n" for key, value in keys.items()))
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_a_model_has_as_many_parameters_as_in_torchtitan(model: tuple[str, str]) -> None:
+    run = model_run(*model)
+    args = run.model_args()
+    if "debugmodel" in model[1]:
+        args = replace(args, vocab_size=VOCABULARY)
+    assert run.spec.count_parameters(args) == SIZES[model]
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "16B", "671B"])
+def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> None:
+    """0.2.2, models/deepseek_v3/model/model.py: neither YaRN nor mscale up to the original
+    length.
+    """
+    short = model_run("deepseek_v3", flavor, 4096).model_args()
+    assert short.rope_scaling is None
+    assert short.score_factor == 1
+    long = model_run("deepseek_v3", flavor, 4097).model_args()
+    mscale = 1.0 if flavor == "671B" else 0.7
+    assert long.score_factor == pytest.approx((0.1 * mscale * math.log(40) + 1) ** 2)
+    assert (long.rope_scaling.factor, long.rope_scaling.beta_fast) == (40, 32)
+    keys = {"model.name": "deepseek_v3", "model.flavor": flavor, "training.local_batch_size": 1}
+    text = "".join(f"{key} = {quote(value)}\n" for key, value in keys.items())
+    own = run_of(f'{text}model.rope_scaling = {{rope_type = "linear", factor = 2.0}}\n')
+    assert own.model_args().rope_scaling.rope_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (("qwen3", "30B-A3B"), ("softmax", True, 1.0, 1, 8, 128, 0, 0.0, range(48))),
+        (("qwen3", "debugmodel_moe"), ("softmax", True, 1.0, 1, 8, 64, 0, 0.0, range(8))),
+        (("deepseek_v3", "debugmodel"), ("softmax", False, 1.0, 1, 3, 8, 2, 1e-3, range(1, 6))),
+        (("deepseek_v3", "16B"), ("softmax", False, 1.0, 1, 6, 64, 2, 1e-3, range(1, 27))),
+        (("deepseek_v3", "671B"), ("sigmoid", True, 2.5, 8, 8, 256, 1, 1e-3, range(3, 61))),
+    ],
+)
+def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[Any, ...]) -> None:
+    """Scores, whether they are divided by their sum, scale, groups, experts of a token, all, shared
+    ones, the step of the biases, and the blocks with experts. There is no auxiliary loss.
+    """
+    args = model_run(*model).model_args()
+    sparse = [index for index in range(args.n_layers) if args.of_block(index).n_experts]
+    block = args.of_block(sparse[0])
+    found = (block.score, block.norm_topk, block.route_scale, block.n_groups, block.top_k)
+    found += (block.n_experts, block.n_shared_experts, block.bias_update)
+    assert (*found, sparse) == (*wanted[:-1], list(wanted[-1]))
+    assert block.aux_loss == 0
+    assert not block.scales_input
 
 
 @pytest.mark.parametrize("name", HERE_NOW)
