@@ -25,12 +25,14 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     return index - (index * document_begins(doc_ids)).cummax(1).values
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Return attention by `scaled_dot_product_attention`: q's shape.
 
     q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys]
-    bool, also with leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the
-    order in which kernels are tried.
+    bool, also with leading [batch, 1]; or torch's `CausalBias`; None: causal. scale: of the scores;
+    None: head_dim ** -0.5. `DistEnv` sets the order in which kernels are tried.
     """
     groups = q.size(1) // k.size(1)
     if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
@@ -39,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     # enable_gqa only where it is needed: it rules some CUDA kernels out.
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
     )
 
 

@@ -35,15 +35,24 @@ class DocumentMask(NamedTuple):
     begins: Tensor
     doc_ids: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; return q's
         shape.
+
+        scale: of the scores; None: head_dim ** -0.5.
         """
         if _no_kernel(q):
             same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
             seen = same & band(q.size(2), q.size(2), window, q.device)
-            return attend(q, k, v, seen.unsqueeze(1))
-        return _attend(q, k, v, self.begins, window)
+            return attend(q, k, v, seen.unsqueeze(1), scale)
+        return _attend(q, k, v, self.begins, window, scale)
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -61,9 +70,17 @@ def _no_kernel(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None) -> Tensor:
+def _attend(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begins: Tensor,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
     batch, heads, seq_len, _ = q.shape
     more: dict[str, Any] = {"enable_gqa": heads != k.size(1)} if _ASKS_FOR_GQA else {}
+    more["scale"] = scale
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     size = (-1 if window is None or window >= seq_len else window - 1, 0)
     y: Any = varlen_attn(q, k, v, begins, begins, seq_len, seq_len, window_size=size, **more)

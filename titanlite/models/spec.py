@@ -139,6 +139,9 @@ class ModelSpec:
     #: expert parallelism the module that holds their parameters [experts, …] has an attribute
     #: `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
+    #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
+    #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
+    why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
     #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names:

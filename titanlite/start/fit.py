@@ -45,6 +45,7 @@ from titanlite.start.misfits import (
     batch_misfits,
     rank_misfits,
     recomputation_misfits,
+    refused_keys,
     rope_misfits,
     tensor_misfits,
 )
@@ -240,6 +241,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     found += _not_offered(run)
     found += recomputation_misfits(run.spec, args, d)
     found += rope_misfits(args, run)
+    found += refused_keys(args, run)
     if run.checkpoint.initial_load_path is not None:
         from titanlite.start.folder_shape import source_misfits
 

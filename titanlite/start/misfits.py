@@ -90,6 +90,18 @@ def rope_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         yield "conflict", "sample.prompts", message, "sample checkpoints by `titanlite sample`"
 
 
+def refused_keys(args: Any, run: RunConfig) -> Iterator[Finding]:
+    """Find keys that a model cannot follow, which only its own code tells (`ModelSpec.why_not`)."""
+    keys = {
+        "training.loss_chunks": run.training.loss_chunks > 1,
+        "data.mask_documents": run.data.mask_documents,
+    }
+    for key, is_on in keys.items():
+        reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""
+        if reason:
+            yield "model", key, f"is not possible here: {reason}", "leave the key out"
+
+
 # The batch
 
 

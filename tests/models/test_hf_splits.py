@@ -1,0 +1,99 @@
+"""`model.name = "hf"` with the loss in chunks and with document masks: losses and gradients of
+every parameter are those of transformers on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hf import SMALL, TOML
+from tests.support.hf_compare import (
+    ARCHITECTURES,
+    alone,
+    batch_of,
+    differences,
+    flags_of,
+    on_ranks,
+)
+from tests.support.pool import Pools
+from titanlite.config.errors import ConfigError
+from titanlite.models import get_spec
+from titanlite.models.hf import args_from_hf
+from titanlite.start.fit import check_config
+
+CHUNKS = {"training__loss_chunks": 3}
+MASKS = {"data__mask_documents": "true"}
+#: Largest distance, as a share, of a loss and of each gradient.
+WITHIN = 2e-6
+
+
+def check(pool: Pools, folder: Path, kind: str, ranks: int, **keys: Any) -> None:
+    """Hold a run against transformers."""
+    documents = "data__mask_documents" in keys
+    results = pool(ranks).run(on_ranks, flags_of(folder, kind, **keys), documents)
+    expected = alone(kind, results[0].weights, documents)
+    for result in results:
+        worst = differences(result, expected)
+        name = max(worst, key=lambda name: worst[name])
+        assert worst[name] < WITHIN, (name, worst[name])
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_chunks_and_document_masks_on_two_ranks_are_exact(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
+    check(pool, tmp_path, kind, 2, **CHUNKS, **MASKS)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_chunks_alone_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
+    check(pool, tmp_path, kind, 2, **CHUNKS)
+
+
+def test_documents_matter_here() -> None:
+    """A run whose attention does not stop would be noticed."""
+    kind = "llama"
+    args = args_from_hf({"model_type": kind, **ARCHITECTURES[kind], "vocab_size": 192})
+    weights = get_spec("hf").build(args).state_dict()
+    apart, together = alone(kind, weights, True), alone(kind, weights, False)
+    assert batch_of(True).tokens.equal(batch_of(False).tokens)
+    assert max(differences(together, apart).values()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "words"),
+    [
+        ({"model_type": "phi"}, "training.loss_chunks", "no plain linear without bias"),
+        (
+            {"model_type": "bloom", "n_layer": 2, "n_head": 4},
+            "data.mask_documents",
+            "the forward of BloomForCausalLM takes no position_ids",
+        ),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "data.mask_documents",
+            'RoPE tables of "dynamic" depend on the length',
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "data.mask_documents",
+            "sees tokens of other documents",
+        ),
+    ],
+    ids=["bias", "alibi", "dynamic", "convolution"],
+)
+def test_a_model_that_cannot_do_it_says_why(
+    tmp_path: Path, content: dict[str, Any], key: str, words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **content}))
+    value = 3 if key == "training.loss_chunks" else "true"
+    flags = [f"--model.hf_config={tmp_path}", "--training.seq_len=32", f"--{key}={value}"]
+    with pytest.raises(ConfigError) as caught:
+        check_config([f"--job.config_file={TOML}", *flags], 1, training=False)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert words in problem.message

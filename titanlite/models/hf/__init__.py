@@ -1,0 +1,66 @@
+"""Any causal language model of `transformers`, from its config.json: `model.name = "hf"`.
+
+    config_json.py   the file, and a config that names no code     args.py     arguments
+    causal.py        the module                                    counts.py   parts and numbers
+    skeleton.py      facts, read from the model on the meta device
+    chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
+    documents.py     attention within documents, for `data.mask_documents`
+
+Parameters have the names of `transformers`. All that the spec says is read from the model itself,
+built on the meta device. `transformers` and torch are imported when such a model is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanlite.models.hf.args import HFArgs, args_from_hf, hf_config, read_args
+from titanlite.models.hf.config_json import config_file, read_config
+from titanlite.models.hf.counts import (
+    count_parameters,
+    flops_per_token,
+    fsdp_units,
+    hf_names,
+    linears,
+)
+from titanlite.models.hf.skeleton import HEAD
+from titanlite.models.spec import ModelSpec
+
+__all__ = ["HFArgs", "SPEC", "args_from_hf", "config_file", "read_args", "read_config"]
+
+
+def _build(args: HFArgs) -> Any:
+    from titanlite.models.hf.causal import causal_model
+
+    return causal_model(args.skeleton.config, (args.config, args.vocab_size))
+
+
+def _why_not(args: HFArgs, key: str, tensor: int) -> str:
+    if key == "training.loss_chunks":
+        from titanlite.models.hf.chunks import why_no_chunks
+
+        return why_no_chunks(args.skeleton)
+    if key == "data.mask_documents":
+        return args.skeleton.way[1]
+    return ""
+
+
+SPEC = ModelSpec(
+    name="hf",
+    args_class=HFArgs,
+    flavors={},
+    build=_build,
+    # A padding token's row is drawn as the others.
+    init_rule=lambda name, args: args.skeleton.rules[name],
+    block_names=lambda args: list(args.skeleton.blocks),
+    count_parameters=count_parameters,
+    flops_per_token=flops_per_token,
+    head=HEAD,
+    fsdp_units=fsdp_units,
+    linears=linears,
+    why_not=_why_not,
+    tied=lambda args: dict(args.skeleton.tied),
+    hf_names=hf_names,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+)

@@ -1,0 +1,110 @@
+"""A causal model of `transformers` as a module that `ModelSpec` describes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The arguments of `titanlite.models.hf.skeleton.skeleton_of`: content of config.json, vocab_size.
+Key = tuple[str, int]
+
+
+def causal_model(config: Any, key: Key | None = None) -> Any:
+    """Return the model of a config on the current default device, as `ModelSpec` wants it.
+
+    key: where its skeleton is found, for what a run of plain logits does not need.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    try:
+        model = make(attn_implementation="sdpa")
+    except ValueError:  # some models have only their own attention
+        model = make(attn_implementation="eager")
+    cls: Any = type(model)
+    model.__class__ = _logits_class(cls)
+    model.skeleton_key = key
+    return model
+
+
+@functools.cache
+def _logits_class(cls: Any) -> Any:
+    class Causal(cls):
+        # No annotations here: `transformers` evaluates them.
+        plain_forward = cls.forward
+
+        def forward(
+            self,
+            tokens: Tensor,
+            doc_ids: Tensor | None = None,
+            labels: Tensor | None = None,
+            loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        ) -> Tensor:
+            """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64.
+
+            doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one
+            document. labels, loss: for a head that computes the loss itself
+            (`titanlite.features.loss_chunks`), which is then returned.
+            """
+            if labels is None or loss is None:
+                return _logits(self, tokens, doc_ids)
+            from titanlite.models.hf.chunks import loss_of_head
+
+            return loss_of_head(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
+
+        def init_buffers(self) -> None:
+            """Compute the buffers by the model's own rules, which leave marked parameters as they
+            are.
+            """
+            for parameter in self.parameters():
+                parameter._is_hf_initialized = True
+            for module in self.modules():
+                module.__dict__.pop("_is_hf_initialized", None)
+            self.initialize_weights()
+
+    Causal.__name__ = cls.__name__
+    Causal.__qualname__ = cls.__qualname__
+    Causal.__module__ = cls.__module__
+    return Causal
+
+
+def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
+    """Return the logits as the class of `transformers` computes them."""
+    context = _unpacked() if doc_ids is None else _packed(model, doc_ids)
+    with context as more:
+        logits: Tensor = model.plain_forward(input_ids=tokens, use_cache=False, **more).logits
+    return logits
+
+
+def _packed(model: Any, doc_ids: Tensor) -> Any:
+    from titanlite.models.hf import documents
+    from titanlite.models.hf.skeleton import skeleton_of
+
+    way, reason = skeleton_of(*model.skeleton_key).way
+    if not way:
+        raise ValueError(f"attention cannot stop at documents: {reason}")
+    if way == documents.VARLEN and model.config._attn_implementation != documents.NAME:
+        documents.exchange(model)
+    return documents.within(doc_ids, way)
+
+
+@contextlib.contextmanager
+def _unpacked() -> Iterator[dict[str, Tensor]]:
+    """Let `transformers` take each row for one sequence.
+
+    Else it asks the device whether a row holds several, and waits for the answer.
+    """
+    from transformers import masking_utils as masks
+
+    plain = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield {}
+    finally:
+        masks.find_packed_sequence_indices = plain

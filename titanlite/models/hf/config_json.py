@@ -1,0 +1,100 @@
+"""A config.json of `transformers`: found, read, and made a config that names no code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.models.spec import Misfit, ShapeError, names_like, shown
+from titanlite.utils import pip_install
+
+#: Entries that name Python files for `transformers` to run.
+_CODE = ("auto_map", "trust_remote_code")
+#: Entries that may name kernels for `transformers` to fetch from the hub and run, and values that
+#: name none.
+_KERNELS = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
+_NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+
+
+def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
+    """Return the error of a config that cannot be trained. field: of `[model]`, to blame."""
+    return ShapeError(Misfit(message, field, advice))
+
+
+def _without_code(value: Any) -> Any:
+    """Return the content of a config.json without entries that let `transformers` run other code
+    than its own.
+    """
+    if isinstance(value, list):
+        return [_without_code(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        names_kernel = name in _KERNELS and item not in _NO_KERNELS
+        if name not in _CODE and not names_kernel:
+            kept[name] = _without_code(item)
+    return kept
+
+
+def read_config(content: Mapping[str, Any]) -> Any:
+    """Return the `transformers` config of a config.json, which names no code. Raises ShapeError."""
+    # Their lines are about kernels for other devices.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+        )
+    except ModuleNotFoundError as error:
+        message = '"hf" needs the package transformers, which is not installed'
+        raise refused(message, pip_install("transformers"), "name") from error
+    except ImportError as error:
+        message = f'"hf" needs the package transformers: {error}'
+        raise refused(message, pip_install("transformers"), "name") from error
+    kind: Any = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CAUSAL:
+        near = names_like(str(kind), CAUSAL).partition("; there are")[0]
+        raise refused(
+            f"transformers has no causal language model of model_type {shown(kind)}", near
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(_without_code(dict(content)))
+    except Exception as error:  # `transformers` raises its own classes for wrong values
+        raise refused(f"transformers refuses the config of a {kind}: {error}") from error
+    if not hasattr(config, "vocab_size"):
+        raise refused(f"a {kind} has no vocab_size; only text models are supported")
+    return config
+
+
+def config_file(source: str) -> str:
+    """Return the path of a config.json: a file, its folder, or the id of a model on the hub, which
+    is downloaded.
+
+    Nothing but the hub is asked whether it is there. Raises what `huggingface_hub` and its HTTP
+    client raise.
+    """
+    path = os.path.join(source, "config.json") if os.path.isdir(source) else source
+    if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        from huggingface_hub import hf_hub_download
+
+        from titanlite.data.contact import contact_problem
+
+        problem = contact_problem("hf://")
+        try:
+            # What an earlier download has left serves without a network.
+            path = hf_hub_download(source, "config.json", local_files_only=problem is not None)
+        except FileNotFoundError as error:
+            if problem is None:
+                raise
+            raise FileNotFoundError(problem) from error
+    return path

@@ -1,0 +1,80 @@
+"""Parts of a model of `transformers` by name, and its numbers."""
+
+from __future__ import annotations
+
+import re
+
+from titanlite.models.hf.args import HFArgs
+from titanlite.models.hf.skeleton import HEAD
+from titanlite.models.spec import Size
+
+
+def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
+    """Return the embedding, each block and the head; of tied models the blocks: the rest is the
+    root's.
+    """
+    known = args.skeleton
+    blocks: list[tuple[str, ...]] = [(name,) for name in known.blocks]
+    if known.tied or not known.head:
+        return blocks
+    return [(known.embedding,), *blocks, (known.head,)]
+
+
+def linears(args: HFArgs) -> dict[str, Size]:
+    """Return name → size of every linear, but not of a head with another name than `lm_head`."""
+    from torch import nn
+
+    found = {}
+    for name, module in args.skeleton.model.named_modules():
+        if type(module) is nn.Linear:
+            found[name] = Size(module.in_features, module.out_features)
+    if args.skeleton.head != HEAD:
+        found.pop(args.skeleton.head, None)
+    return found
+
+
+def count_parameters(args: HFArgs) -> int:
+    """Return the number of parameters; a shared one counts once."""
+    return sum(parameter.numel() for parameter in args.skeleton.model.parameters())
+
+
+def flops_per_token(args: HFArgs, seq_len: int) -> int:
+    """Return the model FLOPs of one training token, forward and backward, by the formula of the
+    Llamas.
+
+    6 per parameter outside of embeddings; a tied embedding counts as the head.
+    Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows
+    and causality are not discounted.
+    """
+    from torch import nn
+
+    known = args.skeleton
+    config = known.config
+    tables = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {known.model.get_parameter(name) for name in known.tied.values()}
+    multiplied = [weight for weight in known.model.parameters() if weight not in tables]
+    weights = sum(weight.numel() for weight in multiplied)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_width = getattr(config, "qk_head_dim", None) or width
+    value_width = getattr(config, "v_head_dim", None) or width
+    kinds = getattr(config, "layer_types", None) or [""] * len(known.blocks)
+    attending = sum(not re.search("linear|conv", kind) for kind in kinds)
+    per_layer = config.num_attention_heads * (key_width + value_width) * seq_len
+    return 6 * weights + 6 * attending * per_layer
+
+
+def hf_names(args: HFArgs) -> dict[str, str]:
+    """Return the names of all saved tensors; files have the same.
+
+    Raises ValueError where they have others.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    model = args.skeleton.model
+    if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
+        kind = args.skeleton.config.model_type
+        raise ValueError(
+            f"files of a {kind} hold weights in another form than transformers' modules"
+        )
+    return {name: name for name in model.state_dict() if name not in args.skeleton.tied}
