@@ -220,6 +220,15 @@ def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_migrat
     assert (again.batch, again.schedule, again.mesh) == (run.batch, run.schedule, run.mesh)
 
 
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in HERE_NOW])
+def test_a_file_of_a_family_to_come_lacks_that_family_alone(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(text_of(name))
+    (problem,) = error.value.problems
+    assert problem.key == "model.name"
+    assert problem.message.startswith("no model ")
+
+
 @pytest.mark.parametrize(
     ("flavor", "entries"),
     [

@@ -59,6 +59,15 @@ _QWEN3_MOE_DEBUG = {
     "model.overrides.expert_width": 768,
     **_NO_LOSS,
 }
+_GPT_OSS = "biases of experts that balance the load, no auxiliary loss"
+_GPT_OSS_BALANCE = {**_NO_LOSS, "model.overrides.bias_update": 0.001}
+_GPT_OSS_DEBUG = {
+    "model.overrides.n_heads": 64,
+    "model.overrides.n_kv_heads": 8,
+    "model.overrides.head_dim": 64,
+    "model.overrides.ffn_dim": 2880,
+    **_GPT_OSS_BALANCE,
+}
 _DEEPSEEK = "norms with epsilon 1e-5"
 _DEEPSEEK_EPS = {"model.overrides.norm_eps": 1e-5}
 #: (`model.name`, `model.flavor`) in torchtitan 0.2.x → the model here.
@@ -94,6 +103,13 @@ LATER_MODELS: dict[tuple[str, str], Later] = {
         "qwen3_moe",
         {**_NO_LOSS, "model.overrides.rope_theta": 5e6},
     ),
+    ("gpt_oss", "debugmodel"): Later(
+        "debugmodel",
+        f"heads and experts of that one, {_GPT_OSS}. The vocabulary is the tokenizer's",
+        settings=_GPT_OSS_DEBUG,
+    ),
+    ("gpt_oss", "20b"): Later("20B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
+    ("gpt_oss", "120b"): Later("120B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
     ("deepseek_v3", "debugmodel"): Later("debugmodel", _DEEPSEEK, settings=_DEEPSEEK_EPS),
     ("deepseek_v3", "debugmodel_flex_attn"): Later(
         "debugmodel", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
