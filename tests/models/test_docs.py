@@ -37,6 +37,7 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "gpt_oss": {size: f"openai/gpt-oss-{size.lower()}" for size in ("20B", "120B")},
     "olmo2": {
         "1B": "allenai/OLMo-2-0425-1B",
         **{size: f"allenai/OLMo-2-1124-{size}" for size in ("7B", "13B")},

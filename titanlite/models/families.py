@@ -23,7 +23,7 @@ _NAMES = (
     "olmo3",
     "gemma3",
     "deepseek_v3",
-    "qwen3_moe",
+    "gpt_oss",
     "hf",
 )
 
