@@ -49,7 +49,7 @@ QWEN3_4B = {
     "vocab_size": 151936,
 }
 #: Families to come: a part of their files' names.
-WAITING = ("/gpt_oss/", "/llama4/")
+WAITING = ("/llama4/",)
 #: A part of a file's name → why the file is refused.
 REFUSED = {
     "/flux/": "model.name: .*makes images",
@@ -107,6 +107,8 @@ SIZES = {
     ("deepseek_v3", "16B"): 15_706_484_224,
     ("deepseek_v3", "236B"): 235_741_434_880,
     ("deepseek_v3", "671B"): 671_026_404_352,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
 }
 #: Vocabulary of torchtitan's debug models.
 VOCABULARY = 2048
@@ -157,6 +159,13 @@ def test_a_model_has_as_many_parameters_as_in_torchtitan(model: tuple[str, str])
     assert run.spec.count_parameters(args) == SIZES[model]
 
 
+def test_the_debug_model_of_gpt_oss_has_as_many_parameters_as_in_torchtitan() -> None:
+    """There it has the vocabulary of the large ones."""
+    run = model_run("gpt_oss", "debugmodel")
+    args = replace(run.model_args(), vocab_size=201088)
+    assert run.spec.count_parameters(args) == 183_397_920
+
+
 @pytest.mark.parametrize("flavor", ["debugmodel", "16B", "671B"])
 def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> None:
     """0.2.2, models/deepseek_v3/model/model.py: neither YaRN nor mscale up to the original
@@ -180,6 +189,9 @@ def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> Non
     [
         (("qwen3", "30B-A3B"), ("softmax", True, 1.0, 1, 8, 128, 0, 0.0, range(48))),
         (("qwen3", "debugmodel_moe"), ("softmax", True, 1.0, 1, 8, 64, 0, 0.0, range(8))),
+        # The same numbers as a softmax of all, divided by the sum of the chosen.
+        (("gpt_oss", "debugmodel"), ("softmax_of_chosen", True, 1.0, 1, 4, 8, 0, 1e-3, range(4))),
+        (("gpt_oss", "20b"), ("softmax_of_chosen", True, 1.0, 1, 4, 32, 0, 1e-3, range(24))),
         (("deepseek_v3", "debugmodel"), ("softmax", False, 1.0, 1, 3, 8, 2, 1e-3, range(1, 6))),
         (("deepseek_v3", "16B"), ("softmax", False, 1.0, 1, 6, 64, 2, 1e-3, range(1, 27))),
         (("deepseek_v3", "671B"), ("sigmoid", True, 2.5, 8, 8, 256, 1, 1e-3, range(3, 61))),

@@ -33,6 +33,8 @@ class GptOssArgs(ExpertArgs):
 
     top_k: int = 4
     aux_loss: float = 0.001
+    #: Step by which each expert's bias moves after an update; 0: there are no biases.
+    bias_update: float = 0.0
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 64
     #: Tokens that a token attends to in the first, third, … block, itself and those before it. In
@@ -149,6 +151,8 @@ def hf_names(args: GptOssArgs) -> dict[str, Any]:
     """Return our parameter name → Hugging Face's."""
     from titanlite.models import llama_hf
 
+    _check_bias(args)
+
     experts: dict[str, HFName] = {
         "feed_forward.gate.weight": "mlp.router.weight",
         "feed_forward.gate.bias": "mlp.router.bias",
@@ -183,6 +187,7 @@ def hf_config(args: GptOssArgs) -> dict[str, Any]:
     """
     from titanlite.models import llama_hf
 
+    _check_bias(args)
     return llama_hf.hf_config(args, "gpt_oss") | {
         "architectures": ["GptOssForCausalLM"],
         **_FIXED,
@@ -195,6 +200,14 @@ def hf_config(args: GptOssArgs) -> dict[str, Any]:
         "sliding_window": args.window or GptOssArgs.window,
         "layer_types": _layer_types(args),
     }
+
+
+def _check_bias(args: GptOssArgs) -> None:
+    if args.expert_bias:
+        raise ValueError(
+            f"bias_update is {args.bias_update}, and GPT-OSS in `transformers` has no biases of "
+            "experts"
+        )
 
 
 def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
