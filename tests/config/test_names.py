@@ -341,6 +341,13 @@ def llama_small() -> Trainer.Config:
             "is a Python config of torchtitan after 0.2.2",
             "from-torchtitan",
         ),
+        (
+            "a.py",
+            "import torchtitan.models\n",
+            "is a Python config of torchtitan",
+            "from-torchtitan",
+        ),
+        ("a.py", "def f() -> Trainer.Config: ...\n", "config of torchtitan", "from-torchtitan"),
         ("run.py", "steps = run()\n", "is Python; a config is a TOML file", "config template"),
         ("run.toml", "steps = run()\n", "broken TOML", ""),
     ],
