@@ -591,6 +591,7 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
         ("gemma3", TP),
         ("mixtral", "parallelism.expert_parallel_degree"),
         ("mixtral", FSDP),
+        ("gpt_oss", FSDP),
         ("hf", FSDP),
     ],
 )

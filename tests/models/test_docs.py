@@ -41,6 +41,7 @@ WEIGHTS = {
         "16B": "deepseek-ai/DeepSeek-V2-Lite",
         "671B": "deepseek-ai/DeepSeek-V3-Base",
     },
+    "gpt_oss": {size: f"openai/gpt-oss-{size.lower()}" for size in ("20B", "120B")},
     "olmo2": {
         "1B": "allenai/OLMo-2-0425-1B",
         **{size: f"allenai/OLMo-2-1124-{size}" for size in ("7B", "13B")},

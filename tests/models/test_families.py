@@ -16,6 +16,7 @@ from tests.support.llamas import VARIANTS as LLAMAS
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.gemma3 import Gemma3Args
+from titanlite.models.gpt_oss import GptOssArgs
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args
@@ -32,6 +33,16 @@ SMALL: dict[str, Any] = {
 }
 MISTRAL = MistralArgs(**SMALL, window=24)
 QWEN3 = Qwen3Args(**SMALL, head_dim=16)
+GPT_OSS = GptOssArgs(
+    **{**SMALL, "n_layers": 4},
+    head_dim=16,
+    ffn_dim=48,
+    n_experts=4,
+    top_k=2,
+    aux_loss=0.0,
+    window=24,
+    rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32, truncate=False),
+)
 OLMO2 = Olmo2Args(**SMALL)
 #: Block 2 sees all tokens before.
 OLMO3 = Olmo3Args(**{**SMALL, "n_layers": 4}, window=24, full_every=3)
@@ -59,6 +70,12 @@ VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
         "qwen3",
         replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24),
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, long window, all experts": (
+        "gpt_oss",
+        replace(GPT_OSS, window=128, top_k=4, rope_scaling=None, n_kv_heads=8),
+    ),
+    "gpt_oss, no window": ("gpt_oss", replace(GPT_OSS, window=None, norm_eps=1e-6)),
     "olmo2": ("olmo2", OLMO2),
     "olmo2, tied, scaled": ("olmo2", replace(OLMO2, tied=True, rope_scaling=SCALED, n_kv_heads=8)),
     "olmo3": ("olmo3", OLMO3),
@@ -100,10 +117,18 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
             p.copy_(
                 one + 0.2 * torch.randn_like(p)
                 if "norm" in name
-                else torch.randn_like(p) * p.size(-1) ** -0.5
+                else torch.randn_like(p) * _width(name, p) ** -0.5
             )
     theirs.load_state_dict(SPECS[family].to_hf(ours.state_dict(), args), strict=not args.tied)
     return ours, theirs, family, args
+
+
+def _width(name: str, p: Tensor) -> int:
+    """Numbers that a result of a matrix is the sum of; biases and sinks are small beside it."""
+    if name.endswith(("bias", "sinks.weight")):
+        return 16
+    # Experts of GPT-OSS are matrices [in, out].
+    return p.size(-2) if name.endswith(("gate_up", "down")) else p.size(-1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -134,7 +159,8 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama, gqa", "mistral, window", "qwen3", "olmo2", "olmo3", "gemma3, untied"]
+    "variant",
+    ["llama, gqa", "mistral, window", "qwen3", "olmo2", "olmo3", "gemma3, untied", "gpt_oss"],
 )
 def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
@@ -177,6 +203,8 @@ PUBLISHED = {
     ("mistral", "7B-v0.1"): 7_241_732_096,
     ("mistral", "7B"): 7_248_023_552,
     ("mistral", "mathstral-7B"): 7_248_023_552,
+    ("gpt_oss", "20B"): 20_914_757_184,
+    ("gpt_oss", "120B"): 116_829_156_672,
     ("qwen3", "0.6B"): 596_049_920,
     ("qwen3", "1.7B"): 1_720_574_976,
     ("qwen3", "4B"): 4_022_468_096,
@@ -234,6 +262,14 @@ def test_attention_outside_the_window_costs_nothing() -> None:
             "attends to all tokens before",
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types are not sliding_attention and full_attention in turns",
+        ),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the models here have 'silu'"),
         ("olmo3", {"sliding_window": None}, "sliding_window is None, expected an integer"),
@@ -262,7 +298,14 @@ def test_attention_outside_the_window_costs_nothing() -> None:
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
-    small = {"mistral": MISTRAL, "qwen3": QWEN3, "olmo2": OLMO2, "olmo3": OLMO3, "gemma3": GEMMA3}
+    small = {
+        "mistral": MISTRAL,
+        "qwen3": QWEN3,
+        "olmo2": OLMO2,
+        "olmo3": OLMO3,
+        "gemma3": GEMMA3,
+        "gpt_oss": GPT_OSS,
+    }
     args = small[family]
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
@@ -270,7 +313,7 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
 
 @pytest.mark.parametrize(
     "family",
-    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3"],
+    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3", "gpt_oss"],
 )
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING

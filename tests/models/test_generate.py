@@ -71,6 +71,25 @@ def test_64_greedy_tokens_equal_full_passes_and_transformers(tied: bool) -> None
     assert not any(type(module).__name__ == "CachedAttention" for module in model.modules())
 
 
+def test_sinks_and_windows_in_every_second_block() -> None:
+    from tests.models.test_families import VARIANTS, pair
+
+    model, theirs, _, args = pair("gpt_oss")
+    assert args == VARIANTS["gpt_oss"][1] and args.window == 24
+    found = _rows(model)
+    assert len(set(found[0])) > 10
+    assert found == _rows(model, cached=False)
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        ids = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None
+        )
+        assert ids[0, len(prompt) :].tolist() == row
+    with torch.no_grad():
+        for block in model.layers.values():  # type: ignore[operator,union-attr]
+            block.attention.sinks.weight += 2
+    assert found != _rows(model)
+
+
 def test_a_window_hides_earlier_tokens_as_full_passes_with_it_do() -> None:
     class Window(nn.Module):
         window = 5

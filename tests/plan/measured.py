@@ -45,6 +45,12 @@ _CHUNKS = "training.loss_chunks"
 _EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
 _FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
 _MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}
+_GPT_OSS = {
+    "model.name": "gpt_oss",
+    "model.overrides.ffn_dim": 256,
+    "model.overrides.head_dim": 32,
+    "model.overrides.window": 64,
+}
 _OLMO3 = {"model.name": "olmo3", "model.overrides.window": 64, "model.overrides.ffn_dim": 384}
 _GEMMA3 = {
     "model.name": "gemma3",
@@ -86,6 +92,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, masked documents": (1, {"data.mask_documents": "true"}),
     "1 rank, mixture": (1, _MIXTRAL),
     "1 rank, mixture, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
+    "1 rank, sinks": (1, _GPT_OSS),
+    "1 rank, sinks, float32, AC full": (
+        1,
+        {**_GPT_OSS, _MODE: "full", "training.mixed_precision_param": "float32"},
+    ),
+    "1 rank, sinks, AC op": (1, {**_GPT_OSS, _MODE: "selective", _OPTION: "op"}),
     "1 rank, norms after": (1, _OLMO3),
     "1 rank, norms around": (1, _GEMMA3),
     "fsdp 2": (2, {}),
@@ -125,6 +137,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2, GPipe": (2, {_PP: 2, _SCHEDULE: "GPipe"}),
     "pp 2, Interleaved1F1B": (2, {_PP: 2, _SCHEDULE: "Interleaved1F1B"}),
     "pp 2, ZBVZeroBubble": (2, {_PP: 2, _SCHEDULE: "ZBVZeroBubble"}),
+    "sinks, fsdp 2": (2, _GPT_OSS),
+    "sinks, cp 2": (2, {**_GPT_OSS, _CP: 2}),
+    "sinks, experts over 2": (2, {**_GPT_OSS, "parallelism.expert_parallel_degree": 2}),
     "mixture, experts over 2": (2, {**_MIXTRAL, "parallelism.expert_parallel_degree": 2}),
     "fsdp 4": (4, {}),
     "fsdp 4, AC full, Muon": (4, {_MODE: "full", _OPTIMIZER: "Muon"}),

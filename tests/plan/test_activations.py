@@ -19,6 +19,7 @@ DEEPSEEK = [
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
+    "gpt_oss": ["--model.name=gpt_oss", "--model.flavor=debugmodel"],
     "qwen3_moe": ["--model.name=qwen3_moe", "--model.flavor=debugmodel"],
     "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
     "deepseek_v3": DEEPSEEK,

@@ -209,6 +209,32 @@ MORE |= {
     "qwen3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **QWEN3, **FOUR}), 2),
     "qwen3, cp 2, tp 2, recomputed": (Row(4, {CP: 2, TP: 2, MODE: "full", **QWEN3}), 1),
 }
+#: Sinks, biases, experts, a window in every second block.
+GPT_OSS = {
+    "model.name": "gpt_oss",
+    "model.overrides.head_dim": 16,
+    "model.overrides.ffn_dim": 48,
+    "model.overrides.n_experts": 4,
+    "model.overrides.top_k": 2,
+    "model.overrides.window": 12,
+    "model.overrides.aux_loss": 0.0,
+}
+EXPERTS = "parallelism.expert_parallel_degree"
+MORE |= {
+    "gpt_oss, 1 rank": (Row(1, GPT_OSS), 2),
+    "gpt_oss, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **GPT_OSS, **GRAPH}), 1),
+    "gpt_oss, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **GPT_OSS}), 2),
+    "gpt_oss, cp 2": (Row(2, {CP: 2, **GPT_OSS}), 1),
+    "gpt_oss, cp 2, fsdp 2, recomputed, compiled": (
+        Row(4, {CP: 2, FSDP: 2, MODE: "full", "training.compile": "true", **GPT_OSS}),
+        1,
+    ),
+    "gpt_oss, pp 2, fsdp 2, chunks": (Row(4, {PP: 2, FSDP: 2, CHUNKS: 3, **GPT_OSS, **FOUR}), 2),
+    "gpt_oss, tp 2": (Row(2, {TP: 2, **GPT_OSS}), 2),
+    "gpt_oss, cp 2, tp 2, by operation, compiled": (Row(4, {CP: 2, TP: 2, **GPT_OSS, **GRAPH}), 1),
+    "gpt_oss, ep 2": (Row(2, {EXPERTS: 2, **GPT_OSS}), 2),
+    "gpt_oss, ep 2, fsdp 4, recomputed": (Row(4, {EXPERTS: 2, MODE: "full", **GPT_OSS}), 1),
+}
 #: Whole QK norm, norms after, windows in two of three blocks; norms around, two bases of RoPE.
 OLMO2 = {"model.name": "olmo2"}
 OLMO3 = {"model.name": "olmo3", "model.overrides.window": 12, "model.overrides.full_every": 2}
@@ -345,6 +371,9 @@ QUICK_MORE = {
     "chunks, pp 2, zero bubble",
     "mistral, cp 2",
     "qwen3, tp 2",
+    "gpt_oss, cp 2",
+    "gpt_oss, ep 2",
+    "gpt_oss, tp 2",
     "olmo2, tp 2",
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
@@ -460,6 +489,9 @@ MASKED = {
     "cp 2, tp 2": "recomputed",
     "mistral, tp 2": "by operation",
     "mistral, cp 2": "compiled",
+    "gpt_oss, 1 rank": "at once",
+    "gpt_oss, cp 2": "recomputed",
+    "gpt_oss, tp 2": "by operation",
     "olmo3, cp 2": "accumulated",
     "olmo3, tp 2": "at once",
     "gemma3, tp 2": "compiled",

@@ -71,8 +71,10 @@ def train_reference(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # torch's attention has no sinks.
+    attention = "eager" if config["model_type"] == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation="sdpa"
+        AutoConfig.for_model(**config), attn_implementation=attention
     )
     model.train()
     model.load_state_dict(in_memory(weights), strict=not config.get("tie_word_embeddings"))

@@ -162,12 +162,34 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             except ValueError as error:
                 raise CheckpointError(f"{file}: {name} {error}") from None
             parts[name] = Part(file, name, torch.float32, shape, read)
-        else:
-            raise CheckpointError(
-                f"{file}: {name} has type {kind}: integers of a quantised model cannot be "
-                "trained. Take the weights in bfloat16"
-            )
+        elif not _is_mxfp4_scale(name, opened):
+            part = _mxfp4(name, opened)
+            parts[part.name] = part
     return parts
+
+
+def _is_mxfp4_scale(name: str, opened: Mapping[str, tuple[Path, Any]]) -> bool:
+    return name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in opened
+
+
+def _mxfp4(name: str, opened: Mapping[str, tuple[Path, Any]]) -> Part:
+    """Return the tensor of integers, whose blocks are these. Raises CheckpointError for others."""
+    file, handle = opened[name]
+    view = handle.get_slice(name)
+    whole = name.removesuffix("_blocks")
+    scales = f"{whole}_scales"
+    if whole == name or scales not in opened or view.get_dtype() != "U8":
+        raise CheckpointError(
+            f"{file}: {name} has type {view.get_dtype()}: integers of a quantised model cannot be "
+            "trained. Take the weights in bfloat16"
+        )
+    from titanlite.checkpoint.mxfp4 import unpacked
+
+    try:
+        shape, read = unpacked(view, opened[scales][1].get_slice(scales))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {name} {error}") from None
+    return Part(file, whole, torch.bfloat16, shape, read)
 
 
 def open_safetensors(file: Path) -> Any:

@@ -48,11 +48,15 @@ class DocumentMask(NamedTuple):
 
         scale: of the scores; None: head_dim ** -0.5.
         """
-        if _no_kernel(q):
-            same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
-            seen = same & band(q.size(2), q.size(2), window, q.device)
-            return attend(q, k, v, seen.unsqueeze(1), scale)
+        if no_kernel(q):
+            return attend(q, k, v, self.seen(window), scale)
         return _attend(q, k, v, self.begins, window, scale)
+
+    def seen(self, window: int | None) -> Tensor:
+        """Return which keys each query sees: [batch, 1, seq, seq] bool."""
+        seq_len = self.doc_ids.size(1)
+        same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
+        return (same & band(seq_len, seq_len, window, same.device)).unsqueeze(1)
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -60,13 +64,14 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     `DocumentMask`.
     """
     batch, seq_len = q.size(0), q.size(2)
-    if _no_kernel(q):
+    if no_kernel(q):
         return attend(q, k, v, band(seq_len, seq_len, window, q.device))
     begins = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=q.device)
     return _attend(q, k, v, begins, window)
 
 
-def _no_kernel(q: Tensor) -> bool:
+def no_kernel(q: Tensor) -> bool:
+    """Return whether torch has no attention of variable lengths for such queries."""
     return q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16)
 
 
@@ -120,32 +125,49 @@ class _Part(NamedTuple):
     mask: Tensor | None
 
 
-def _parts(begins: Tensor, window_size: list[int] | None, dtype: torch.dtype) -> Iterator[_Part]:
+def _parts(
+    begins: Tensor, begins_k: Tensor | None, window_size: list[int] | None, dtype: torch.dtype
+) -> Iterator[_Part]:
     """Yield the documents, longer ones as pieces of one window, whose queries see themselves and
     the piece before.
+
+    A document may have more keys than queries: its last query is at its last key.
     """
     left, right = window_size or (-1, -1)
     if right != 0:
         raise NotImplementedError(
             "on CPUs attention of variable lengths is causal: window_size = (…, 0)"
         )
-    places = begins.unique_consecutive().tolist()
+    places = begins.tolist()
+    key_places = places if begins_k is None else begins_k.tolist()
+    queries = zip(places, places[1:], strict=False)
+    keys = zip(key_places, key_places[1:], strict=False)
     whole: Tensor | None = None
-    for begin, end in zip(places, places[1:], strict=False):
-        step = end - begin if left < 0 else left + 1
+    for (begin, end), (begin_k, end_k) in zip(queries, keys, strict=True):
+        earlier = end_k - begin_k - (end - begin)
+        step = left + 1
+        if left < 0:
+            step = max(1, end - begin)
         for first in range(begin, end, step):
             last = min(first + step, end)
-            if first == begin:
-                yield _Part(slice(first, last), slice(first, last), None)
-                continue
-            if whole is None:
-                allowed = band(step, step + left, step, begins.device)
-                whole = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-            yield _Part(
-                slice(first, last),
-                slice(first - left, last),
-                whole[: last - first, : last - first + left],
-            )
+            before = earlier + first - begin
+            if left >= 0:
+                before = min(before, left)
+            last_key = end_k - (end - last)
+            key_span = slice(last_key - (last - first) - before, last_key)
+            mask = None
+            if before and left < 0:
+                mask = _added(band(last - first, last - first + before, None, begins.device), dtype)
+            elif before:
+                if whole is None:
+                    whole = _added(band(step, step + left, step, begins.device), dtype)
+                mask = whole[: last - first, left - before : left + last - first]
+            yield _Part(slice(first, last), key_span, mask)
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores, of the same shape: minus infinity where none is allowed."""
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _heads(tensor: Tensor, tokens: slice) -> Tensor:
@@ -168,7 +190,7 @@ def _forward(  # noqa: PLR0913
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.size(1), len(q), dtype=torch.float32)
-    for queries, keys, mask in _parts(begins, window_size, q.dtype):
+    for queries, keys, mask in _parts(begins, begins_k, window_size, q.dtype):
         inputs = _heads(q, queries), _heads(k, keys), _heads(v, keys)
         result, logsumexp = _flash(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
         _heads(out, queries).copy_(result)
@@ -194,7 +216,7 @@ def _backward(  # noqa: PLR0913
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys, mask in _parts(begins, window_size, q.dtype):
+    for queries, keys, mask in _parts(begins, begins_k, window_size, q.dtype):
         inputs = _heads(gradient, queries), _heads(q, queries), _heads(k, keys), _heads(v, keys)
         results = _heads(out, queries), _heads(lse.t(), queries)
         parts = _flash_backward(*inputs, *results, 0.0, mask is None, attn_mask=mask, scale=scale)

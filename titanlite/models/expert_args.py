@@ -197,6 +197,11 @@ class ExpertArgs(LlamaArgs):
         return self.bias_update > 0
 
     @property
+    def expert_biases(self) -> bool:
+        """Whether experts have biases, as those of `titanlite.models.gpt_oss_layers`."""
+        return False
+
+    @property
     def shared_width(self) -> int:
         """Hidden width of the shared experts together; 0: there are none."""
         return self.n_shared_experts * self.expert_width

@@ -23,6 +23,7 @@ _NAMES = (
     "olmo3",
     "gemma3",
     "deepseek_v3",
+    "gpt_oss",
     "hf",
 )
 

@@ -118,11 +118,15 @@ class Experts(nn.Module):
 
     def __init__(self, n_experts: int, dim: int, width: int) -> None:
         super().__init__()
+        self.add_parameters(n_experts, dim, width)
+        #: Set where ranks hold different experts; the parameters are then this rank's.
+        self.exchange: Exchange | None = None
+
+    def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
+        """Make the parameters, each [experts, …]."""
         self.w1 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, width))
         self.w3 = nn.Parameter(torch.empty(n_experts, width, dim))
-        #: Set where ranks hold different experts; the parameters are then this rank's.
-        self.exchange: Exchange | None = None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64, rows of each.
@@ -132,16 +136,22 @@ class Experts(nn.Module):
         state = None
         if self.exchange is not None:
             x, counts, state = self.exchange.dispatch(x, counts)
-        ends = counts.cumsum(0).to(torch.int32)
-        w1, w2, w3 = (_local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
-        inner = silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends))
-        y = grouped_mm(inner, w2, ends)
+        y = self.products(x, counts.cumsum(0).to(torch.int32))
         if self.exchange is None:
             return y
         return self.exchange.combine(y, state)
 
+    def products(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return each expert's result for its rows.
 
-def _local(weight: Tensor) -> Tensor:
+        x: [rows, dim], sorted by expert; ends: [experts] int32, where each expert's rows end.
+        """
+        w1, w2, w3 = (local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
+        inner = silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends))
+        return grouped_mm(inner, w2, ends)
+
+
+def local(weight: Tensor) -> Tensor:
     """Return this rank's part of a weight. Ranks that hold the same part have other tokens, so
     their gradients are parts of a sum.
     """

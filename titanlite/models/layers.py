@@ -106,8 +106,12 @@ class Attention(nn.Module):
         # q. In this layout wo reads it without a copy.
         q = rotation(q)
         k = rotation(k)
-        y = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
+        """Return attention proper; shapes as for `SdpaAttention`."""
+        return self.inner_attention(q, k, v, mask)
 
 
 class FeedForward(nn.Module):

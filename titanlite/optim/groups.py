@@ -53,10 +53,12 @@ def _kind_of(
             pattern = index
             break
     in_block = name.startswith(tuple(f"{block}." for block in blocks))
+    # A stack of experts' biases has two dimensions.
+    is_vector = parameter.ndim < 2 or name.endswith("bias")
     return _Kind(
         pattern,
-        without_decay=settings.no_decay_on_norms and parameter.ndim < 2,
-        is_muon=settings.name == "Muon" and parameter.ndim > 1 and in_block,
+        without_decay=settings.no_decay_on_norms and is_vector,
+        is_muon=settings.name == "Muon" and not is_vector and in_block,
     )
 
 

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -69,6 +76,7 @@ def apply_tp(
         tokens:    no weights of its own; the first argument is made a plain tensor, this rank's
                    part of the sequence, and so is the output.
         whole:     weights whole; input and output as they are.
+        vector:    one number for each head, of which a rank has those of its heads; no input.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
         head:      as colwise, from an input divided by sequence to logits, a DTensor for
                    `tensor_loss`.
@@ -151,7 +159,8 @@ def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> Pa
         # divided.
         "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
         "colwise": ColwiseParallel(),
-        "whole": _Whole(),
+        "whole": _Placed(Replicate()),
+        "vector": _Placed(Shard(0)),
         "gathered": ColwiseParallel(input_layouts=_SEQUENCE),
         "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
         "head": ColwiseParallel(
@@ -230,16 +239,19 @@ def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (x.to_local(), *others)
 
 
-class _Whole(ParallelStyle):
-    """Every rank has all of the weights, and gradients of its own tokens."""
+class _Placed(ParallelStyle):
+    """Every rank has all of the weights, or a part of them; inputs and outputs are as they are."""
+
+    def __init__(self, placement: Shard | Replicate) -> None:
+        self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in list(module.named_parameters(recurse=False)):
-                whole = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-                setattr(module, key, nn.Parameter(whole, parameter.requires_grad))
+                placed = distribute_tensor(parameter, mesh, [self.placement], src_data_rank=None)
+                setattr(module, key, nn.Parameter(placed, parameter.requires_grad))
 
-        return distribute_module(module, device_mesh, replicate)
+        return distribute_module(module, device_mesh, place)
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:

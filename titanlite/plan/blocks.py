@@ -146,7 +146,13 @@ class Shape:
             return context.pairs(self, width, kv_width, sums)
         taken = ("qr", "kr", "v")
         size = self.tokens * width * self.size
-        return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
+        y = Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")
+        if "attention.sinks" not in self.args.attention_extras():
+            return [y]
+        # The kernel's result, and in float32 its product with a share, or with the gradient.
+        forward = 3 * size if self.size == 2 else size
+        backward = 4 * size if self.size == 2 else size
+        return [replace(y, forward=forward + 2 * sums, backward=backward + 2 * sums)]
 
 
 def block_ops(s: Shape) -> OpList:

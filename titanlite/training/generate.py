@@ -137,10 +137,12 @@ class CachedAttention(nn.Module):
             seen &= places > slots - self.window
         return seen.unsqueeze(1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated.
 
-        Return q's shape.
+        Return q's shape. sinks: [heads], of a model that has them.
         """
         cache = self.cache
         if not self._keys.numel():
@@ -152,6 +154,10 @@ class CachedAttention(nn.Module):
         self._values[row, cache.slots] = v.transpose(1, 2)
         k = self._keys[:, : cache.end].transpose(1, 2)
         v = self._values[:, : cache.end].transpose(1, 2)
+        if sinks is not None:
+            from titanlite.models.sinks import attend_masked
+
+            return attend_masked(q, k, v, sinks, mask)
         return F.scaled_dot_product_attention(
             q,
             k,

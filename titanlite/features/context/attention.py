@@ -32,13 +32,14 @@ class ContextAttention(nn.Module):
 
     Keys and values are gathered before they are repeated for groups of queries. Keys after a
     chunk's end, or before the window of its first query, are not multiplied. window: as for
-    `SdpaAttention`.
+    `SdpaAttention`. has_sinks: `forward` gets them.
     """
 
-    def __init__(self, cp_rank: CPRank, window: int | None = None) -> None:
+    def __init__(self, cp_rank: CPRank, window: int | None = None, has_sinks: bool = False) -> None:
         super().__init__()
         self.cp_rank = cp_rank
         self.window = window
+        self.has_sinks = has_sinks
 
     def _spans(self, chunk: int) -> list[tuple[int, int]]:
         """Return for each chunk its first key and its end."""
@@ -50,8 +51,7 @@ class ContextAttention(nn.Module):
         return spans
 
     def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return for each chunk the mask of its queries over its keys; None: that of the window
-        alone.
+        """Return for each chunk the mask of its queries over its keys; None: causal, in the window.
 
         doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, keys] bool. None:
         torch's `CausalBias`, which attention kernels for GPUs know; elsewhere torch makes a mask
@@ -73,7 +73,7 @@ class ContextAttention(nn.Module):
         """Return the mask of one chunk over its keys; None: the window decides."""
         from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
 
-        if self.window is not None and self.window < end:
+        if self.has_sinks or (self.window is not None and self.window < end):
             return None
         # Made here, since `torch.compile` can take them as arguments but cannot make them in a
         # graph. They hold no data, and dispatch modes (a trace without data, a counter of FLOPs)
@@ -88,9 +88,14 @@ class ContextAttention(nn.Module):
         return (same & seen).unsqueeze(1)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, Tensor | None]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: tuple[Tensor | None, Tensor | None],
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …].
+        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …], sinks: [heads].
 
         Return q's shape.
         """
@@ -98,10 +103,23 @@ class ContextAttention(nn.Module):
         spans = self._spans(q.size(2) // 2)
         parts = []
         for (begin, end), queries, seen in zip(spans, q.chunk(2, 2), mask, strict=True):
+            inputs = (queries, keys[:, :, begin:end], values[:, :, begin:end])
+            if sinks is not None:
+                parts.append(self._with_sinks(*inputs, sinks, seen))
+                continue
             if seen is None:
                 seen = band(queries.size(2), end - begin, self.window, q.device)
-            parts.append(attend(queries, keys[:, :, begin:end], values[:, :, begin:end], seen))
+            parts.append(attend(*inputs, seen))
         return torch.cat(parts, 2)
+
+    def _with_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor | None
+    ) -> Tensor:
+        from titanlite.models.sinks import attend_in_window, attend_masked
+
+        if seen is None:
+            return attend_in_window(q, k, v, sinks, self.window)
+        return attend_masked(q, k, v, sinks, seen)
 
 
 def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -120,8 +138,10 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
             f"context parallelism finds no {_REPLACED!r} in {type(model).__name__}"
         )
     for owner in owners:
-        window = getattr(owner.get_submodule(_REPLACED), "window", None)
-        setattr(owner, _REPLACED, ContextAttention(cp_rank, window))
+        inner = owner.get_submodule(_REPLACED)
+        window = getattr(inner, "window", None)
+        has_sinks = getattr(inner, "has_sinks", False)
+        setattr(owner, _REPLACED, ContextAttention(cp_rank, window, has_sinks))
     rope: Any = model.get_submodule("rope")
     rope.sharing_ranks = cp_rank.degree
     model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)

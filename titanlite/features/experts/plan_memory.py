@@ -62,14 +62,16 @@ class ExpertMemory:
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
-        inner = rows * a.expert_width * s.size
         outer = rows * a.dim * s.size
-        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         router = s.linear("gate", "n2", *self.router)
         # The router keeps logits and probabilities in float32, and the places of rows in int64.
         probabilities = s.tokens * a.n_experts * 4
+        kept = probabilities * 3 + rows * 8 * 2
+        if a.score == "softmax_of_chosen":
+            # The softmax has weights and chosen experts beside the logits that the losses take.
+            kept = probabilities * 2 + rows * (8 * 3 + 4) + s.tokens * 4
         ops = [
-            replace(router, keeps=probabilities * 3 + rows * 8 * 2),
+            replace(router, keeps=kept),
             Op("rows", outer, ("n2",), backward=outer),
         ]
         x = "rows"
@@ -86,12 +88,7 @@ class ExpertMemory:
             ops.append(Op("sent", outer, (x,), kind="other", backward=outer))
             x = "sorted"
             ops.append(Op("sorted", outer, ("sent",)))
-        ops += [
-            Op("g", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
-            Op("u", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
-            Op("m", inner, reads=("g", "u"), saves=("g", "u")),
-            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
-        ]
+        ops += self.products(s, x)
         y = "e"
         if self.ranks > 1:
             y = "returned"
@@ -113,12 +110,30 @@ class ExpertMemory:
         )
         return ops
 
-    def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield w1, w2 and w3 of a rank's experts, each stacked."""
+    def products(self, s: Shape, x: str) -> list[Op]:
+        """Return the operators of `grouped.Experts.products`: "e" of its rows, "x"."""
+        a = self.args
+        rows = s.tokens * a.top_k
+        inner = rows * a.expert_width * s.size
+        outer = rows * a.dim * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
+        return [
+            Op("g", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
+            Op("u", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
+            Op("m", inner, reads=("g", "u"), saves=("g", "u")),
+            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
+        ]
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return rows and columns of each stack's matrices."""
         dim = self.args.dim
         width = self.args.expert_width
+        return [(width, dim), (dim, width), (width, dim)]
+
+    def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
+        """Yield the matrices of a rank's experts, each stacked."""
         over = mesh.weight_shards // self.ranks
-        for rows, columns in ((width, dim), (dim, width), (width, dim)):
+        for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
             # divided.
             can_divide = rows % over == 0 or columns % over == 0
@@ -137,4 +152,8 @@ def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
     """Return the experts of a block; None: it has none. args: of that block."""
     if not isinstance(args, ExpertArgs) or not args.n_experts:
         return None
+    if args.expert_biases:
+        from titanlite.features.experts.biased_memory import BiasedExpertMemory
+
+        return BiasedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)

@@ -1,0 +1,163 @@
+"""Attention with sinks against the formula, and against gpt-oss in `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tests.models.test_document_attention import LENGTHS, numbers
+from tests.support.llamas import relative
+from tests.support.watch import Watch
+from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
+
+
+def inputs(kv_heads: int = 2, queries: int = 48, keys: int = 48) -> list[Tensor]:
+    """q, k, v, sinks that matter, and a gradient of the result."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 4, queries, 16)
+    k = torch.randn(3, kv_heads, keys, 16)
+    v = torch.randn(3, kv_heads, keys, 16)
+    return [q, k, v, torch.tensor([-2.0, 0.0, 1.0, 5.0]), torch.randn(3, 4, queries, 16)]
+
+
+def seen_by(queries: int, keys: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
+    """Which keys each query sees, from the places of both."""
+    place = torch.arange(keys - queries, keys).unsqueeze(1)
+    back = place - torch.arange(keys)
+    seen = (back >= 0) & (back < (window or keys))
+    if doc_ids is None:
+        return seen
+    return (seen & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tensor:
+    """Every score, and the sink as one more of them."""
+    groups = q.size(1) // k.size(1)
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
+    scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -torch.inf)
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
+
+
+def results(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """The result, and the gradients of q, k, v and the sinks."""
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+
+def copies(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [t.detach().to(dtype).requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_windows_and_documents_equal_the_formula(
+    dtype: torch.dtype, within: float, kv_heads: int
+) -> None:
+    *given, upstream = (t.to(dtype) for t in inputs(kv_heads))
+    for window in (None, 1, 7, 24, 47, 48, 100):
+        for doc_ids in (None, numbers(LENGTHS)):
+            attention = SinkAttention(window)
+            ours = copies(given, dtype)
+            exact = copies(given)
+            q, k, v, sinks = ours
+            y = attention(q, k, v, attention.prepare(doc_ids), sinks)
+            expected = formula(*exact, seen_by(48, 48, window, doc_ids))
+            found = results(y, ours, upstream)
+            wanted = results(expected, exact, upstream.float())
+            for name, one, other in zip("yqkvs", found, wanted, strict=True):
+                assert one.dtype == dtype
+                assert relative(one.float(), other) < within, (name, window, doc_ids)
+
+
+@pytest.mark.parametrize("window", [None, 5, 24, 100])
+@pytest.mark.parametrize("queries", [2, 20, 47])
+def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
+    """As ranks that share a sequence have them: their queries are the last ones."""
+    *given, upstream = inputs(queries=queries)
+    seen = seen_by(queries, 48, window, None)
+    exact = copies(given, torch.float64)
+    wanted = results(formula(*exact, seen), exact, upstream.double())
+    ways = {
+        "kernel": lambda q, k, v, sinks: attend_in_window(q, k, v, sinks, window),
+        "mask": lambda q, k, v, sinks: attend_masked(q, k, v, sinks, seen),
+    }
+    for way, function in ways.items():
+        ours = copies(given)
+        found = results(function(*ours), ours, upstream)
+        for name, one, other in zip("yqkvs", found, wanted, strict=True):
+            assert relative(one, other) < 2e-6, (way, name)
+
+
+def test_without_a_mask_all_keys_up_to_the_query_are_seen() -> None:
+    *given, upstream = inputs(queries=20)
+    exact = copies(given)
+    ours = copies(given)
+    wanted = results(formula(*exact, seen_by(20, 48, None, None)), exact, upstream)
+    found = results(attend_masked(*ours), ours, upstream)
+    assert all(relative(one, other) < 2e-6 for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_transformers_computes_the_same(window: int | None) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    *given, upstream = inputs()
+    theirs = copies(given)
+    q, k, v, sinks = theirs
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    module.sinks = sinks  # type: ignore[assignment]
+    added = torch.zeros(48, 48).masked_fill(~seen_by(48, 48, window, None), -torch.inf)
+    y, _ = eager_attention_forward(module, q, k, v, added, scaling=0.25)
+    wanted = results(y.transpose(1, 2), theirs, upstream)
+    ours = copies(given)
+    q, k, v, sinks = ours
+    found = results(SinkAttention(window)(q, k, v, None, sinks), ours, upstream)
+    for name, one, other in zip("yqkvs", found, wanted, strict=True):
+        assert relative(one, other) < 2e-6, name
+
+
+def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_all() -> None:
+    q, k, v, sinks, _ = inputs()
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    attention = SinkAttention(None)
+    assert relative(attention(q, k, v, None, sinks - 1000), plain) < 1e-6
+    assert attention(q, k, v, None, sinks + 1000).abs().max() == 0
+
+
+@pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
+def test_no_scores_of_the_sequence_squared_are_made(window: int | None, documents: bool) -> None:
+    q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.zeros(4, requires_grad=True)
+    sizes: list[int] = []
+
+    def look(_: Any, args: Any, out: Any) -> None:
+        sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+
+    with Watch(look):
+        attention = SinkAttention(window)
+        mask = attention.prepare(numbers([[64] * 16]) if documents else None)
+        attention(q, k, v, mask, sinks).sum().backward()
+    assert max(sizes) == 4 * 1024 * 8
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_compiled_call_has_the_same_gradients(window: int | None) -> None:
+    *given, upstream = inputs()
+    attention = SinkAttention(window)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (attention, compiled):
+        leaves = copies(given)
+        q, k, v, sinks = leaves
+        found.append(results(function(q, k, v, None, sinks), leaves, upstream))
+    torch._dynamo.reset()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

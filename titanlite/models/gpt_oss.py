@@ -1,0 +1,262 @@
+"""GPT-OSS (gpt-oss model card, 2025): attention with sinks and biases, windows in every second
+block, and experts with biases. No torch here.
+
+`titanlite.models.gpt_oss_layers` has the modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from titanlite.models import expert_args, llama
+from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.llama import linear_init
+from titanlite.models.rope_scaling import YarnScaling
+from titanlite.models.spec import Init, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import Self
+
+    from titanlite.models.hf_names import HFName
+
+#: Linears of attention, each with a bias.
+_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+
+
+@dataclass(frozen=True)
+class GptOssArgs(ExpertArgs):
+    """A decoder's arguments; `ffn_dim` is the width of each expert."""
+
+    top_k: int = 4
+    aux_loss: float = 0.001
+    #: Step by which each expert's bias moves after an update; 0: there are no biases.
+    bias_update: float = 0.0
+    #: Width of a head; it does not depend on `dim`.
+    head_dim: int = 64
+    #: Tokens that a token attends to in the first, third, … block, itself and those before it. In
+    #: the others, and everywhere if it is None, it attends to all.
+    window: int | None = 128
+
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`: every second one has no window."""
+        return replace(self, window=None) if index % 2 else self
+
+    @property
+    def score(self) -> str:
+        return "softmax_of_chosen"
+
+    @property
+    def router_bias(self) -> bool:
+        return True
+
+    @property
+    def expert_biases(self) -> bool:
+        return True
+
+    @property
+    def published_context(self) -> int:
+        return 131072
+
+    def attention_extras(self) -> dict[str, int]:
+        """Add the biases and the sinks."""
+        extras = super().attention_extras()
+        for name, size in self.attention_linears().items():
+            extras[f"{name}.bias"] = size.out_features
+        return {**extras, "attention.sinks": self.n_heads}
+
+    def feed_forward_parameters(self) -> tuple[int, int]:
+        """Return the parameters of experts and router with their biases, and those for a token."""
+        whole, active = super().feed_forward_parameters()
+        biases = 2 * self.expert_width + self.dim
+        return whole + self.n_experts * biases, active + self.top_k * biases
+
+
+def _gpt_oss(dim: int, n_layers: int, n_experts: int, **rest: Any) -> GptOssArgs:
+    shape: dict[str, Any] = {
+        "n_heads": 64,
+        "n_kv_heads": 8,
+        "ffn_dim": 2880,
+        "vocab_size": 201088,
+        "rope_theta": 150000.0,
+        "rope_scaling": YarnScaling(
+            factor=32.0, original_max_position_embeddings=4096, truncate=False
+        ),
+    }
+    return GptOssArgs(dim, n_layers, n_experts=n_experts, **{**shape, **rest})
+
+
+FLAVORS = {
+    "debugmodel": _gpt_oss(
+        256, 4, 8, n_heads=8, n_kv_heads=2, ffn_dim=256, head_dim=32, vocab_size=None
+    ),
+    "20B": _gpt_oss(2880, 24, 32),
+    "120B": _gpt_oss(2880, 36, 128),
+}
+
+_OWN = re.compile(
+    r"layers\.(\d+)\."
+    r"(?:attention\.(?:w[qkvo]\.bias|sinks\.weight)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
+)
+
+
+def init_rule(name: str, args: GptOssArgs) -> Init:
+    """Return how the parameter of that full name is drawn: matrices as Llama's, biases and sinks
+    zero.
+    """
+    match = _OWN.fullmatch(name)
+    if match is None or int(match[1]) >= args.n_layers:
+        return expert_args.init_rule(name, args)
+    if name.endswith(("bias", "sinks.weight")):
+        return Init("zeros")
+    if name.endswith("experts.down"):
+        return linear_init(int(match[1]))
+    return linear_init()
+
+
+#: How tensor parallelism divides what is not as in a dense block. Each rank has all experts, and
+#: they take the rank's part of the sequence.
+_DIVIDED = {
+    "attention.sinks": "vector",
+    "ffn_norm": "sequence",
+    "feed_forward": "tokens",
+    "feed_forward.gate": "heads",
+    "feed_forward.experts": "whole",
+}
+
+
+def block_plan(args: GptOssArgs) -> dict[str, str]:
+    """Return module name in a block → how tensor parallelism divides it."""
+    kinds = {}
+    for name, kind in llama.block_plan(args).items():
+        if name.startswith("attention"):
+            kinds[name] = kind
+    return {**kinds, **_DIVIDED}
+
+
+def tensor_plan(args: GptOssArgs) -> dict[str, str]:
+    """Return module name → how tensor parallelism divides it, in the order the modules run."""
+    return llama.tensor_plan(args, block_plan)
+
+
+def tensor_sizes(args: GptOssArgs) -> dict[str, int]:
+    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+
+
+def hf_names(args: GptOssArgs) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's."""
+    from titanlite.models import llama_hf
+
+    _check_bias(args)
+
+    experts: dict[str, HFName] = {
+        "feed_forward.gate.weight": "mlp.router.weight",
+        "feed_forward.gate.bias": "mlp.router.bias",
+        "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
+        "feed_forward.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "feed_forward.experts.down": "mlp.experts.down_proj",
+        "feed_forward.experts.down_bias": "mlp.experts.down_proj_bias",
+    }
+    attention: dict[str, HFName] = {"attention.sinks.weight": "self_attn.sinks"}
+    for name in _LINEARS:
+        theirs = f"self_attn.{name[-1]}_proj.bias"
+        attention[f"{name}.bias"] = theirs
+    return llama_hf.hf_names(
+        args, lambda block: llama_hf.block_parts(block, {**experts, **attention})
+    )
+
+
+#: Entries of config.json that are the same for all models of the family.
+_FIXED = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def _layer_types(args: GptOssArgs) -> list[str]:
+    """Return the kind of each block's attention, in the words of `transformers`."""
+    blocks = [args.of_block(index) for index in range(args.n_layers)]
+    return [_KINDS[block.window is None] for block in blocks]
+
+
+def hf_config(args: GptOssArgs) -> dict[str, Any]:
+    """Return the content of config.json, the arguments of `transformers.GptOssConfig`. It has no
+    z-loss.
+    """
+    from titanlite.models import llama_hf
+
+    _check_bias(args)
+    return llama_hf.hf_config(args, "gpt_oss") | {
+        "architectures": ["GptOssForCausalLM"],
+        **_FIXED,
+        "num_local_experts": args.n_experts,
+        "num_experts_per_tok": args.top_k,
+        "router_aux_loss_coef": args.aux_loss,
+        # `transformers` adds the load-balancing loss only if it is true.
+        "output_router_logits": bool(args.aux_loss),
+        # `transformers` wants a number, also where no block has a window.
+        "sliding_window": args.window or GptOssArgs.window,
+        "layer_types": _layer_types(args),
+    }
+
+
+def _check_bias(args: GptOssArgs) -> None:
+    if args.expert_bias:
+        raise ValueError(
+            f"bias_update is {args.bias_update}, and GPT-OSS in `transformers` has no biases of "
+            "experts"
+        )
+
+
+def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
+    """Return the arguments that a config.json describes.
+
+    Raises ValueError for one that this family does not do.
+    """
+    from titanlite.models import llama_hf
+    from titanlite.models.hf_names import entry_of, texts_of
+
+    for name, ours in _FIXED.items():
+        if config.get(name, ours) != ours:
+            raise ValueError(f"{name} is {config[name]!r}; the family gpt_oss here has {ours!r}")
+    kinds = texts_of(config, "layer_types")
+    is_null = "sliding_window" in config and config["sliding_window"] is None
+    has_windows = not is_null and set(kinds) != {"full_attention"}
+    has_loss = entry_of(config, "output_router_logits", bool, False)
+    experts: dict[str, Any] = {
+        "n_experts": entry_of(config, "num_local_experts", int, 128),
+        "top_k": entry_of(config, "num_experts_per_tok", int, 4),
+        "aux_loss": entry_of(config, "router_aux_loss_coef", float, 0.001) if has_loss else 0.0,
+        "head_dim": entry_of(config, "head_dim", int, 64),
+        "window": entry_of(config, "sliding_window", int, 128) if has_windows else None,
+    }
+    # Without the entries `transformers` takes its defaults.
+    plain = {"rope_theta": 150000.0, **config, "attention_bias": False}
+    args: GptOssArgs = llama_hf.args_from_hf(plain, "gpt_oss", GptOssArgs, **experts)
+    if kinds and kinds != _layer_types(args):
+        raise ValueError(
+            "layer_types are not sliding_attention and full_attention in turns, as in all blocks "
+            "of the family gpt_oss here"
+        )
+    return args
+
+
+def _build(args: GptOssArgs) -> nn.Module:
+    from titanlite.models.gpt_oss_layers import GptOss
+
+    return GptOss(args)
+
+
+SPEC: ModelSpec = expert_spec(
+    "gpt_oss",
+    FLAVORS,
+    build=_build,
+    init_rule=init_rule,
+    tensor_plan=tensor_plan,
+    tensor_sizes=tensor_sizes,
+    hf_names=hf_names,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+)

@@ -1,0 +1,156 @@
+"""The modules of GPT-OSS: attention with sinks and biases, experts with biases and a clamped
+SwiGLU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from titanlite.models.autograd import fresh
+from titanlite.models.grouped import Experts, grouped_mm, local
+from titanlite.models.layers import Attention
+from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
+from titanlite.models.sinks import SinkAttention
+
+if TYPE_CHECKING:
+    from titanlite.models.document_attention import DocumentMask
+    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.gpt_oss import GptOssArgs
+
+#: Of the sigmoid that gates.
+_SLOPE = 1.702
+#: Gates are clamped above, and what they multiply on both sides.
+_LIMIT = 7.0
+
+
+class Sinks(nn.Module):
+    """The score of each head's sink. Under tensor parallelism a rank has those of its heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores of this rank's heads: [heads]."""
+        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+
+
+class GptOssAttention(Attention):
+    """Grouped-query attention with a bias in each linear and a sink in each head."""
+
+    def __init__(self, args: GptOssArgs) -> None:
+        super().__init__(args)
+        for name, size in args.attention_linears().items():
+            linear = nn.Linear(size.in_features, size.out_features)
+            setattr(self, name.removeprefix("attention."), linear)
+        self.sinks = Sinks(args.n_heads)
+        self.inner_attention = SinkAttention(args.window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
+        """Do as `Attention.attend`, with the sinks."""
+        return self.inner_attention(q, k, v, mask, self.sinks())
+
+
+def _sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
+    # A product with ones; kernels want 8 of them.
+    ones = rows.new_ones(len(rows), 8)
+    return grouped_mm(ones.mT, rows, ends)[:, 0]
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return fresh(y + bias[experts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        return grad, _sum_by_expert(grad, ends), None, None
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, after the bias of each row's expert.
+
+    h: [rows, 2 * width], gate and up in turns. Keeps h, and computes the rest again. What it
+    computes is in float32, in place where it can be.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(h, bias, experts, ends)
+        pairs = (h + bias[experts]).float()
+        gate = pairs[:, ::2].clamp_(max=_LIMIT)
+        up = pairs[:, 1::2].clamp_(-_LIMIT, _LIMIT)
+        result = (gate * _SLOPE).sigmoid_().mul_(gate).mul_(up.add_(1))
+        return fresh(result.to(h.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        h, bias, experts, ends = ctx.saved_tensors
+        pairs = (h + bias[experts]).float()
+        gate = pairs[:, ::2]
+        up = pairs[:, 1::2]
+        is_gate_free = gate <= _LIMIT
+        is_up_free = (up <= _LIMIT).logical_and_(up >= -_LIMIT)
+        gate.clamp_(max=_LIMIT)
+        up.clamp_(-_LIMIT, _LIMIT)
+        share = (gate * _SLOPE).sigmoid_()
+        gated = gate * share
+        of_up = (grad * gated).mul_(is_up_free)
+        # d gated / d gate = share + slope * gated * (1 - share)
+        slope = gated.mul_(_SLOPE).addcmul_(gated, share, value=-1).add_(share)
+        of_gate = up.add_(1).mul_(grad).mul_(slope).mul_(is_gate_free)
+        gate.copy_(of_gate)
+        up.copy_(of_up)
+        of_h = pairs.to(h.dtype)
+        return of_h, _sum_by_expert(of_h, ends), None, None
+
+
+class GptOssExperts(Experts):
+    """Clamped SwiGLU feed-forwards of equal size with biases, in the layout of Hugging Face."""
+
+    def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
+        self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * width))
+        self.gate_up_bias = nn.Parameter(torch.empty(n_experts, 2 * width))
+        self.down = nn.Parameter(torch.empty(n_experts, width, dim))
+        self.down_bias = nn.Parameter(torch.empty(n_experts, dim))
+
+    def products(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Do as `Experts.products`."""
+        rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        experts = torch.searchsorted(ends, rows, right=True)
+        h = grouped_mm(x, local(self.gate_up), ends)
+        inner = _ClampedSwiglu.apply(h, local(self.gate_up_bias), experts, ends)
+        y = grouped_mm(inner, local(self.down), ends)
+        return _AddBias.apply(y, local(self.down_bias), experts, ends)
+
+
+class GptOssMoE(MoE):
+    """A mixture of experts with biases."""
+
+    def make_experts(self, args: ExpertArgs) -> nn.Module:
+        return GptOssExperts(args.n_experts, args.dim, args.expert_width)
+
+
+class GptOssBlock(MoEBlock):
+    """A block of GPT-OSS."""
+
+    attention_class = GptOssAttention
+    feed_forward_class = GptOssMoE
+
+
+class GptOss(MoEDecoder):
+    """The decoder of family gpt_oss."""
+
+    block_class = GptOssBlock
