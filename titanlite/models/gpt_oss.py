@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_args, llama
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models import expert_family, llama
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
@@ -109,7 +110,7 @@ def init_rule(name: str, args: GptOssArgs) -> Init:
     """
     match = _OWN.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_args.init_rule(name, args)
+        return expert_family.init_rule(name, args)
     if name.endswith(("bias", "sinks.weight")):
         return Init("zeros")
     if name.endswith("experts.down"):
