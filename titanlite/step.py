@@ -159,9 +159,9 @@ class TrainStep:
 
         step: its number, from 1. stop: this rank was asked to stop; `guard.poll` then tells it on
         all ranks.
-        Issues two collectives besides FSDP's: the token count, and the loss with the norm.
-        `balance` has one more. Nothing waits for the device, except an optimizer whose gradients
-        are in host memory.
+        Issues two collectives besides FSDP's: the token count, and the loss with the norm. A
+        balance of experts has one more. Nothing waits for the device, except an optimizer whose
+        gradients are in host memory.
         """
         self._begin()
         local_tokens = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
