@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.hf import TOML
 from titanlite import load_config
 from titanlite.data.loader import Batch
-from titanlite.models import Init, get_spec
+from titanlite.models import Init
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import fill_part
 from titanlite.start.loaders import data_parallel_rank

@@ -121,6 +121,9 @@ class ModelSpec:
     #: For tensor parallelism. Module name → how it is divided, see
     #: `titanlite.parallel.tensor.apply_tp`.
     tensor_plan: Callable[[Any], dict[str, str]] | None = None
+    #: Whether tensor-parallel ranks hold whole activations between products: `tensor_plan` then has
+    #: the kinds of `titanlite.parallel.tensor_whole`.
+    whole_activations: bool = False
     #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the
     #: vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}

@@ -95,6 +95,7 @@ def refused_keys(args: Any, run: RunConfig) -> Iterator[Finding]:
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
+        _TP: run.mesh.tensor > 1,
     }
     for key, is_on in keys.items():
         reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""

@@ -5,6 +5,7 @@
     skeleton.py      facts, read from the model on the meta device
     chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
     documents.py     attention within documents, for `data.mask_documents`
+    tensor.py        the plan of tensor parallelism
 
 Parameters have the names of `transformers`. All that the spec says is read from the model itself,
 built on the meta device. `transformers` and torch are imported when such a model is asked for.
@@ -22,6 +23,7 @@ from titanlite.models.hf.counts import (
     fsdp_units,
     hf_names,
     linears,
+    sublayer_names,
 )
 from titanlite.models.hf.skeleton import HEAD
 from titanlite.models.spec import ModelSpec
@@ -35,6 +37,12 @@ def _build(args: HFArgs) -> Any:
     return causal_model(args.skeleton.config, (args.config, args.vocab_size))
 
 
+def _tensor_sizes(args: HFArgs) -> dict[str, int]:
+    from titanlite.models.hf.tensor import tensor_sizes
+
+    return tensor_sizes(args.skeleton)
+
+
 def _why_not(args: HFArgs, key: str, tensor: int) -> str:
     if key == "training.loss_chunks":
         from titanlite.models.hf.chunks import why_no_chunks
@@ -42,6 +50,10 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
         return why_no_chunks(args.skeleton)
     if key == "data.mask_documents":
         return args.skeleton.way[1]
+    if key == "training.tensor_parallel_degree":
+        from titanlite.models.hf.tensor import why_no_tensor
+
+        return why_no_tensor(args.skeleton, tensor)
     return ""
 
 
@@ -58,6 +70,10 @@ SPEC = ModelSpec(
     head=HEAD,
     fsdp_units=fsdp_units,
     linears=linears,
+    tensor_plan=lambda args: dict(args.skeleton.tensor_plan),
+    tensor_sizes=_tensor_sizes,
+    whole_activations=True,
+    sublayer_names=sublayer_names,
     why_not=_why_not,
     tied=lambda args: dict(args.skeleton.tied),
     hf_names=hf_names,

@@ -49,6 +49,16 @@ class Skeleton:
         return find_tail(self.model)
 
     @functools.cached_property
+    def tensor_plan(self) -> dict[str, str]:
+        """How tensor parallelism divides each module.
+
+        Raises `titanlite.models.hf.tensor.NoPlan`.
+        """
+        from titanlite.models.hf.tensor import make_plan
+
+        return make_plan(self)
+
+    @functools.cached_property
     def way(self) -> tuple[str, str]:
         """How attention stops at documents, or "" and why it cannot."""
         from titanlite.models.hf.documents import find_way
