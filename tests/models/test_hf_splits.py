@@ -99,17 +99,39 @@ def test_documents_matter_here() -> None:
             "data.mask_documents",
             "sees tokens of other documents",
         ),
+        (
+            {"model_type": "opt", "word_embed_proj_dim": 64},
+            "training.tensor_parallel_degree",
+            "transformers has no plan that divides a OPTForCausalLM",
+        ),
+        (
+            {"model_type": "llama"},
+            "training.tensor_parallel_degree",
+            "does not divide num_key_value_heads = 2",
+        ),
+        (
+            {"model_type": "llama"},
+            "float8.enable_float8_linear",
+            "has no float8",
+        ),
     ],
-    ids=["bias", "alibi", "dynamic", "convolution"],
+    ids=["bias", "alibi", "dynamic", "convolution", "no plan", "heads", "float8"],
 )
 def test_a_model_that_cannot_do_it_says_why(
     tmp_path: Path, content: dict[str, Any], key: str, words: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **content}))
-    value = 3 if key == "training.loss_chunks" else "true"
+    value = "true"
+    if key == "training.loss_chunks":
+        value = "3"
+    if "tensor" in key:
+        value = "4"
     flags = [f"--model.hf_config={tmp_path}", "--training.seq_len=32", f"--{key}={value}"]
+    ranks = 4
+    if key.startswith("float8"):
+        flags += ["--training.tensor_parallel_degree=2"]
     with pytest.raises(ConfigError) as caught:
-        check_config([f"--job.config_file={TOML}", *flags], 1, training=False)
+        check_config([f"--job.config_file={TOML}", *flags], ranks, training=False)
     (problem,) = caught.value.problems
     assert problem.key == key
     assert words in problem.message

@@ -76,6 +76,8 @@ def apply_whole_tp(
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, kind: str) -> None:
     """Make the parameters of a module DTensors, in place."""
+    if isinstance(module, OwnLinear):
+        raise ParallelismError(f"ranks with whole activations cannot divide {type(module)}")
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement: Placement = Replicate()
         if kind in ("colwise", "gathered", "embedding"):

@@ -44,6 +44,7 @@ def _tensor_sizes(args: HFArgs) -> dict[str, int]:
 
 
 def _why_not(args: HFArgs, key: str, tensor: int) -> str:
+    """Return why a model cannot do what a key asks for; "": it can."""
     if key == "training.loss_chunks":
         from titanlite.models.hf.chunks import why_no_chunks
 
@@ -54,6 +55,10 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
         from titanlite.models.hf.tensor import why_no_tensor
 
         return why_no_tensor(args.skeleton, tensor)
+    if key == "float8.enable_float8_linear" and tensor > 1:
+        return "tensor parallelism of a model of transformers has no float8"
+    if key == "experimental.enable_async_tensor_parallel":
+        return "ranks hold whole activations, and gather none that could overlap"
     return ""
 
 
