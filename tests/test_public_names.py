@@ -26,7 +26,7 @@ AnyPrecisionAdamW(parameters, lr=, betas=, eps=, weight_decay=, *kahan=, *moment
 BadStepError(step, norm, loss, why, kind=, ranks=, applied=, updated=)
 Batch(tokens, labels, documents=)
 Callback()
-Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, averages=)
+Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, averages=, base=)
 Cost(flops, parameters)
 Datasets(tokenizer, train, validation)
 DistEnv(rank, local_rank, size, device, timeout=)

@@ -28,6 +28,7 @@ from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
 from titanlite.parallel.fsdp import set_gradient_sync
 
 if TYPE_CHECKING:
+    from titanlite.features.experts.balance import ExpertBalance
     from titanlite.optim.in_backward import StepInBackward
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
@@ -134,6 +135,7 @@ class TrainStep:
         phase: is told what begins, for the hang watchdog.
         in_backward: updates parameters during the backward pass; then no gradient is clipped or
             held back.
+        balance: moves the biases of experts after the update.
     """
 
     model: nn.Module
@@ -147,6 +149,7 @@ class TrainStep:
     after_update: Callable[[], object] = do_nothing
     phase: Phase = do_nothing
     in_backward: StepInBackward | None = None
+    balance: ExpertBalance | None = None
 
     def __call__(
         self, batches: Sequence[Batch], step: int, lr: float, stop: bool = False
@@ -170,6 +173,8 @@ class TrainStep:
         tokens.div_(self.factors.tokens, rounding_mode="floor")
         tokens.clamp_(min=1)  # a step of padding alone has loss zero, not NaN
 
+        if self.balance is not None:
+            self.balance.begin()
         early = self.in_backward
         with early.at(lr, self.before_update) if early else contextlib.nullcontext():
             share = self.runner.forward_backward(batches, tokens, self.phase)
@@ -185,6 +190,8 @@ class TrainStep:
         ok = self.guard.check(step, norm, loss, share, stops)
         if early is None:
             self._update(norm, ok, lr)
+        if self.balance is not None:
+            self.balance.update(ok)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
         layer_norms = dict(zip(layers, sums[2:].sqrt(), strict=True))

@@ -55,7 +55,11 @@ def alias_values(alias: Alias) -> list[Any]:
         return [[], [["layers.0"], ["layers.1", "layers.2"], ["norm"]]]
     if alias.name.endswith("microbatch_size"):
         return [1, 2, 4]
-    return [[], ["float8"]] if alias.own_type == list[str] else [True, False]
+    if alias.name == "quantize.linear.mx.recipe_name":
+        return ["mxfp8_cublas", "mxfp8_cublas_rceil"]
+    if alias.own_type == list[str]:
+        return [[], ["float8"], ["quantize.linear.mx"]]
+    return [True, False]
 
 
 CHOICES: dict[str, list[tuple[str, Any]]] = {}

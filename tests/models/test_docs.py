@@ -37,7 +37,18 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "olmo2": {
+        "1B": "allenai/OLMo-2-0425-1B",
+        **{size: f"allenai/OLMo-2-1124-{size}" for size in ("7B", "13B")},
+        "32B": "allenai/OLMo-2-0325-32B",
+    },
+    "olmo3": {"7B": "allenai/Olmo-3-1025-7B", "32B": "allenai/Olmo-3-1125-32B"},
+    "gemma3": {
+        "270M": "google/gemma-3-270m",
+        **{size: f"google/gemma-3-{size.lower()}-pt" for size in ("1B", "4B", "12B", "27B")},
+    },
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3_moe": {size: f"Qwen/Qwen3-{size}" for size in ("30B-A3B", "235B-A22B")},
 }
 
 
@@ -83,6 +94,9 @@ def cells(a: LlamaArgs) -> list[str]:
     shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.head_dim, a.ffn_width)]
     scaling = f"{a.rope_scaling.factor:g}" if a.rope_scaling else "no"
     window = "no" if a.window is None else f"{a.window:,}"
+    every = getattr(a, "full_every", 0)
+    if every:
+        window += f" in {every - 1} of {every}"
     return [
         *shape,
         str(a.vocab_size or "tokenizer's"),
@@ -146,14 +160,20 @@ def takes(family: str, flags: list[str]) -> bool:
 
 
 def feature_table() -> str:
-    """Family × feature, as the checks of a config decide it, and as the spec converts weights."""
-    lines = []
+    """Family × feature, as the checks of a config decide it, and as the spec converts weights.
+
+    Families with the same answers share a line.
+    """
+    families: dict[tuple[bool, ...], list[str]] = {}
     for family, spec in SPECS.items():
         assert takes(family, []), family
         answers = [takes(family, flags) for flags in FEATURES.values()]
         converts = spec.hf_names is not ModelSpec.hf_names
         answers += [converts, converts]
-        lines.append([f"`{family}`", *("yes" if answer else "–" for answer in answers)])
+        families.setdefault(tuple(answers), []).append(f"`{family}`")
+    lines = []
+    for found, names in families.items():
+        lines.append([", ".join(names), *("yes" if answer else "–" for answer in found)])
     return table(["", *FEATURES, "HF in", "HF out"], lines)
 
 

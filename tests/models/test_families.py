@@ -15,8 +15,12 @@ from tests.support.llamas import SCALED, relative, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
+from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.mistral import MistralArgs
+from titanlite.models.olmo2 import Olmo2Args
+from titanlite.models.olmo3 import Olmo3Args
 from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.rope_scaling import LinearScaling, YarnScaling
 
 SMALL: dict[str, Any] = {
     "dim": 64,
@@ -28,6 +32,17 @@ SMALL: dict[str, Any] = {
 }
 MISTRAL = MistralArgs(**SMALL, window=24)
 QWEN3 = Qwen3Args(**SMALL, head_dim=16)
+OLMO2 = Olmo2Args(**SMALL)
+#: Block 2 sees all tokens before.
+OLMO3 = Olmo3Args(**{**SMALL, "n_layers": 4}, window=24, full_every=3)
+GEMMA3 = Gemma3Args(
+    **{**SMALL, "n_layers": 4, "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+    window=24,
+    full_every=3,
+    head_dim=16,
+    query_scalar=24,
+    local_theta=100.0,
+)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
 #: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
@@ -43,6 +58,20 @@ VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
     "qwen3, tied, scaled": (
         "qwen3",
         replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24),
+    ),
+    "olmo2": ("olmo2", OLMO2),
+    "olmo2, tied, scaled": ("olmo2", replace(OLMO2, tied=True, rope_scaling=SCALED, n_kv_heads=8)),
+    "olmo3": ("olmo3", OLMO3),
+    "olmo3, scaled where it sees all": (
+        "olmo3",
+        replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32)),
+    ),
+    "olmo3, no layer sees all": ("olmo3", replace(OLMO3, full_every=7)),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, untied": ("gemma3", replace(GEMMA3, tied=False)),
+    "gemma3, scaled where it sees all": (
+        "gemma3",
+        replace(GEMMA3, rope_scaling=LinearScaling(factor=8.0), query_scalar=16),
     ),
 }
 
@@ -66,9 +95,10 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
     ours = SPECS[family].build(args)
     theirs = theirs_of(family, args)
     with torch.no_grad():
+        one = 0 if args.norm_offset else 1
         for name, p in ours.named_parameters():
             p.copy_(
-                1 + 0.2 * torch.randn_like(p)
+                one + 0.2 * torch.randn_like(p)
                 if "norm" in name
                 else torch.randn_like(p) * p.size(-1) ** -0.5
             )
@@ -103,7 +133,9 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
     return tokens[0, start.size(1) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["llama, gqa", "mistral, window", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama, gqa", "mistral, window", "qwen3", "olmo2", "olmo3", "gemma3, untied"]
+)
 def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
     start = tokens_of(args, batch=1, seq=20)
@@ -120,8 +152,9 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
 ) -> None:
     spec = SPECS[family]
     for flavor, published in spec.flavors.items():
-        # Blocks are alike; PUBLISHED counts whole models.
-        args = replace(published, vocab_size=published.vocab_size or 512, n_layers=3)
+        # Further blocks are alike; PUBLISHED counts whole models.
+        layers = 3 + getattr(published, "n_dense_layers", 0)
+        args = replace(published, vocab_size=published.vocab_size or 512, n_layers=layers)
         with torch.device("meta"):
             model = spec.build(args)
             theirs = theirs_of(family, args)
@@ -150,6 +183,17 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("olmo2", "1B"): 1_484_916_736,
+    ("olmo2", "7B"): 7_298_617_344,
+    ("olmo2", "13B"): 13_716_198_400,
+    ("olmo2", "32B"): 32_234_279_936,
+    ("olmo3", "7B"): 7_298_011_136,
+    ("olmo3", "32B"): 32_233_522_176,
+    ("gemma3", "270M"): 268_098_176,
+    ("gemma3", "1B"): 999_885_952,
+    ("gemma3", "4B"): 3_880_263_168,
+    ("gemma3", "12B"): 11_766_034_176,
+    ("gemma3", "27B"): 27_009_346_304,
 }
 
 
@@ -165,6 +209,11 @@ def test_attention_outside_the_window_costs_nothing() -> None:
     windowed = flavors["mathstral-7B"]
     assert flops(windowed, 4096) == flops(flavors["7B"], 4096)
     assert flops(flavors["7B"], 8192) - flops(windowed, 8192) == 32 * 12 * 4096 * 4096
+    # Three of four blocks have a window of half the sequence.
+    spec, olmo = SPECS["olmo3"], SPECS["olmo3"].flavors["7B"]
+    whole = replace(olmo, full_every=1)
+    saved = spec.flops_per_token(whole, 8192) - spec.flops_per_token(olmo, 8192)
+    assert saved == 24 * 12 * 4096 * 4096
 
 
 @pytest.mark.parametrize(
@@ -186,15 +235,43 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the models here have 'silu'"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is None, expected an integer"),
+        (
+            "olmo3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "at 1, and a pattern that repeats after 1 layers has 'full_attention'",
+        ),
+        ("olmo3", {"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
+            "is 10000.0 in layers without a window and 100000.0 in the others; an OLMo 3 here",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "rope_type of sliding_attention is 'yarn'; here RoPE is scaled in layers",
+        ),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "needs a table 'full_attention'"),
+        ("gemma3", {"hidden_activation": "silu"}, "a Gemma 3 here has 'gelu_pytorch_tanh'"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_scalar must be positive, got 0"),
+        ("gemma3", {"sliding_window": 0}, "window must be positive, got 0"),
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
-    args = MISTRAL if family == "mistral" else QWEN3
+    small = {"mistral": MISTRAL, "qwen3": QWEN3, "olmo2": OLMO2, "olmo3": OLMO3, "gemma3": GEMMA3}
+    args = small[family]
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3"],
+)
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -205,3 +282,69 @@ def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> 
     without = {name: value for name, value in config.items() if not name.startswith("rope_")}
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(without)
     assert spec.args_from_hf(without).rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
+def test_a_config_json_without_tables_has_the_bases_of_transformers(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    spec = SPECS[family]
+    config = spec.hf_config(OLMO3 if family == "olmo3" else GEMMA3)
+    without = {name: value for name, value in config.items() if not name.startswith("rope_")}
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(without).rope_parameters
+    found = spec.args_from_hf(without)
+    assert found.rope_theta == theirs["full_attention"]["rope_theta"]
+    assert found.local_theta == theirs["sliding_attention"]["rope_theta"]
+
+
+#: As published: `transformers` 4 wrote one table, for layers without a window.
+OLDER = {
+    "olmo3": {
+        "rope_theta": 500000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+        },
+    },
+    "gemma3": {
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", OLDER)
+@torch.no_grad()
+def test_a_config_json_of_transformers_4_describes_the_same_model(family: str) -> None:
+    import transformers
+
+    spec = SPECS[family]
+    config = spec.hf_config(replace(OLMO3, full_every=4) if family == "olmo3" else GEMMA3)
+    for name in ("rope_parameters", "layer_types"):
+        config.pop(name)
+    config |= OLDER[family]
+    args = replace(spec.args_from_hf(config), max_seq_len=128)
+    assert args.rope_scaling is not None
+    ours = spec.build(args)
+    kind = getattr(transformers, config.pop("architectures")[0])
+    theirs = kind(kind.config_class(**config))
+    theirs.load_state_dict(spec.to_hf(ours.state_dict(), args), strict=not args.tied)
+    tokens = tokens_of(args)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_scales_rope_only_where_it_sees_all_tokens() -> None:
+    args = SPECS["olmo3"].flavors["7B"]
+    windows = [args.of_block(index).window for index in range(8)]
+    assert windows == [4096, 4096, 4096, None] * 2
+    assert args.of_block(0).rope_scaling is None
+    assert args.of_block(3).rope_scaling == args.rope_scaling
+    gemma = SPECS["gemma3"].flavors["27B"]
+    thetas = [gemma.of_block(index).rope_theta for index in range(6)]
+    assert thetas == [1e4] * 5 + [1e6]

@@ -61,6 +61,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
 }
 FLAGS = [

@@ -16,7 +16,7 @@ from titanlite.checkpoint.source_model import differences, from_hf
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.models.moe import Mixtral, MoE
+from titanlite.models.moe import MoE, MoEDecoder
 from titanlite.models.spec import ShapeError
 from titanlite.start.fingerprints import weights_fingerprints
 
@@ -35,8 +35,8 @@ ARGS = MixtralArgs(
 LABELS = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(3))
 
 
-def make(args: MixtralArgs) -> Mixtral:
-    model = Mixtral(args)
+def make(args: MixtralArgs) -> MoEDecoder:
+    model = MoEDecoder(args)
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
@@ -235,7 +235,7 @@ def by_token(moe: MoE, x: Tensor) -> Tensor:
     """Compute each token by itself."""
     rows = []
     for token in x.flatten(0, 1):
-        best = (moe.gate.weight @ token).softmax(0).topk(moe.top_k)
+        best = (moe.gate.weight @ token).softmax(0).topk(moe.routing.top_k)
         e = moe.experts
         results = [e.w2[i] @ (F.silu(e.w1[i] @ token) * (e.w3[i] @ token)) for i in best.indices]
         rows.append(torch.stack(results).T @ (best.values / best.values.sum()))

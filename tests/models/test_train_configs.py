@@ -24,6 +24,7 @@ SIZES = {
     "llama3_8b": ("llama3", "8B"),
     "llama3_70b": ("llama3", "70B"),
     "llama3_1_8b": ("llama3", "3.1-8B"),
+    "llama3_1_8b_lora": ("llama3", "3.1-8B"),
     "llama3_1_70b": ("llama3", "3.1-70B"),
     "llama3_1_405b": ("llama3", "3.1-405B"),
     "llama3_2_1b": ("llama3", "3.2-1B"),
@@ -31,6 +32,10 @@ SIZES = {
     "mistral_7b": ("mistral", "7B-v0.3"),
     "mathstral_7b": ("mistral", "mathstral-7B"),
     "qwen3_8b": ("qwen3", "8B"),
+    "olmo2_7b": ("olmo2", "7B"),
+    "olmo3_7b": ("olmo3", "7B"),
+    "gemma3_4b": ("gemma3", "4B"),
+    "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 

@@ -45,6 +45,13 @@ _CHUNKS = "training.loss_chunks"
 _EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
 _FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
 _MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}
+_OLMO3 = {"model.name": "olmo3", "model.overrides.window": 64, "model.overrides.ffn_dim": 384}
+_GEMMA3 = {
+    "model.name": "gemma3",
+    "model.overrides.window": 64,
+    "model.overrides.ffn_dim": 384,
+    "model.overrides.head_dim": 64,
+}
 #: Where the logits are most of a step.
 _LARGE = {"model.vocab_size": 16384}
 _PENALTY = {"training.z_loss": 1e-4}
@@ -75,9 +82,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {**_FLOAT8, "float8.recipe_name": "rowwise", _MODE: "selective", _OPTION: "op"},
     ),
+    "1 rank, mxfp8, AC full": (1, {**_FLOAT8, "float8.recipe_name": "mxfp8", _MODE: "full"}),
     "1 rank, masked documents": (1, {"data.mask_documents": "true"}),
     "1 rank, mixture": (1, _MIXTRAL),
     "1 rank, mixture, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
+    "1 rank, norms after": (1, _OLMO3),
+    "1 rank, norms around": (1, _GEMMA3),
     "fsdp 2": (2, {}),
     "fsdp 2, four micro-batches": (2, {_GLOBAL: 16}),
     "fsdp 2, four micro-batches, reduced each": (
@@ -97,9 +107,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "float8.precompute_float8_dynamic_scale_for_fsdp": "true",
         },
     ),
+    "fsdp 2, mxfp8, loss in 4 chunks": (
+        2,
+        {**_FLOAT8, "float8.recipe_name": "mxfp8", _CHUNKS: 4},
+    ),
     "fsdp 2, step in backward": (2, _EARLY),
     "ddp 2": (2, {_REPLICAS: 2, _SHARD: 1}),
     "tp 2": (2, {_TP: 2}),
+    "tp 2, norms after": (2, {_TP: 2, **_OLMO3}),
+    "tp 2, norms around, AC full": (2, {_TP: 2, _MODE: "full", **_GEMMA3}),
     "tp 2, AC full, large vocabulary": (2, {_TP: 2, _MODE: "full", **_LARGE}),
     "tp 2, AC full, large vocabulary, z-loss": (2, {_TP: 2, _MODE: "full", **_LARGE, **_PENALTY}),
     "tp 2, two chunks, large vocabulary": (2, {_TP: 2, _MODE: "full", **_LARGE, _CHUNKS: 2}),

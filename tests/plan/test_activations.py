@@ -10,11 +10,28 @@ from titanlite.parallel.fsdp import DTYPES
 from titanlite.plan.memory import kept_activations, with_vocabulary
 from titanlite.start.fit import check_config
 
+#: The trace takes all blocks for equal.
+DEEPSEEK = [
+    "--model.name=deepseek_v3",
+    "--model.flavor=debugmodel",
+    "--model.overrides.n_dense_layers=0",
+]
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
+    "qwen3_moe": ["--model.name=qwen3_moe", "--model.flavor=debugmodel"],
     "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, latent queries": [
+        *DEEPSEEK,
+        "--model.overrides.q_lora_rank=96",
+        '--model.rope_scaling={rope_type = "yarn", factor = 4, mscale_all_dim = 1.0, '
+        "original_max_position_embeddings = 64}",
+    ],
     "mistral": ["--model.name=mistral", "--model.flavor=debugmodel"],
+    "olmo2": ["--model.name=olmo2", "--model.flavor=debugmodel"],
+    "olmo3": ["--model.name=olmo3", "--model.flavor=debugmodel"],
+    "gemma3": ["--model.name=gemma3", "--model.flavor=debugmodel"],
 }
 MODES = {
     "none": ["--activation_checkpoint.mode=none"],
@@ -44,7 +61,7 @@ def test_the_plan_counts_what_a_trace_counts(model: str, mode: str) -> None:
     # Masks of a window, and a mixture's counts, are left out by the plan.
     assert planned.kept == pytest.approx(traced.total_bytes, rel=1e-3)
     assert planned.plain == pytest.approx(traced.blocks * traced.plain_bytes, rel=1e-3)
-    if model in ("llama3", "qwen3"):
+    if model in ("llama3", "qwen3", "olmo2"):
         assert planned.kept == traced.total_bytes
         assert planned.plain == traced.blocks * traced.plain_bytes
     assert (planned.blocks, planned.recomputing) == (traced.blocks, traced.recomputing)

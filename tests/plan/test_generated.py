@@ -29,6 +29,7 @@ HARDWARE = {
     **dict.fromkeys(
         ("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]
     ),
+    **dict.fromkeys(("olmo2_7b", "olmo3_7b", "gemma3_4b"), [(8, "h100-80g")]),
     **{
         f"llama3_8b_level{level}": [(8, "h100-80g")]
         for level in ("1_default", "2_compile", "3_float8")
@@ -41,9 +42,10 @@ HARDWARE = {
     "llama3_1_405b": [(256, "h200-141g")],
     "llama3_2_1b": [(1, "l40s-48g")],
     "llama3_2_3b": [(8, "a100-40g"), (2, "a100-80g")],
-    "mixtral_8x7b": [(16, "h100-80g")],
+    **dict.fromkeys(("mixtral_8x7b", "qwen3_30b_a3b"), [(16, "h100-80g")]),
     "debug_model": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],
+    "llama3_1_8b_lora": [(1, "l4-24g")],
 }
 
 

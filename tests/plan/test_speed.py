@@ -355,6 +355,18 @@ def test_float8_needs_a_gpu_that_has_it() -> None:
         of(8, *FLOAT8, gpu="a100-80g")
 
 
+def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it() -> None:
+    mx = (*FLOAT8, "float8.recipe_name=mxfp8")
+    found = of(8, *mx, gpu="b200-180g")
+    plain = of(8, "training.compile", gpu="b200-180g")
+    assert found.step_seconds == plain.step_seconds
+    assert any("MXFP8 count as in bf16" in text for text in found.assumptions)
+    assert not any("MXFP8" in text for text in plain.assumptions)
+    with pytest.raises(ConfigError, match="h100-80g has no MXFP8"):
+        of(8, *mx)
+    assert of(8, *mx, "float8.emulate").step_seconds > 0
+
+
 def test_a_small_model_waits_for_the_host() -> None:
     found = of(1, "training.batch_size=1", "training.seq_len=128", config="llama3_2_1b")
     assert found.parts["launches"] > 0

@@ -24,10 +24,16 @@ from titanlite.tools.plan.trace import trace
 QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]
 SLOW = [
     "1 rank, float8 rowwise, AC op",
+    "1 rank, mxfp8, AC full",
+    "fsdp 2, mxfp8, loss in 4 chunks",
     "1 rank, mixture, AC full",
     "1 rank, Muon",
     "fsdp 2, four micro-batches, reduced each",
     "tp 2",
+    "1 rank, norms after",
+    "1 rank, norms around",
+    "tp 2, norms after",
+    "tp 2, norms around, AC full",
     "cp 2",
     "pp 2, Interleaved1F1B",
     "mixture, experts over 2",
@@ -78,6 +84,34 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
     traced = trace(run).peak
     for part in PARTS:
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
+
+
+#: Blocks are most of a step.
+NO_LOSS = {"training.loss_chunks": 8, "model.vocab_size": 1024, "model.overrides.n_layers": 1}
+MX = {"float8.enable_float8_linear": "true", "float8.recipe_name": "mxfp8"}
+
+
+@pytest.mark.parametrize("numerics", [MX, MX | {"float8.emulate": "true"}], ids=["", "emulated"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"activation_checkpoint.mode": "full"},
+        pytest.param({"activation_checkpoint.mode": "none"}, marks=pytest.mark.slow),
+        pytest.param({"training.tensor_parallel_degree": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_memory_of_mx_products_is_that_of_torchaos(
+    flags: dict[str, Any], numerics: dict[str, str]
+) -> None:
+    """Without emulation its kernels are stand-ins, which make the same tensors."""
+    run = config(8, **NO_LOSS, **flags, **numerics)
+    formula = estimate(run, 0).peak.total
+    traced = trace(run).peak.total
+    assert 0.99 < formula / traced < 1.06
+    if "float8.emulate" in numerics:
+        plain = trace(config(8, **NO_LOSS, **flags)).peak.total
+        assert traced > 1.3 * plain
 
 
 TP = {"training.tensor_parallel_degree": 2}

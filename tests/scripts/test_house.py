@@ -87,6 +87,8 @@ OFF = [
     "models/mixtral",
     "models/moe",
     "models/qwen3",
+    "models/qwen3_moe",
+    "models/router",
     "optim/adamw",
     "optim/gated",
     "optim/in_backward",

@@ -9,13 +9,16 @@ import torch
 
 from tests.support.harness import Run, alone, batches, initial_weights, train, train_afresh
 from tests.support.pool import Pools
-from tests.support.reference import Curve, train_reference
+from tests.support.reference import Curve, in_memory, train_reference
 from titanlite.models import get_spec
 
 STEPS = 20
 GLOBAL_BATCH = 8
 SEQ = 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
+#: Gradients' distance by family. A norm after attention or feed-forward divides by the small output
+#: of new weights, and so by its rounding.
+WITHIN = dict.fromkeys(("olmo2", "olmo3", "gemma3"), 2e-6)
 #: Several documents in each sequence.
 DOCUMENTS = (
     (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
@@ -77,12 +80,17 @@ class References:
             assert other.losses == ours.losses and other.norms == ours.norms, (
                 "ranks disagree about the loss"
             )
-        gradients = get_spec(run.family).to_hf(ours.gradients, run.args)
+        spec = get_spec(run.family)
+        # Those of buffers, which have none.
+        zeros = {name: torch.zeros(1) for name in ours.weights.keys() - ours.gradients.keys()}
+        gradients = in_memory(spec.to_hf({**ours.gradients, **zeros}, run.args))
+        for name in zeros:
+            del gradients[spec.hf_names(run.args)[name]]
         assert gradients.keys() == expected.gradients.keys()
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
         for name, gradient in expected.gradients.items():
-            assert relative(gradients[name], gradient * clip) < 1e-6, name
+            assert relative(gradients[name], gradient * clip) < WITHIN.get(run.family, 1e-6), name
         torch.testing.assert_close(
             torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6
         )
@@ -91,7 +99,7 @@ class References:
         torch.testing.assert_close(
             torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0
         )
-        weights = get_spec(run.family).to_hf(ours.weights, run.args)
+        weights = in_memory(spec.to_hf(ours.weights, run.args))
         for name, weight in expected.weights.items():
             assert relative(weights[name], weight) < weights_within, name
 

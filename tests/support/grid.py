@@ -53,6 +53,7 @@ REPLICAS = "training.data_parallel_replicate_degree"
 TP = "training.tensor_parallel_degree"
 CP = "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
 RESHARD = "training.reshard_after_forward"
 SYNC = "training.gradient_sync"
 SCHEDULE = "experimental.pipeline_parallel_schedule"
@@ -195,6 +196,7 @@ MORE |= {
 #: A window shorter than the sequence, and QK norm with heads wider than dim / heads.
 MISTRAL = {"model.name": "mistral", "model.overrides.window": 12}
 QWEN3 = {"model.name": "qwen3", "model.overrides.head_dim": 32, "model.overrides.tied": "false"}
+BY_OPERATION = {MODE: "selective", OPTION: "op"}
 GRAPH = {"training.compile": "true", MODE: "selective", OPTION: "op"}
 MORE |= {
     "mistral, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **MISTRAL, **GRAPH}), 1),
@@ -206,6 +208,102 @@ MORE |= {
     "qwen3, tp 2, fsdp 2, tied": (Row(4, {TP: 2, FSDP: 2, **QWEN3, **TIED}), 2),
     "qwen3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **QWEN3, **FOUR}), 2),
     "qwen3, cp 2, tp 2, recomputed": (Row(4, {CP: 2, TP: 2, MODE: "full", **QWEN3}), 1),
+}
+#: Whole QK norm, norms after, windows in two of three blocks; norms around, two bases of RoPE.
+OLMO2 = {"model.name": "olmo2"}
+OLMO3 = {"model.name": "olmo3", "model.overrides.window": 12, "model.overrides.full_every": 2}
+GEMMA3 = {
+    "model.name": "gemma3",
+    "model.overrides.window": 12,
+    "model.overrides.full_every": 2,
+    "model.overrides.head_dim": 32,
+    "model.overrides.query_scalar": 24,
+    "model.overrides.local_theta": 100.0,
+}
+MORE |= {
+    "olmo2, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **OLMO2, **GRAPH}), 1),
+    "olmo2, tp 2": (Row(2, {TP: 2, **OLMO2}), 2),
+    "olmo2, tp 2, fsdp 2, recomputed, compiled": (
+        Row(4, {TP: 2, FSDP: 2, MODE: "full", "training.compile": "true", **OLMO2}),
+        1,
+    ),
+    "olmo2, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **OLMO2, **FOUR}), 2),
+    "olmo3, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **OLMO3}), 1),
+    "olmo3, tp 2": (Row(2, {TP: 2, **OLMO3, **BY_OPERATION}), 1),
+    "olmo3, cp 2": (Row(2, {CP: 2, **OLMO3}), 1),
+    "olmo3, pp 2": (Row(2, {PP: 2, **OLMO3, **FOUR}), 2),
+    "olmo3, cp 2, tp 2, compiled": (Row(4, {CP: 2, TP: 2, **OLMO3, **GRAPH}), 1),
+    "gemma3, fsdp 2, recomputed, compiled": (
+        Row(2, {FSDP: 2, MODE: "full", "training.compile": "true", **GEMMA3}),
+        2,
+    ),
+    "gemma3, tp 2": (Row(2, {TP: 2, **GEMMA3}), 1),
+    "gemma3, cp 2": (Row(2, {CP: 2, **GEMMA3}), 2),
+    "gemma3, pp 2, untied": (
+        Row(2, {PP: 2, **GEMMA3, "model.overrides.tied": "false", **FOUR}),
+        2,
+    ),
+    "chunks, gemma3, tp 2": (Row(2, {CHUNKS: 3, TP: 2, **GEMMA3}), 1),
+}
+#: Latent attention with values narrower than queries; a dense first block, then groups of experts.
+DEEPSEEK = {
+    "model.name": "deepseek_v3",
+    "model.overrides.n_kv_heads": 4,
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.q_lora_rank": 48,
+    "model.overrides.kv_lora_rank": 32,
+    "model.overrides.qk_nope_head_dim": 16,
+    "model.overrides.qk_rope_head_dim": 8,
+    "model.overrides.v_head_dim": 12,
+    "model.overrides.score": "sigmoid",
+    "model.overrides.norm_topk": "true",
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_groups": 4,
+    "model.overrides.top_groups": 2,
+    "model.overrides.route_scale": 2.5,
+}
+NO_QUERY_LATENT = {"model.overrides.q_lora_rank": 0}
+MORE |= {
+    "deepseek_v3, 1 rank": (Row(1, {**DEEPSEEK}), 2),
+    "deepseek_v3, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **DEEPSEEK, **GRAPH}), 1),
+    "deepseek_v3, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, tp 2": (Row(2, {TP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, tp 2, no latent of queries, recomputed, compiled": (
+        Row(2, {TP: 2, MODE: "full", "training.compile": "true", **DEEPSEEK, **NO_QUERY_LATENT}),
+        1,
+    ),
+    "deepseek_v3, tp 2, fsdp 2": (Row(4, {TP: 2, FSDP: 2, **DEEPSEEK}), 1),
+    "deepseek_v3, cp 2": (Row(2, {CP: 2, **DEEPSEEK, **NO_QUERY_LATENT}), 1),
+    "deepseek_v3, pp 2": (Row(2, {PP: 2, **DEEPSEEK, **FOUR}), 2),
+    "deepseek_v3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **DEEPSEEK, **FOUR}), 2),
+    "deepseek_v3, ep 2": (Row(2, {EP: 2, FSDP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, ep 2, fsdp 2, recomputed": (
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
+        1,
+    ),
+    "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EP: 2, FSDP: 2, **DEEPSEEK}), 1),
+}
+#: A mixture in every block and a dense one between them; each token goes to three experts.
+QWEN3_MOE = {
+    "model.name": "qwen3_moe",
+    "model.overrides.head_dim": 32,
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_experts": 8,
+    "model.overrides.top_k": 3,
+    "model.overrides.aux_loss": 0.0,
+}
+EVERY_2ND = {"model.overrides.sparse_step": 2, "model.overrides.norm_topk": "false"}
+MORE |= {
+    "qwen3_moe, 1 rank": (Row(1, {**QWEN3_MOE, **EVERY_2ND}), 2),
+    "qwen3_moe, fsdp 2": (Row(2, {FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, cp 2": (Row(2, {CP: 2, **QWEN3_MOE, **EVERY_2ND}), 1),
+    "qwen3_moe, pp 2": (Row(2, {PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}), 2),
+    "qwen3_moe, ep 2": (Row(2, {EP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, ep 2, fsdp 2, recomputed": (
+        Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
+        1,
+    ),
 }
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
@@ -237,10 +335,15 @@ QUICK_MORE = {
     "chunks, pp 2, zero bubble",
     "mistral, cp 2",
     "qwen3, tp 2",
+    "olmo2, tp 2",
+    "olmo3, cp 2",
+    "deepseek_v3, 1 rank",
+    "deepseek_v3, tp 2",
+    "qwen3_moe, 1 rank",
+    "qwen3_moe, ep 2",
     "tp 2, budget",
 }
 
-BY_OPERATION = {MODE: "selective", OPTION: "op"}
 COLUMNS = {
     # SGD adds no rounding of its own, so weights are held to 1e-6.
     "at once": Column(1, "SGD", {}),
@@ -347,6 +450,11 @@ MASKED = {
     "cp 2, tp 2": "recomputed",
     "mistral, tp 2": "by operation",
     "mistral, cp 2": "compiled",
+    "olmo3, cp 2": "accumulated",
+    "olmo3, tp 2": "at once",
+    "gemma3, tp 2": "compiled",
+    "deepseek_v3, tp 2": "by operation",
+    "deepseek_v3, cp 2": "compiled",
     "pp 2, tp 2, cp 2": "at once",
 }
 QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}

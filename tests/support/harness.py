@@ -267,6 +267,15 @@ def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's layers: parameters, and the biases of experts, which are buffers."""
+    found = {name: full(parameter) for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            found[name] = full(buffer)
+    return found
+
+
 def train(world: DistEnv, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
     builder = run.builder(world)
@@ -289,7 +298,7 @@ def train(world: DistEnv, run: Run) -> Curve:
         curve.losses.append(result.loss.item())
         curve.norms.append(result.grad_norm.item())
     curve.gradients = all_stages(model, curve.gradients)
-    curve.weights = all_stages(model, {n: full(p) for n, p in model.named_parameters()})
+    curve.weights = all_stages(model, weights_of(model))
     return curve
 
 
@@ -311,7 +320,7 @@ def train_afresh(world: DistEnv, run: Run) -> Curve:
 
 def initial_weights(world: DistEnv, run: Run) -> dict[str, torch.Tensor]:
     model, _, _ = build_tiny(world, run)
-    return all_stages(model, {n: full(p) for n, p in model.named_parameters()})
+    return all_stages(model, weights_of(model))
 
 
 def batches(

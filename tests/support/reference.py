@@ -6,6 +6,8 @@ weights as tensors.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,33 @@ class Curve:
     gradients: dict[str, torch.Tensor]
     #: Full weights after the last step.
     weights: dict[str, torch.Tensor]
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+def in_memory(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under the names that `transformers` has in memory: it stacks
+    experts.
+    """
+    found = {}
+    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            parts.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
+
+    def stack(prefix: str, kind: str) -> torch.Tensor:
+        experts = parts[prefix, kind]
+        return torch.stack([experts[index] for index in range(len(experts))])
+
+    for prefix in {prefix for prefix, _ in parts}:
+        both = [stack(prefix, "gate_proj"), stack(prefix, "up_proj")]
+        found[f"{prefix}.gate_up_proj"] = torch.cat(both, 1)
+        found[f"{prefix}.down_proj"] = stack(prefix, "down_proj")
+    return found
 
 
 def train_reference(
@@ -46,7 +75,7 @@ def train_reference(
         AutoConfig.for_model(**config), attn_implementation="sdpa"
     )
     model.train()
-    model.load_state_dict(weights, strict=not config.get("tie_word_embeddings"))
+    model.load_state_dict(in_memory(weights), strict=not config.get("tie_word_embeddings"))
     if optimizer == "AdamW":
         optim: torch.optim.Optimizer = torch.optim.AdamW(
             model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1

@@ -23,6 +23,7 @@ from titanlite.config.sections import (
     Float8,
     Training,
 )
+from titanlite.features import float8_of
 from titanlite.features.float8.report import float8_rows
 from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
@@ -112,7 +113,23 @@ LINEARS = [
 
 def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
     config = Float8(enable_float8_linear=True, **keys)
-    return dict(float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
+    feature = float8_of(config)
+    assert feature is not None
+    setup = _setup(device)
+    return dict(float8_rows(config, feature.numbers, LINEARS, setup, compiled))  # type: ignore[arg-type]
+
+
+def test_mxfp8_says_how_it_rounds_and_that_it_is_emulated() -> None:
+    text = _float8(recipe_name="mxfp8", emulate=True)["float8"]
+    assert text.startswith(
+        "mxfp8, a scale for each 32 numbers, rounded up, emulated in the dtype of activations "
+        "(slow, for tests); 32 of 33 linears"
+    )
+    text = _float8(recipe_name="mxfp8_floor")["float8"]
+    assert text.startswith("mxfp8_floor, a scale for each 32 numbers, rounded down; 32 of 33")
+    assert (
+        "slower than bf16" in _float8(compiled=False, device=H100, recipe_name="mxfp8")["warning"]
+    )
 
 
 def test_float8_has_a_row_for_each_kind_of_linear() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.hf_files import holds_weights
+from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
 from titanlite.checkpoint.manifest import (
     Found,
     Manifest,
@@ -55,6 +55,13 @@ _NO_RECORD = (
     "weights in Hugging Face's format need the model's description: give Checkpointer "
     'run_config={"model": titanlite.models.args.as_record(name, args)}'
 )
+#: Fingerprints of adapters: their frozen weights, and the section [lora].
+_OF_ADAPTERS = ("base", "lora")
+_FIXED = (
+    "Adapters mean nothing on other weights or with other keys of [lora], so no key allows it. "
+    "Start this run elsewhere with another --checkpoint.folder or --job.dump_folder, or configure "
+    "it as that run was"
+)
 #: Changed keys of the config that a refusal names.
 _KEYS = 8
 
@@ -73,6 +80,8 @@ class Candidate:
     changes: tuple[str, ...] = ()
     #: The files are another program's.
     is_foreign: bool = False
+    #: They are PEFT's.
+    is_peft: bool = False
 
 
 @dataclass
@@ -125,12 +134,18 @@ class Chooser:
     def choose_source(self) -> Candidate:
         """Return the checkpoint that `config.initial_load_path` means, which is only ever read."""
         path = to_path(self.config.initial_load_path or "")
+        adapted = "lora" in self.run_config
+        key = "lora.adapter" if adapted else "checkpoint.initial_load_path"
         try:
+            if holds_adapters(path):
+                return self._judge_peft(path)
+            if adapted:
+                return self._judge_adapters(self._judge_source(path))
             if self.config.initial_load_in_hf or holds_weights(path):
                 return self._judge_foreign(path)
             return self._judge_source(path)
         except (CheckpointError, StoreError) as error:
-            raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
+            raise CheckpointError(f"{key}: {error}") from None
 
     # Candidates
 
@@ -193,7 +208,10 @@ class Chooser:
         for name, value in self.fingerprints.items():
             saved = manifest.fingerprints.get(name)
             if saved != value:
-                found[name] = f"{saved} there, {value} here"
+                found[name] = f"{saved or 'none'} there, {value} here"
+        for name in _OF_ADAPTERS:
+            if name in manifest.fingerprints and name not in self.fingerprints:
+                found[name] = f"{manifest.fingerprints[name]} there, none here"
         for name, wanted in expected.items():
             if name not in manifest.train:
                 continue
@@ -220,6 +238,8 @@ class Chooser:
         if keys:
             more = "; …" if len(keys) > _KEYS else ""
             lines += f"\n  in the config: {'; '.join(keys[:_KEYS])}{more}"
+        if any(word in _OF_ADAPTERS for word in missing):
+            return f"{folder} is of another run:{lines}\n{_FIXED}"
         return (
             f"{folder} is of another run:{lines}\n"
             "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, "
@@ -237,10 +257,55 @@ class Chooser:
         if manifest is None:
             raise CheckpointError(_none_valid(root, passed))
         folder = step_folder(root, manifest.step)
+        if "lora" in manifest.fingerprints and "lora" not in self.run_config:
+            raise CheckpointError(
+                f"{folder} holds adapters alone: `titanlite checkpoint convert --to checkpoint` "
+                "merges them into their weights. To train them on, set lora.rank, and name it as "
+                "lora.adapter"
+            )
         if manifest.weights_only and not self.config.initial_load_model_only:
             way = "set checkpoint.initial_load_model_only = true"
             raise CheckpointError(f"{folder} holds weights only: {way}")
         return Candidate(folder, manifest, "from", _notices(root, manifest, passed))
+
+    def _judge_adapters(self, candidate: Candidate) -> Candidate:
+        """Return a checkpoint of another run's adapters, if they fit those of this run."""
+        theirs = candidate.manifest.fingerprints
+        if "lora" not in theirs:
+            raise CheckpointError(
+                f"{candidate.folder} holds whole weights, and no adapters: name it as "
+                "checkpoint.initial_load_path, to put new ones beside them"
+            )
+        differ = []
+        for name in _OF_ADAPTERS:
+            if theirs.get(name) != self.fingerprints.get(name):
+                there, here = theirs.get(name), self.fingerprints.get(name)
+                differ.append(f"\n  {name}: {there} there, {here} here")
+        if differ:
+            raise CheckpointError(
+                f"{candidate.folder} holds other adapters than this run's:{''.join(differ)}\n"
+                "Name the weights that they were trained on as checkpoint.initial_load_path, and "
+                "give [lora] as that run had it"
+            )
+        return candidate
+
+    def _judge_peft(self, path: AnyPath) -> Candidate:
+        """Return the adapters in a folder of PEFT's, if they fit those of this run."""
+        from titanlite.checkpoint.foreign import as_manifest
+        from titanlite.features.lora.peft import check_record, open_peft
+
+        record = self.run_config.get("lora")
+        if not isinstance(record, dict):
+            raise CheckpointError(
+                f"{path} holds adapters of PEFT, and no weights: set lora.rank, name it as "
+                "lora.adapter and the weights beside them as checkpoint.initial_load_path"
+            )
+        if self.source_bad:
+            raise CheckpointError(*self.source_bad.values())
+        weights, settings = open_peft(path, *self.model())
+        check_record(path, settings, record)
+        manifest = as_manifest(weights)
+        return Candidate(path, manifest, "from", is_foreign=True, is_peft=True)
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
         """Return the weights of another program in `path`, whose config fits the model."""

@@ -97,7 +97,7 @@ class WeightsReader(StorageReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Raises CheckpointError when the files are not those that rank 0 has seen."""
-        weights = open_weights(self.folder, self._spec, self._args)
+        weights = self._open()
         tensors: dict[str, TensorStorageMetadata] = {}
         described = {}
         for name, entry in weights.entries().items():
@@ -114,6 +114,9 @@ class WeightsReader(StorageReader):
         if described != seen:
             raise CheckpointError(f"{self.folder} is not the same for all ranks, or has changed")
         return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
+
+    def _open(self) -> Weights:
+        return open_weights(self.folder, self._spec, self._args)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the slices that this rank needs, one at a time, in the order of the files."""

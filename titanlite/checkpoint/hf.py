@@ -5,8 +5,9 @@ Float8 weights are read with their scales.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.families import family_of, get_spec
 from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, is_derived
 from titanlite.models.spec import ModelSpec
+from titanlite.utils import counted, logger
 
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Tensors beside float8 weights: their scales, read with them, and those of activations, which
 #: training does not need.
@@ -43,6 +45,8 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
+    for name in _left_out(path, spec.left_out(found)):
+        del found[name]
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
@@ -57,6 +61,23 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if other in parts:
             parts[name] = parts[other]
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
+
+
+def _left_out(path: Path, names: Mapping[str, str]) -> Collection[str]:
+    """Tell which tensors the model leaves out, and why. names: → reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in names.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, left in by_reason.items():
+        many = counted(len(left), "tensors")
+        _tell(f"{path}: {many} left out, {min(left)} and others: {reason}")
+    return names.keys()
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    """Log a line once: a run opens its files several times."""
+    logger.info(line)
 
 
 def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> list[Part]:
@@ -115,7 +136,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     """Return name → tensor of all files. Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
     for file, listed in _files(path).items():
-        handle = _open(file)
+        handle = open_safetensors(file)
         names = {*handle.keys()}
         missing = listed - names
         if missing:
@@ -131,8 +152,8 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
         view = handle.get_slice(name)
         kind = view.get_dtype()
         shape = tuple(view.get_shape())
-        if kind in _DTYPES:
-            dtype = getattr(torch, _DTYPES[kind])
+        if kind in DTYPES:
+            dtype = getattr(torch, DTYPES[kind])
             parts[name] = Part(file, name, dtype, shape, partial(_sliced, view))
         elif kind in _FLOAT8:
             scale = _scale_of(name, opened, f"{file}: {name} is {_FLOAT8[kind]}")
@@ -149,7 +170,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     return parts
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
     """Return safetensors' handle of a file."""
     from safetensors import SafetensorError, safe_open
 

@@ -48,7 +48,8 @@ class Loader:
     """Loads one run's checkpoints, or another's to start from.
 
     All ranks make one and make the same calls. fingerprints, run_config: as for `Checkpointer`.
-    averages: of the weights (`titanlite.features.ema`), to be filled too.
+    averages: of the weights (`titanlite.features.ema`), to be filled too. frozen: of a model with
+    adapters, load all but those.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Loader:
         fingerprints: Mapping[str, str],
         run_config: Mapping[str, Any],
         averages: Tensors | None = None,
+        frozen: bool = False,
     ) -> None:
         self.config = config
         self.world = world
         self.averages = averages or {}
+        self.frozen = frozen
         self.chooser = Chooser(config, fingerprints, run_config)
         #: Load averages from another run's checkpoint too, though `config.initial_load_model_only`
         #: asks for the weights.
@@ -127,7 +130,7 @@ class Loader:
         excluded = self._excluded(candidate)
         left_out = frozenset(excluded) & frozenset(GROUPS)
         filled_optimizer = None if "optimizer" in left_out else optimizer
-        tensors = gather(model, filled_optimizer) | self.averages
+        tensors = gather(model, filled_optimizer, self.frozen) | self.averages
         if optimizer is not None and filled_optimizer is None:
             # An earlier try may have given it a state.
             optimizer.state.clear()
@@ -227,6 +230,10 @@ class Loader:
     def _reader(self, candidate: Candidate) -> CheckedReader | WeightsReader:
         if not candidate.is_foreign:
             return CheckedReader(candidate.folder, candidate.manifest)
+        if candidate.is_peft:
+            from titanlite.features.lora.peft import PeftReader
+
+            return PeftReader(candidate.folder, candidate.manifest, *self.model())
         from titanlite.checkpoint.foreign import WeightsReader
 
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())

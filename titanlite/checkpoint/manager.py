@@ -89,10 +89,11 @@ class Checkpointer:
     "data": …}; a checkpoint with others is refused. run_config: the resolved configuration, which
     the manifest keeps for people. tokenizer_files: gives name → content of the files that
     `checkpoint.last_save_in_hf` adds. averages: of the weights (`WeightAverage.tensors`), in all
-    checkpoints but those of weights only.
+    checkpoints but those of weights only. base: loads weights that no checkpoint of the run holds,
+    before one is looked for. It may add to `fingerprints` and `run_config`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: Checkpoint,
         world: DistEnv,
@@ -100,8 +101,10 @@ class Checkpointer:
         run_config: dict[str, Any] | None = None,
         tokenizer_files: Callable[[], Mapping[str, bytes]] = dict,
         averages: Tensors | None = None,
+        base: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.config = config
+        self._base = base
         self.root = to_path(config.folder)
         self._world = world
         self._fingerprints = fingerprints
@@ -142,6 +145,8 @@ class Checkpointer:
         of another run or does not fit the model, or there are checkpoints and none is good.
         """
         self._on_rank_0(self._look_around)
+        if self._base is not None:
+            self._base(model)
         loaded = self._loader.load(model, optimizer, expected)
         self._on_rank_0(lambda: self._deleter.delete(leftovers(self.root)))
         if loaded is not None and loaded.origin == "resume":

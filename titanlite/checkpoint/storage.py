@@ -57,14 +57,20 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
+#: Ending of the names of biases that balance experts.
+EXPERT_BIAS = ".expert_bias"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
+def gather(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, frozen: bool = False
+) -> Tensors:
     """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
     is None.
+
+    Of a model with adapters these are the adapters alone; frozen: all but those.
 
     An optimizer without a step first gets the state of a step without gradients, as a target of the
     load.
@@ -75,11 +81,23 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         from titanlite.features.float8.gathered import plain
 
         weights = {name: plain(tensor) for name, tensor in weights.items()}
+    adapters = _adapters_of(model)
+    if adapters:
+        weights = {name: one for name, one in weights.items() if (name in adapters) != frozen}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
     if optimizer is not None:
         for name, value in _optimizer_state(model, optimizer).items():
             tensors[f"optimizer.{name}"] = value
     return tensors
+
+
+def _adapters_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained beside frozen ones; empty: all are."""
+    if "titanlite.features.lora.modules" not in sys.modules:
+        return set()
+    from titanlite.parallel.own_linear import adapter_names
+
+    return adapter_names(model)
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -100,10 +118,13 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tens
     return state
 
 
-def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a tensor in another precision, the same object where it has it already;
-    integers stay.
+def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a tensor in another precision, the same object where it has it already.
+
+    Integers stay, and biases of experts, whose small steps lower precisions lose.
     """
+    if name.endswith(EXPERT_BIAS):
+        return tensor
     wanted: torch.dtype = getattr(torch, dtype)
     return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
@@ -114,7 +135,9 @@ def scatter(
     """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay
     as configured.
     """
-    state_dicts.set_model_state_dict(model, _strip(tensors, "model."))
+    # Of a model with adapters a part.
+    options = state_dicts.StateDictOptions(strict=not _adapters_of(model))
+    state_dicts.set_model_state_dict(model, _strip(tensors, "model."), options=options)
     weights_replaced(model)
     if optimizer is None:
         return

@@ -13,4 +13,4 @@ def weights_to_save(model: nn.Module, averages: Tensors, dtype: str) -> Tensors:
     tensors = gather(model)
     for name, average in averages.items():
         tensors[weight_of(name)] = average
-    return {name: converted(tensor, dtype) for name, tensor in tensors.items()}
+    return {name: converted(name, tensor, dtype) for name, tensor in tensors.items()}

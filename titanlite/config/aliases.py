@@ -48,6 +48,9 @@ class Alias:
     #: Whether this name shows that a file was written for torchtitan 0.2.x: the files of 2024 had
     #: another one.
     is_later: bool = False
+    #: The name counts only where `model.converters` has this entry (`titanlite.config.converters`);
+    #: "": everywhere.
+    converter: str = ""
 
     @property
     def type(self) -> Any:
@@ -58,11 +61,30 @@ class Alias:
         return value if self.convert is None else self.convert(value)
 
 
+#: Entries of `model.converters` in torchtitan 0.2.x.
+FLOAT8 = "quantize.linear.float8"
+MX = "quantize.linear.mx"
+
+
 def _converters(value: list[str]) -> bool:
-    known = ("float8", "quantize.linear.float8")
+    known = ("float8", FLOAT8, MX)
     if unknown := [quote(item) for item in value if item not in known]:
         raise Refused(f"no converter {', '.join(unknown)}; there are {', '.join(known)}")
+    if MX in value and len(set(value)) > 1:
+        raise Refused("a linear has one format, float8 or mx")
     return bool(value)
+
+
+#: Recipe of torchtitan 0.2.x → the one here.
+_MX_RECIPES = {"mxfp8_cublas": "mxfp8_floor", "mxfp8_cublas_rceil": "mxfp8"}
+
+
+def _mx_recipe(value: str) -> str:
+    if value == "mxfp8_emulated":
+        raise Refused("mxfp8_cublas with float8.emulate = true has its numbers")
+    if value not in _MX_RECIPES:
+        raise Refused(f"the recipes here are {', '.join(_MX_RECIPES)}")
+    return _MX_RECIPES[value]
 
 
 def _split_points(parts: list[list[str]]) -> list[str]:
@@ -91,7 +113,12 @@ _PARTS = (
 )
 _SIZE = (MicrobatchSize, Count, "a size instead of a count: the batch size divided by it")
 _FP8 = (bool, Literal["", "dynamic"], 'true for "dynamic", false for ""')
-_LIST = (_converters, list[str], 'true for ["float8"] or ["quantize.linear.float8"]')
+_LIST = (
+    _converters,
+    list[str],
+    'true for ["float8"], ["quantize.linear.float8"] or ["quantize.linear.mx"], this with MXFP8',
+)
+_RECIPE = (_mx_recipe, str, '"mxfp8_floor" for "mxfp8_cublas", "mxfp8" for "mxfp8_cublas_rceil"')
 _FUSED = (("foreach", "fused").__getitem__, bool, 'true is "fused", false is "foreach"')
 _CONVERTED = [
     Alias(
@@ -107,6 +134,8 @@ _CONVERTED = [
     Alias("model.converters", _FLOAT8, *_LIST, is_later=True),
     Alias("training.fp8_linear", _FLOAT8, *_FP8),
     Alias("optimizer.fused", "optimizer.implementation", *_FUSED),
+    Alias(f"{MX}.recipe_name", "float8.recipe_name", *_RECIPE, converter=MX),
+    Alias(f"{MX}.filter_fqns", "float8.filter_fqns", converter=MX),
 ]
 ALIASES: dict[str, Alias] = {
     alias.name: alias

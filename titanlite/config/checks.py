@@ -427,9 +427,12 @@ def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
     yield "training.dataset_path", d.training.dataset_path
     if d.validation.enable:
         yield "validation.dataset_path", d.validation.dataset_path
-    # A run that has checkpoints already does not read it.
-    if not _has_checkpoints(d):
+    # A run that has checkpoints already reads neither, except for the weights under adapters.
+    is_new = not _has_checkpoints(d)
+    if is_new or d.lora.rank:
         yield "checkpoint.initial_load_path", d.checkpoint.initial_load_path
+    if is_new and d.lora.rank:
+        yield "lora.adapter", d.lora.adapter
     for number, source in enumerate(d.data.source):
         yield f"data.source[{number}].path", source.path
     if d.validation.enable:

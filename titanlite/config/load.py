@@ -196,6 +196,9 @@ class Layers:
     values: dict[str, _Value] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: What `model.converters` says, and values under names that count only with one of them.
+    converters: _Value | None = None
+    of_mx: dict[str, _Value] = field(default_factory=dict)
     #: The first sign that a file was written for torchtitan 0.2.x.
     later: Source | None = None
     #: Where a file names the tokenizer as torchtitan did until 0.1.0, and as it does since.
@@ -275,6 +278,12 @@ class Layers:
             value = self._checked(entry, file)
             if value is None:
                 continue
+            alias = ALIASES.get(entry.name)
+            if alias and alias.converter:
+                self.of_mx[entry.name] = value
+                continue
+            if entry.name == "model.converters":
+                self.converters = value
             key = key_of(entry.name)
             before = layer.get(key, value)
             if before.value != value.value:
@@ -385,6 +394,10 @@ class Layers:
 
             apply_later(self, sign, why)
         self._apply_microbatch_size()
+        if self.of_mx or self.converters is not None:
+            from titanlite.config.converters import settle
+
+            settle(self)
         sources: dict[str, Source] = {}
         deferred: dict[str, Any] = {}
         claims: list[Claim] = []

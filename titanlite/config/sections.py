@@ -261,8 +261,11 @@ class Float8(Section, frozen=True):
     """How weights are scaled."""
     scaling_type_grad_output: Literal["dynamic"] = "dynamic"
     """How gradients are scaled."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor"] = (
+        "tensorwise"
+    )
     """One scale per tensor, or per row; rowwise_with_gw_hp: gradients of weights in high precision.
+    mxfp8: MXFP8, a scale per 32 numbers, for Blackwell; mxfp8_floor: its scales are rounded down.
     """
     filter_fqns: list[str] = []
     """Layers that stay in high precision: any part of their full names, as attention.wk. The head
@@ -270,12 +273,42 @@ class Float8(Section, frozen=True):
     sizes.
     """
     emulate: bool = False
-    """Multiply the rounded numbers in float32, on hardware without float8; for tests."""
+    """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
     drift_check: Natural = 0
     """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
     off.
+    """
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether products have an MX format, and not plain float8."""
+        return self.recipe_name.startswith("mx")
+
+
+class Lora(Section, frozen=True):
+    """Train low-rank adapters beside frozen weights (LoRA, Hu et al. 2021)."""
+
+    rank: Natural = 0
+    """Width of the adapters. 0: off, all weights are trained. Above: the weights of
+    checkpoint.initial_load_path stay as they are, and checkpoints hold the adapters alone.
+    """
+    alpha: Positive = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead."""
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that are zero while it is trained."""
+    targets: Annotated[list[Name], Meta(min_length=1)] = field(
+        default_factory=lambda: ["all-linear"]
+    )
+    """Linears that get an adapter: ends of their names, here or at Hugging Face, as wq,
+    attention.wq or q_proj. all-linear: those of all blocks, without routers and experts.
+    """
+    adapter: Location | None = None
+    """Adapters to start from while this run has no checkpoint: a folder of PEFT's, or a checkpoint,
+    folder or run of adapters. None: new ones, which change nothing at first.
     """
 
 
@@ -325,6 +358,7 @@ class Config(Section, frozen=True):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()
+    lora: Lora = Lora()
     experimental: Experimental = Experimental()
     parallelism: Parallelism = Parallelism()
     guard: run.Guard = run.Guard()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Config,
         Experimental,
         Float8,
+        Lora,
         Training,
     )
     from titanlite.features.activation_offload import ActivationOffload
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
+    from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.pipeline import PipelineParallel
 
@@ -45,6 +47,7 @@ class Features:
     pipeline: PipelineParallel | None
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
+    lora: LoraFeature | None
     loss_chunks: LossChunks | None
     activation_offload: ActivationOffload | None
     ema: WeightAveraging | None
@@ -58,6 +61,7 @@ class Features:
             self.pipeline,
             self.async_tp,
             self.float8,
+            self.lora,
             self.loss_chunks,
             self.activation_offload,
             self.ema,
@@ -79,6 +83,7 @@ def features_of(config: Config) -> Features:
         pipeline=pipeline_of(experimental, ranks(experimental.pipeline_parallel_degree)),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
+        lora=lora_of(config.lora),
         loss_chunks=loss_chunks_of(config.training),
         activation_offload=activation_offload_of(config.activation_checkpoint),
         ema=ema_of(config.optimizer),
@@ -125,9 +130,22 @@ def float8_of(section: Float8) -> Float8Feature | None:
     """Return float8 if it is on."""
     if not section.enable_float8_linear:
         return None
+    if section.is_mx:
+        from titanlite.features.mx import MXFeature
+
+        return MXFeature(section)
     from titanlite.features.float8 import Float8Feature
 
     return Float8Feature(section)
+
+
+def lora_of(section: Lora) -> LoraFeature | None:
+    """Return adapters beside frozen weights if there are some."""
+    if not section.rank:
+        return None
+    from titanlite.features.lora import LoraFeature
+
+    return LoraFeature(section)
 
 
 def loss_chunks_of(section: Training) -> LossChunks | None:

@@ -69,6 +69,14 @@ class _RmsNorm(torch.autograd.Function):
         return scaled.sub_(normed.mul_(projection)).mul_(rstd).to(x.dtype), grad_weight, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """Return x: [..., dim], normalised by its root mean square and times weight: [dim].
+
+    Keeps x and one number per row for backward.
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one
     autograd node.
@@ -80,4 +88,4 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" or self.weight is None:
             return super().forward(x)
-        return _RmsNorm.apply(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)

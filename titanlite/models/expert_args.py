@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from titanlite.models import llama
 from titanlite.models.llama_args import LlamaArgs, block_names
-from titanlite.models.spec import Misfit, ShapeError, Size
+from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
+
+if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import Self
+
+#: How a router makes scores of its logits.
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+#: Arguments that decide logits, where a family lets users set them.
+_DECIDING = (
+    "expert_width",
+    "n_shared_experts",
+    "n_dense_layers",
+    "score",
+    "norm_topk",
+    "route_scale",
+    "n_groups",
+    "top_groups",
+    "router_bias",
+    "scales_input",
+)
+_LEARNS_NOTHING = (
+    "a single expert's weight is always 1, and its router would learn nothing from the text"
+)
 
 
 @dataclass(frozen=True)
 class ExpertArgs(LlamaArgs):
     """A decoder's arguments, some or all of whose blocks have experts.
 
-    A block without them has `n_experts` = 0.
+    A block without them has `n_experts` = 0, and then `top_k` = 0. A family makes fields of the
+    properties that its users may set, or overrides them.
     """
 
     n_experts: int = 8
@@ -26,44 +53,173 @@ class ExpertArgs(LlamaArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wrong = []
-        if self.n_experts and not 2 <= self.top_k <= self.n_experts:
-            reason = (
-                "a single expert's weight is always 1, and its router would learn nothing from "
-                "the text"
-            )
+        if self.n_experts == self.top_k == 0:
+            return
+        wrong = self._misfits_of_choice() + self._misfits_of_groups()
+        for name in ("aux_loss", "z_loss", "bias_update", "n_shared_experts"):
+            if not getattr(self, name) >= 0:
+                wrong.append(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.n_dense_layers < self.n_layers:
             wrong.append(
-                f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: "
-                f"{reason}"
+                f"n_dense_layers must be at least 0 and below n_layers = {self.n_layers}, got "
+                f"{self.n_dense_layers}"
             )
-        for name, share in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss)):
-            if not share >= 0:
-                wrong.append(f"{name} must not be negative, got {share}")
         # `grouped_mm` takes rows of whole 16 bytes: 8 numbers in bfloat16.
-        for name, width in (("dim", self.dim), ("ffn_dim", self.expert_width)):
-            if width % 8:
+        own_width = "expert_width" in self.__dataclass_fields__
+        widths = {"dim": self.dim, "expert_width" if own_width else "ffn_dim": self.expert_width}
+        for name, width in widths.items():
+            if width < 1 or width % 8:
                 wrong.append(
                     f"{name} = {width} is not a multiple of 8, which products of experts need"
                 )
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
 
+    def _misfits_of_choice(self) -> list[str]:
+        """Return what is wrong with scores and numbers of experts."""
+        wrong = []
+        if self.score not in SCORES:
+            wrong.append(f"score must be one of {', '.join(SCORES)}, got {self.score!r}")
+        is_normed = self.norm_topk or self.score == "softmax_of_chosen"
+        least = 2 if is_normed else 1
+        if not least <= self.top_k <= self.n_experts:
+            reason = f": {_LEARNS_NOTHING}" if is_normed else ""
+            wrong.append(
+                f"top_k must be between {least} and n_experts = {self.n_experts}, got "
+                f"{self.top_k}{reason}"
+            )
+        if not self.route_scale > 0:
+            wrong.append(f"route_scale must be positive, got {self.route_scale}")
+        return wrong
+
+    def _misfits_of_groups(self) -> list[str]:
+        """Return what is wrong with groups of experts."""
+        if self.n_groups == self.top_groups == 1:
+            return []
+        if self.n_groups < 1 or self.n_experts % self.n_groups:
+            return [f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}"]
+        each = self.n_experts // self.n_groups
+        wrong = []
+        if self.n_groups > 1 and each < 2:
+            wrong.append(
+                f"n_groups = {self.n_groups} leaves {each} expert for each group, and the best two "
+                "tell how good a group is"
+            )
+        if not 1 <= self.top_groups <= self.n_groups:
+            wrong.append(
+                f"top_groups must be between 1 and n_groups = {self.n_groups}, got "
+                f"{self.top_groups}"
+            )
+        elif self.top_k > self.top_groups * each:
+            wrong.append(
+                f"top_k = {self.top_k} is more than the {self.top_groups * each} experts of "
+                f"top_groups = {self.top_groups}"
+            )
+        return wrong
+
     def deciding(self) -> dict[str, Any]:
         """Add the experts; the weights of the routers' losses change no logit."""
-        return {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
+        found = {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
+        for name in _DECIDING:
+            if name in self.__dataclass_fields__:
+                found[name] = getattr(self, name)
+        return found
+
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`: the first `n_dense_layers` have no experts."""
+        return self.without_experts() if index < self.n_dense_layers else self
+
+    def without_experts(self) -> Self:
+        """Return the arguments of a block with a dense feed-forward."""
+        return replace(self, n_experts=0, top_k=0)
 
     @property
     def expert_width(self) -> int:
         """Hidden width of each expert."""
         return self.ffn_width
 
-    def feed_forward_linears(self) -> dict[str, Size]:
-        """Return none where there are experts: they and their router stay in high precision.
+    @property
+    def n_shared_experts(self) -> int:
+        """Experts that every token passes through, as one feed-forward of their widths together."""
+        return 0
 
-        The router's few outputs decide about tokens, and torch has no float8 training of grouped
-        products.
+    @property
+    def n_dense_layers(self) -> int:
+        """First blocks with a dense feed-forward, `ffn_width` wide, in the place of experts."""
+        return 0
+
+    @property
+    def score(self) -> str:
+        """How a router makes scores of its logits, one of `SCORES`.
+
+        "softmax" and "sigmoid" are of all experts. "softmax_of_chosen" chooses by the logits, and
+        its softmax is over the chosen ones.
         """
-        return {} if self.n_experts else super().feed_forward_linears()
+        return "softmax"
+
+    @property
+    def norm_topk(self) -> bool:
+        """Whether the scores of a token's experts are divided by their sum."""
+        return True
+
+    @property
+    def route_scale(self) -> float:
+        """What all weights of experts are multiplied by."""
+        return 1.0
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of neighbouring experts. A token chooses among those of its best groups."""
+        return 1
+
+    @property
+    def top_groups(self) -> int:
+        """Groups that each token chooses among."""
+        return 1
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether the router's linear has a bias, which is learned."""
+        return False
+
+    @property
+    def scales_input(self) -> bool:
+        """Whether weights multiply the input of an expert instead of its result."""
+        return False
+
+    @property
+    def bias_update(self) -> float:
+        """Step by which each expert's bias moves after an update; 0: it stays.
+
+        It balances the load without a loss (Wang et al. 2024, arXiv:2408.15664).
+        """
+        return 0.0
+
+    @property
+    def expert_bias(self) -> bool:
+        """Whether each expert has a bias that is added to its scores for the choice alone."""
+        return self.bias_update > 0
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of the shared experts together; 0: there are none."""
+        return self.n_shared_experts * self.expert_width
+
+    def feed_forward_linears(self) -> dict[str, Size]:
+        """Return the linears of a dense block, or those of the shared experts.
+
+        The others and their router stay in high precision. The router's few outputs decide about
+        tokens, and torch has no float8 training of grouped products.
+        """
+        if not self.n_experts:
+            return super().feed_forward_linears()
+        if not self.shared_width:
+            return {}
+        return {
+            "feed_forward.shared.w1": Size(self.dim, self.shared_width),
+            "feed_forward.shared.w2": Size(self.shared_width, self.dim),
+            "feed_forward.shared.w3": Size(self.dim, self.shared_width),
+        }
 
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of a block's experts and router, and those of them that one token
@@ -72,8 +228,48 @@ class ExpertArgs(LlamaArgs):
         if not self.n_experts:
             return super().feed_forward_parameters()
         expert = 3 * self.dim * self.expert_width
-        router = self.dim * self.n_experts
-        return self.n_experts * expert + router, self.top_k * expert + router
+        router = (self.dim + self.router_bias) * self.n_experts
+        every = router + 3 * self.dim * self.shared_width
+        return self.n_experts * expert + every, self.top_k * expert + every
+
+
+_MATRIX = re.compile(
+    r"layers\.(\d+)\.feed_forward\."
+    r"(?:gate\.(weight|bias)|experts\.(w[123])|shared\.(w[123])\.weight)"
+)
+
+
+def init_rule(name: str, args: ExpertArgs) -> Init:
+    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
+    router as w1, its bias as zero.
+    """
+    match = _MATRIX.fullmatch(name)
+    if match is None or int(match[1]) >= args.n_layers:
+        return llama.init_rule(name, args)
+    if match[2] == "bias":
+        return Init("zeros")
+    is_residual = (match[3] or match[4]) in ("w2", "w3")
+    return llama.linear_init(int(match[1]) if is_residual else None)
+
+
+def _build(args: ExpertArgs) -> nn.Module:
+    from titanlite.models.moe import MoEDecoder
+
+    return MoEDecoder(args)
+
+
+def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
+    """Return the spec of a family of decoders with experts.
+
+    different: fields of `ModelSpec` that are not as Mixtral's.
+    """
+    common = {
+        "build": _build,
+        "init_rule": init_rule,
+        "tensor_plan": None,
+        "experts": experts_of,
+    }
+    return llama.decoder_spec(name, flavors, **{**common, **different})
 
 
 def experts_of(args: ExpertArgs) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,28 +12,29 @@ from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, sho
 from titanlite.utils import is_dotted, resolve_as
 
 #: Values of `model.name`.
-_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+_NAMES = (
+    "llama2",
+    "llama3",
+    "mistral",
+    "mixtral",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "gemma3",
+    "deepseek_v3",
+    "qwen3_moe",
+    "hf",
+)
 
 
 @functools.cache
 def _builtin(name: str) -> ModelSpec:
     """Import a family and return its spec."""
-    if name == "mistral":
-        from titanlite.models import mistral
-
-        return mistral.SPEC
-    if name == "mixtral":
-        from titanlite.models import mixtral
-
-        return mixtral.SPEC
-    if name == "qwen3":
-        from titanlite.models import qwen3
-
-        return qwen3.SPEC
-    if name == "hf":
-        from titanlite.models import hf
-
-        return hf.SPEC
+    if name not in ("llama2", "llama3"):
+        # Its file has the name of the family.
+        spec: ModelSpec = importlib.import_module(f"titanlite.models.{name}").SPEC
+        return spec
     from titanlite.models.llama import decoder_spec
     from titanlite.models.llama_shapes import SHAPES
 
@@ -86,11 +88,9 @@ def _model_types() -> dict[str, str]:
     """
     known: dict[str, str] = {}
     for name, spec in SPECS.items():
-        flavors = list(spec.flavors.values())
-        if not flavors:
-            continue
-        args = replace(flavors[0], vocab_size=1)
-        known[spec.hf_config(args)["model_type"]] = name
+        for flavor in spec.flavors.values():
+            args = replace(flavor, vocab_size=1)
+            known[spec.hf_config(args)["model_type"]] = name
     return known
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.models.autograd import fresh, silu_mul
 
@@ -142,4 +142,10 @@ class Experts(nn.Module):
 
 
 def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """Return this rank's part of a weight. Ranks that hold the same part have other tokens, so
+    their gradients are parts of a sum.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    placements = [Partial() if one.is_replicate() else one for one in weight.placements]
+    return weight.to_local(grad_placements=placements)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import attend, document_positions
 from titanlite.models.autograd import RMSNorm, silu_mul
-from titanlite.models.llama_args import LlamaArgs
-from titanlite.models.rope import Rope, Rotation
+from titanlite.models.llama_args import AttentionKind, LlamaArgs
+from titanlite.models.rope import Rotation, build_rope
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
@@ -24,6 +25,10 @@ def build_norm(args: LlamaArgs) -> nn.Module:
 
     torch's own RMSNorm is a fused kernel on GPUs, so "rmsnorm" and "fused_rmsnorm" are one thing.
     """
+    if args.norm_offset:
+        from titanlite.models.norms import OffsetRMSNorm
+
+        return OffsetRMSNorm(args.dim, args.norm_eps)
     if args.norm_type in ("rmsnorm", "fused_rmsnorm"):
         return RMSNorm(args.dim, eps=args.norm_eps)
     if args.norm_type == "layernorm":
@@ -39,8 +44,8 @@ class SdpaAttention(nn.Module):
     window: tokens that a token attends to, itself and those before it; None: all.
 
     A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window. `prepare` is called once per forward pass, on the first block's, and what it returns is
-    handed to every block.
+    window. `prepare` is called once per forward pass, on the first block of each kind
+    (`AttentionKind`), and what it returns is handed to all blocks of that kind.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -78,9 +83,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        # Of each head, before the rotation (Henry et al. 2020; Qwen3).
-        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if args.qk_norm:
+            from titanlite.models.norms import qk_norms
+
+            self.q_norm, self.k_norm = qk_norms(args)
         self.inner_attention = SdpaAttention(args.window)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
@@ -103,21 +111,27 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): w2(silu(w1 x) * w3 x)."""
+    """SwiGLU (Shazeer 2020): w2(silu(w1 x) * w3 x), or the same with another `activation`."""
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.w1 = nn.Linear(args.dim, args.ffn_width, bias=False)
         self.w2 = nn.Linear(args.ffn_width, args.dim, bias=False)
         self.w3 = nn.Linear(args.dim, args.ffn_width, bias=False)
+        self.gated = silu_mul
+        if args.activation == "gelu_tanh":
+            from titanlite.models.gelu import gelu_mul
+
+            self.gated = gelu_mul
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
-        return self.w2(silu_mul(self.w1(x), self.w3(x)))
+        return self.w2(self.gated(self.w1(x), self.w3(x)))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after.
+    """Attention and feed-forward, each with norms as `norm_placement` says, by default before it,
+    and added to the residual stream.
 
     A subclass names its own `attention_class` or `feed_forward_class`, and a subclass of `Llama`
     that one as `block_class`. A static method may choose by the arguments of the block.
@@ -130,13 +144,17 @@ class Block(nn.Module):
         super().__init__()
         self.attention = self.attention_class(args)
         self.feed_forward = self.feed_forward_class(args)
-        self.attention_norm = build_norm(args)
-        self.ffn_norm = build_norm(args)
+        before = args.norm_placement != "after"
+        after = args.norm_placement != "before"
+        self.attention_norm = build_norm(args) if before else nn.Identity()
+        self.ffn_norm = build_norm(args) if before else nn.Identity()
+        self.attention_post_norm = build_norm(args) if after else nn.Identity()
+        self.ffn_post_norm = build_norm(args) if after else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
-        x = x + self.attention(self.attention_norm(x), rotation, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, mask))
+        return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 
 
 class Llama(nn.Module):
@@ -152,11 +170,14 @@ class Llama(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.n_vocab, args.dim)
-        self.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
+        self.rope: Any = build_rope(args)
         # A dictionary, not a list: a block keeps its name when others are dropped.
         self.layers = nn.ModuleDict()
+        self.kinds: dict[str, AttentionKind] = {}
         for index in range(args.n_layers):
-            self.layers[str(index)] = self.block_class(args.of_block(index))
+            of_block = args.of_block(index)
+            self.layers[str(index)] = self.block_class(of_block)
+            self.kinds[str(index)] = of_block.attention_kind
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()
@@ -185,17 +206,21 @@ class Llama(nn.Module):
         own.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        if self.tok_embeddings is not None and self.args.embedding_scale != 1:
+            x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype)
         if self.layers:
             if doc_ids is not None:
                 self.rope.check_documents(doc_ids.size(1))
                 if positions is None:
                     positions = document_positions(doc_ids)
-            rotation = self.rope(tokens.size(1), positions)
-            first_block = next(iter(self.layers.values()))
-            inner: Any = first_block.get_submodule("attention.inner_attention")
-            mask = inner.prepare(doc_ids)
-            for block in self.layers.values():
-                x = block(x, rotation, mask)
+            rotations = self.rope(tokens.size(1), positions)
+            masks: dict[AttentionKind, Any] = {}
+            for name, block in self.layers.items():
+                kind = self.kinds[name]
+                if kind not in masks:
+                    inner: Any = block.get_submodule("attention.inner_attention")
+                    masks[kind] = inner.prepare(doc_ids)
+                x = block(x, rotations.of(kind.rotary), masks[kind])
         if self.norm is not None:
             x = self.norm(x)
         if self.output is None:

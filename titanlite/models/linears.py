@@ -49,7 +49,7 @@ class Linears:
         way = self.plan.get(name)
         if way == "rowwise":
             return Size(size.in_features // self.tensor, size.out_features)
-        if way in ("colwise", "head"):
+        if way in ("colwise", "gathered", "head"):
             return Size(size.in_features, size.out_features // self.tensor)
         return size
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ _STD = 0.02
 _CUT = 3.0
 
 _LINEAR = re.compile(r"layers\.(\d+)\.(?:attention\.w[qkvo]|feed_forward\.w[123])\.weight")
-_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention_norm|ffn_norm)|norm)\.weight")
+_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention|ffn)_(?:post_)?norm|norm)\.weight")
 _HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
 
 
@@ -71,7 +71,7 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
     if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
     if "norm" in name:
-        return Init("ones")
+        return Init("zeros" if args.norm_offset else "ones")
     residual = name.endswith(("wo.weight", "w2.weight", "w3.weight"))
     return linear_init(int(match[1]) if residual else None)
 
@@ -136,19 +136,26 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
     """Return module name in a block → how tensor parallelism divides it. args: of that block."""
     kinds = dict(_BLOCK)
     if args.qk_norm:
-        kinds["attention.q_norm"] = "heads"
-        kinds["attention.k_norm"] = "heads"
+        kind = "all heads" if args.qk_norm_whole else "heads"
+        kinds["attention.q_norm"] = kind
+        kinds["attention.k_norm"] = kind
+    if args.norm_placement != "before":
+        kinds["attention_post_norm"] = "added"
+        kinds["ffn_post_norm"] = "added"
     return kinds
 
 
-def tensor_plan(args: LlamaArgs) -> dict[str, str]:
+def tensor_plan(
+    args: LlamaArgs, of_block: Callable[[Any], Mapping[str, str]] = block_plan
+) -> dict[str, str]:
     """Return module name → how tensor parallelism divides it, in the order the modules run.
 
-    The kinds are those of `titanlite.parallel.tensor.apply_tp`.
+    The kinds are those of `titanlite.parallel.tensor.apply_tp`. of_block: those of a block, from
+    its arguments.
     """
     plan = {"tok_embeddings": "embedding"}
     for index, block in enumerate(block_names(args)):
-        for name, kind in block_plan(args.of_block(index)).items():
+        for name, kind in of_block(args.of_block(index)).items():
             plan[f"{block}.{name}"] = kind
     plan["norm"] = "sequence"
     plan["output"] = "head"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import Misfit, ShapeError, Size
@@ -13,6 +13,27 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+_BEFORE = ("attention_norm", "ffn_norm")
+_AFTER = ("attention_post_norm", "ffn_post_norm")
+#: Value of `norm_placement` → names of the norms of a block.
+NORM_NAMES = {"before": _BEFORE, "after": _AFTER, "around": (*_BEFORE, *_AFTER)}
+
+
+class Rotary(NamedTuple):
+    """What rotary tables follow from, besides their length."""
+
+    #: Numbers of a head that rotate.
+    width: int
+    theta: float
+    scaling: Scaling | None
+
+
+class AttentionKind(NamedTuple):
+    """What blocks have in common that share one rotation and one mask."""
+
+    window: int | None
+    #: None: positions rotate nothing.
+    rotary: Rotary | None
 
 
 @dataclass(frozen=True)
@@ -106,10 +127,63 @@ class LlamaArgs:
         return None
 
     @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary tables of a block: of `of_block`; None: positions rotate nothing."""
+        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """Return what blocks share a rotation and a mask by: of `of_block`."""
+        return AttentionKind(self.window, self.rotary)
+
+    def rotaries(self) -> list[Rotary | None]:
+        """Return the rotary tables of all blocks, equal ones once, in the order of the blocks."""
+        return list(dict.fromkeys(self.of_block(i).rotary for i in range(self.n_layers)))
+
+    @property
     def qk_norm(self) -> bool:
-        """Return whether each head's q and k pass through an RMSNorm of width `head_dim` before the
-        rotation.
+        """Return whether q and k pass through an RMSNorm before the rotation: each head by
+        itself, or as `qk_norm_whole` says.
         """
+        return False
+
+    @property
+    def qk_norm_whole(self) -> bool:
+        """Return whether that norm is over all heads of a token together."""
+        return False
+
+    @property
+    def query_scale(self) -> float:
+        """Return a factor for q, on top of 1 / sqrt(head_dim) in the scores: of the norm of q,
+        with `norm_offset`.
+        """
+        return 1.0
+
+    @property
+    def norm_placement(self) -> str:
+        """Return where a block has norms: "before" attention and feed-forward, "after" them, or
+        "around" them.
+        """
+        return "before"
+
+    @property
+    def norm_offset(self) -> bool:
+        """Return whether RMSNorms multiply by 1 + weight."""
+        return False
+
+    @property
+    def activation(self) -> str:
+        """Return the function of the feed-forward's gate: "silu", or "gelu_tanh"."""
+        return "silu"
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return a factor for embeddings, before the first block."""
+        return 1.0
+
+    @property
+    def is_latent(self) -> bool:
+        """Return whether keys and values come from a latent (`deepseek_v3`)."""
         return False
 
     @property
@@ -193,7 +267,12 @@ class LlamaArgs:
         """Return name in a block → length of attention's vectors: norms, biases."""
         if not self.qk_norm:
             return {}
-        return {"attention.q_norm": self.head_dim, "attention.k_norm": self.head_dim}
+        heads = self.n_heads if self.qk_norm_whole else 1
+        groups = self.kv_heads if self.qk_norm_whole else 1
+        return {
+            "attention.q_norm": heads * self.head_dim,
+            "attention.k_norm": groups * self.head_dim,
+        }
 
     def attention_flops(self, seq_len: int) -> int:
         """Return the FLOPs of scores and weighted values for one training token.
@@ -206,7 +285,7 @@ class LlamaArgs:
         """Return name in a block → length of the norms on the residual stream."""
         if self.norm_type == "np_layernorm":
             return {}
-        return {"attention_norm": self.dim, "ffn_norm": self.dim}
+        return dict.fromkeys(NORM_NAMES[self.norm_placement], self.dim)
 
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return name in a block → size of the feed-forward's linears, in the model's order."""

@@ -25,9 +25,22 @@ _QK_NORM = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
 }
+#: By `norm_placement`.
 _NORMS = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "before": {
+        "attention_norm.weight": "input_layernorm.weight",
+        "ffn_norm.weight": "post_attention_layernorm.weight",
+    },
+    "after": {
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+    "around": {
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
 }
 FEED_FORWARD: Mapping[str, HFName] = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
@@ -46,7 +59,8 @@ def block_parts(
     feed_forward: those of its feed-forward. Several names for one: it is the stack of their
     tensors.
     """
-    return {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
+    qk_norm = _QK_NORM if args.qk_norm else {}
+    return {**_ATTENTION, **qk_norm, **feed_forward, **_NORMS[args.norm_placement]}
 
 
 def hf_names(

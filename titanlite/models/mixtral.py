@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama
-from titanlite.models.expert_args import ExpertArgs, experts_of
-from titanlite.models.llama import decoder_spec, linear_init
-from titanlite.models.spec import Init, ModelSpec
+from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from titanlite.models.hf_names import HFName
 
 
@@ -41,20 +36,6 @@ FLAVORS: dict[str, MixtralArgs] = {
         6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001
     ),
 }
-
-_MATRIX = re.compile(r"layers\.(\d+)\.feed_forward\.(?:gate\.weight|experts\.(w[123]))")
-
-
-def init_rule(name: str, args: MixtralArgs) -> Init:
-    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
-    router as w1.
-    """
-    match = _MATRIX.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return llama.init_rule(name, args)
-    if match[2] in ("w2", "w3"):
-        return linear_init(int(match[1]))
-    return linear_init()
 
 
 def hf_names(args: MixtralArgs) -> dict[str, Any]:
@@ -106,20 +87,6 @@ def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
     return llama_hf.args_from_hf({"rope_theta": 1e6, **config}, "mixtral", MixtralArgs, **experts)
 
 
-def _build(args: MixtralArgs) -> nn.Module:
-    from titanlite.models.moe import Mixtral
-
-    return Mixtral(args)
-
-
-SPEC: ModelSpec = decoder_spec(
-    "mixtral",
-    FLAVORS,
-    build=_build,
-    init_rule=init_rule,
-    tensor_plan=None,
-    experts=experts_of,
-    hf_names=hf_names,
-    hf_config=hf_config,
-    args_from_hf=args_from_hf,
+SPEC: ModelSpec = expert_spec(
+    "mixtral", FLAVORS, hf_names=hf_names, hf_config=hf_config, args_from_hf=args_from_hf
 )

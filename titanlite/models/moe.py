@@ -2,22 +2,31 @@
 al. 2024).
 
 Each token goes to `top_k` of the experts, and no token is dropped (MegaBlocks, Gale et al. 2022).
-`titanlite.models.grouped` has the experts, `titanlite.models.router` the losses of routers.
+`titanlite.models.grouped` has the experts, `titanlite.models.router` their choice and its losses.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.expert_args import experts_of
 from titanlite.models.grouped import Combine, Dispatch, Experts
-from titanlite.models.layers import Block, Llama
-from titanlite.models.router import AddLoss
+from titanlite.models.layers import Block, FeedForward, Llama
+from titanlite.models.router import AddLoss, Choice, Routing, router_losses
 
 if TYPE_CHECKING:
     from titanlite.models.expert_args import ExpertArgs
+
+
+class SharedExperts(FeedForward):
+    """The experts that every token passes through: one feed-forward, as wide as they together."""
+
+    def __init__(self, args: ExpertArgs) -> None:
+        super().__init__(replace(args.without_experts(), ffn_dim=args.shared_width))
 
 
 class MoE(nn.Module):
@@ -31,65 +40,104 @@ class MoE(nn.Module):
     record: [experts + 3] float64 on the device, or None. Training calls add to it each expert's
     rows, their tokens, and the sums over tokens of load-balancing loss and z-loss. A block that
     runs again for its backward adds all of them again, so only their ratios mean something.
+    load: [experts] int64 on the device, or None. Training calls add each expert's rows, in the same
+    way.
     """
+
+    expert_bias: Tensor | None
 
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__()
-        self.top_k = args.top_k
-        self.gate = nn.Linear(args.dim, args.n_experts, bias=False)
-        self.experts = Experts(args.n_experts, args.dim, args.expert_width)
-        self.aux_weight = args.aux_loss / args.n_layers
-        self.z_weight = args.z_loss / args.n_layers
+        self.routing = Routing.of(args)
+        self.scales_input = args.scales_input
+        self.gate = nn.Linear(args.dim, args.n_experts, bias=args.router_bias)
+        self.experts = self.make_experts(args)
+        self.shared = SharedExperts(args) if args.shared_width else None
+        # Never rounded: `fully_shard` casts weights, and no buffer.
+        bias = torch.empty(args.n_experts, dtype=torch.float32) if args.expert_bias else None
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", bias)
+        layers = len(experts_of(args))
+        self.aux_weight = args.aux_loss / layers
+        self.z_weight = args.z_loss / layers
         self.step_tokens = 0
         self.record: Tensor | None = None
+        self.load: Tensor | None = None
+        self.init_buffers()
+
+    def make_experts(self, args: ExpertArgs) -> nn.Module:
+        """Return the experts; a family whose experts differ overrides it."""
+        return Experts(args.n_experts, args.dim, args.expert_width)
+
+    def init_buffers(self) -> None:
+        """Set the bias of all experts to zero, with which training begins."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         tokens = x.flatten(0, 1)
         logits = self.gate(tokens).float()
-        probabilities = logits.softmax(-1)
-        weights, chosen = probabilities.topk(self.top_k, -1)  # [tokens, top_k]
+        choice = self.routing.choose(logits, self.expert_bias)
+        chosen = choice.experts
         # Compared and summed: counting by atomic additions is neither deterministic nor faster.
         counts = (chosen.flatten()[:, None] == torch.arange(logits.size(1), device=x.device)).sum(0)
+        weights = choice.weights
         if torch.is_grad_enabled():
-            weights = self._add_losses(weights, logits, probabilities, counts)
-        weights = weights / weights.sum(-1, keepdim=True)
+            weights = self._add_losses(logits, choice, counts)
         order = chosen.flatten().argsort(stable=True)
         places = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=x.device)
         )
         places = places.view_as(chosen)  # of each token's rows among the sorted ones
-        y = self.experts(Dispatch.apply(tokens, order, places), counts)
-        return Combine.apply(y, weights, order, places).view_as(x)
+        rows = Dispatch.apply(tokens, order, places)
+        if self.scales_input:
+            rows = (rows * weights.flatten()[order, None]).to(rows.dtype)
+            weights = torch.ones_like(weights)
+        y = Combine.apply(self.experts(rows, counts), weights, order, places).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
 
-    def _add_losses(
-        self, weights: Tensor, logits: Tensor, probabilities: Tensor, counts: Tensor
-    ) -> Tensor:
-        """Return `weights` with the gradients of the router's losses, and record both."""
-        # Sums over tokens, like the loss of the run. Load balancing: Switch Transformer (Fedus et
-        # al. 2021), equations 4 to 6. It has the shares of all top_k choices: top_k where all
-        # experts are equal. z: ST-MoE (Zoph et al. 2022).
-        balance = probabilities.sum(0) @ (counts.float() * (counts.numel() / len(logits)))
-        z = logits.logsumexp(-1).square().sum()
+    def _add_losses(self, logits: Tensor, choice: Choice, counts: Tensor) -> Tensor:
+        """Return the weights with the gradients of the router's losses, and record both."""
+        weights = choice.weights
+        scores = choice.scores
+        if self.routing.score == "sigmoid":
+            # Shares of a token, as probabilities are.
+            scores = scores / scores.sum(-1, keepdim=True)
+        balance, z = router_losses(logits, scores, counts)
         if self.aux_weight or self.z_weight:
             loss = (self.aux_weight * balance + self.z_weight * z) / (
                 self.step_tokens or len(logits)
             )
             weights = AddLoss.apply(weights, loss)
-        if self.record is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self.record is not None:
                 tokens = balance.new_full((), len(logits))
                 self.record.add_(torch.cat([counts, torch.stack([tokens, balance, z])]))
+            if self.load is not None:
+                self.load.add_(counts)
         return weights
 
 
-class MixtralBlock(Block):
-    """A block whose feed-forward is a mixture of experts."""
+def feed_forward(args: ExpertArgs) -> nn.Module:
+    """Return the feed-forward of a block: a mixture, or a dense one where it has no experts."""
+    return MoE(args) if args.n_experts else FeedForward(args)
 
-    feed_forward_class = MoE
+
+class MoEBlock(Block):
+    """A block whose feed-forward is a mixture of experts, or dense where it has none."""
+
+    feed_forward_class = staticmethod(feed_forward)
 
 
-class Mixtral(Llama):
-    """The decoder of family mixtral."""
+class MoEDecoder(Llama):
+    """A decoder with experts in some or all blocks."""
 
-    block_class = MixtralBlock
+    block_class = MoEBlock
+
+    def init_buffers(self) -> None:
+        """Compute the RoPE tables; set the biases of experts to zero."""
+        super().init_buffers()
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.init_buffers()

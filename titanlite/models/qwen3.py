@@ -50,14 +50,19 @@ def hf_config(args: Qwen3Args) -> dict[str, Any]:
     return {**llama_hf.hf_config(args, "qwen3"), "use_sliding_window": False}
 
 
+def check_no_windows(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a config.json of a model whose attention has windows."""
+    has_windows = entry_of(config, "use_sliding_window", bool, False)
+    if has_windows or {*texts_of(config, "layer_types")} - {"full_attention"}:
+        raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
+
+
 def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     """Return the arguments that a config.json describes.
 
     Raises ValueError for another model, or one with windows.
     """
-    has_windows = entry_of(config, "use_sliding_window", bool, False)
-    if has_windows or {*texts_of(config, "layer_types")} - {"full_attention"}:
-        raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
+    check_no_windows(config)
     head_dim = entry_of(config, "head_dim", int, 128)
     return llama_hf.args_from_hf(config, "qwen3", Qwen3Args, head_dim=head_dim)
 

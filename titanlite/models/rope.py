@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlite.models.rope_scaling import RopeScaling, Scaling
+
+if TYPE_CHECKING:
+    from titanlite.models.llama_args import LlamaArgs, Rotary
 
 
 class Rotation:
@@ -31,6 +34,10 @@ class Rotation:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
+
+    def of(self, rotary: Rotary | None) -> Rotation:
+        """Return the rotation of blocks with these tables: all blocks have these."""
+        return self
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
@@ -215,3 +222,17 @@ def rope_frequencies(
     )
     keep = keep.clamp(0.0, 1.0)
     return (1.0 - keep) * plain / scaling.factor + keep * plain
+
+
+def build_rope(args: LlamaArgs) -> nn.Module:
+    """Build the tables of a model: a `Rope`, or a `BlockRopes` where blocks differ."""
+    kinds = args.rotaries()
+    ropes: dict[Rotary, Rope] = {}
+    for kind in kinds:
+        if kind is not None:
+            ropes[kind] = Rope(kind.width, args.max_seq_len, kind.theta, kind.scaling)
+    if len(kinds) == len(ropes) == 1:
+        return next(iter(ropes.values()))
+    from titanlite.models.block_ropes import BlockRopes
+
+    return BlockRopes(ropes, args.max_seq_len)

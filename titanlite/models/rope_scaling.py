@@ -246,6 +246,13 @@ class YarnScaling(Scaling):
             return self._by_length(self.mscale) / self._by_length(self.mscale_all_dim)
         return self._by_length(1.0)
 
+    @property
+    def mscale_of_all(self) -> float:
+        """The factor of all of a head's query and of its key, rotated or not, in models that have
+        `mscale_all_dim`; else 1.
+        """
+        return self._by_length(self.mscale_all_dim) if self.mscale_all_dim else 1.0
+
     def _by_length(self, mscale: float) -> float:
         """Return the rule of the paper, section 3.4, with a coefficient."""
         return 0.1 * mscale * math.log(self.factor) + 1.0

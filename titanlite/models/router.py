@@ -1,14 +1,119 @@
-"""The router of a mixture: how much each expert has of a token, and the losses that balance it."""
+"""The router of a mixture: which experts a token goes to, with which weights, and the losses that
+balance them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.models.autograd import fresh
+
+if TYPE_CHECKING:
+    from titanlite.models.expert_args import ExpertArgs
+
+#: Keeps a sum of sigmoids from zero, as DeepSeek's code does.
+_TINY = 1e-20
+
+
+class Choice(NamedTuple):
+    """The experts of each token."""
+
+    #: [tokens, top_k] float32: what each expert's result is multiplied by.
+    weights: Tensor
+    #: [tokens, top_k] int64.
+    experts: Tensor
+    #: [tokens, experts] float32: all scores; softmax of the logits where a weight is no score.
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen; `titanlite.models.expert_args.ExpertArgs` tells what the fields
+    mean.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    norm_topk: bool = True
+    route_scale: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+
+    @classmethod
+    def of(cls, args: ExpertArgs) -> Routing:
+        """Return the routing of a block with these arguments."""
+        return cls(
+            args.top_k,
+            args.score,
+            args.norm_topk,
+            args.route_scale,
+            args.n_groups,
+            args.top_groups,
+        )
+
+    def choose(self, logits: Tensor, bias: Tensor | None = None) -> Choice:
+        """Choose the experts of each token.
+
+        logits: [tokens, experts] float32. bias: [experts] float32, added to the scores for the
+        choice alone (Wang et al. 2024).
+        """
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        is_plain = bias is None and self.n_groups == 1
+        if is_plain and self.score != "softmax_of_chosen":
+            weights, experts = scores.topk(self.top_k, -1)
+        else:
+            experts = self._best(logits, scores, bias)
+            values = logits if self.score == "softmax_of_chosen" else scores
+            weights = values.gather(1, experts)
+        return Choice(self._weighted(weights), experts, scores)
+
+    @torch.no_grad()
+    def _best(self, logits: Tensor, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the experts with the highest scores, [tokens, top_k]."""
+        # Different logits may have equal probabilities, so without a bias the logits decide.
+        ranking = logits if self.score == "softmax_of_chosen" else scores
+        if bias is not None:
+            ranking = scores + bias
+        if self.n_groups > 1:
+            ranking = self._within_groups(ranking)
+        return ranking.topk(self.top_k, -1).indices
+
+    def _within_groups(self, ranking: Tensor) -> Tensor:
+        """Leave out the experts of all but the best `top_groups` groups.
+
+        A group is as good as its best two experts together (DeepSeek-V3, 2024).
+        """
+        groups = ranking.unflatten(1, (self.n_groups, -1))
+        best = groups.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+
+    def _weighted(self, weights: Tensor) -> Tensor:
+        """Return the weights of the chosen experts from their scores, or logits."""
+        if self.score == "softmax_of_chosen":
+            weights = weights.softmax(-1)
+        elif self.norm_topk:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + _TINY if self.score == "sigmoid" else total)
+        return weights if self.route_scale == 1.0 else weights * self.route_scale
+
+
+def router_losses(logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the load-balancing loss and the z-loss, each summed over tokens, like the loss of the
+    run.
+
+    scores: [tokens, experts]; counts: [experts], rows of each.
+    """
+    # Load balancing: Switch Transformer (Fedus et al. 2021), equations 4 to 6. It has the shares of
+    # all top_k choices: top_k where all experts are equal. z: ST-MoE (Zoph et al. 2022).
+    balance = scores.sum(0) @ (counts.float() * (counts.numel() / len(logits)))
+    z = logits.logsumexp(-1).square().sum()
+    return balance, z
 
 
 class AddLoss(torch.autograd.Function):

@@ -150,6 +150,9 @@ class ModelSpec:
     #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names:
     #: ours is the stack of these tensors along a new first dimension.
     hf_names: Callable[[Any], Mapping[str, HFName]] = _no_hf
+    #: Names of tensors in Hugging Face's files → those of parts that are not trained here, each
+    #: with the reason. They are left out, and a line tells.
+    left_out: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
@@ -222,7 +225,7 @@ class ModelSpec:
         names: dict[str, str] = {}
         for ours, theirs in self.hf_names(args).items():
             names.update((name, ours) for name in as_names(theirs))
-        known = {name for name in given if not is_derived(name)}
+        known = {name for name in given if not is_derived(name)} - self.left_out(given).keys()
         if self.tied(args):
             known.discard(HF_HEAD)
         compare_names(names.keys(), known)

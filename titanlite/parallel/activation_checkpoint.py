@@ -13,7 +13,7 @@ Blocks of one class stay one class to `torch.compile`, which compiles them once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from titanlite.features import activation_offload_of
+from titanlite.parallel.own_linear import adapter_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
@@ -62,8 +63,8 @@ OTHERS = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
     "aten.max.default",
+    "titanlite.sizes_on_host.default",  # rows for experts of other ranks: the host waits for them
 )
-
 
 #: Operator → its kind, for all that the policy knows.
 KINDS = {
@@ -71,6 +72,10 @@ KINDS = {
     **dict.fromkeys(ATTENTION, "attention"),
     **dict.fromkeys(OTHERS, "other"),
 }
+
+
+#: Makes the contexts of a forward and of its recomputation.
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 @functools.cache
@@ -86,9 +91,13 @@ def kind_of(op: Any) -> str:
 class OpPolicy:
     """The per-op policy of one pass through a block: attention and every second product, the first
     included.
+
+    narrow: width of adapters, whose products are cheap. They are repeated, and do not count; 0:
+    there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: int = 0) -> None:
+        self._narrow = narrow
         # Some versions of torch also ask during recomputation: a count of its own gives the same
         # answers again.
         self._matmuls = {False: 0, True: 0}
@@ -97,19 +106,54 @@ class OpPolicy:
         """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
-        if kind == "matmul":
+        if kind == "matmul" and not self._is_narrow(args):
             self._matmuls[context.is_recompute] += 1
             save = self._matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def _is_narrow(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a product [m, k] x [k, n] is one of an adapter."""
+        if not self._narrow:
+            return False
+        matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
+        return any(self._narrow == size for one in matrices for size in one.shape[-2:])
 
-def save_by_op() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+
+def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save how many rows go to the experts of each rank, and recompute all else.
+
+    The host would wait for the device to read these numbers once more.
+    """
+    name = str(op)
+    is_exchange = name == "_c10d_functional.all_to_all_single.default"
+    has_counts = is_exchange and not args[0].is_floating_point()
+    if has_counts or name == "titanlite.sizes_on_host.default":
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts_of_exchange() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for `torch.utils.checkpoint` of a block whose experts ranks share."""
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(save_sizes)
+    return contexts
+
+
+def save_by_op(
+    narrow: int = 0,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for `torch.utils.checkpoint` with a new `OpPolicy`, which counts from
     zero.
     """
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(OpPolicy())
+    contexts = create_selective_checkpoint_contexts(OpPolicy(narrow))
     return contexts
+
+
+@functools.cache
+def _contexts_by_op(narrow: int) -> Contexts:
+    """Return `save_by_op` for blocks with adapters of this width, one object for all of them."""
+    return functools.partial(save_by_op, narrow) if narrow else save_by_op
 
 
 def apply_ac(
@@ -153,8 +197,14 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
+    shares_experts = any(getattr(part, "exchange", None) for part in block.modules())
+    contexts: Contexts | None = None
+    if by_op:
+        contexts = _contexts_by_op(adapter_rank(block))
+    elif shares_experts:
+        contexts = _contexts_of_exchange
     cls: Any = type(block)
-    block.__class__ = _checkpointed(cls, by_op, draws)
+    block.__class__ = _checkpointed(cls, contexts, draws)
 
 
 #: Packages whose modules draw nothing but dropout.
@@ -177,10 +227,12 @@ def _draws(module: nn.Module) -> bool:
 
 # One class for all blocks: torch.compile compiles each class by itself.
 @functools.cache
-def _checkpointed(cls: type[nn.Module], by_op: bool, preserve_rng_state: bool) -> type:
+def _checkpointed(
+    cls: type[nn.Module], contexts: Contexts | None, preserve_rng_state: bool
+) -> type:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if by_op:
-        options["context_fn"] = save_by_op
+    if contexts is not None:
+        options["context_fn"] = contexts
 
     class Checkpointed(cls):  # type: ignore[valid-type,misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:

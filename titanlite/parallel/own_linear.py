@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class OwnLinear:
     """A linear with its own ways: what the rest of titanlite asks it instead of its kind."""
 
+    #: Names of its parameters that are trained beside a frozen weight, and alone are saved.
+    adapters: tuple[str, ...] = ()
+    #: Width of the products of these.
+    adapter_rank = 0
+
     def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle | None:
         """Return how tensor parallelism divides it over `mesh`; None: as any other linear.
 
@@ -39,3 +44,21 @@ def weights_replaced(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, OwnLinear):
             module.weights_replaced()
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Return the full names of all adapters' parameters; empty for a model that is trained whole.
+
+    The names are without the parts that wrappers add.
+    """
+    found = set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, OwnLinear):
+            found.update(f"{name}.{leaf}" for leaf in module.adapters)
+    return found
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """Return the width of the adapters in a model; 0: there are none."""
+    ranks = [module.adapter_rank for module in model.modules() if isinstance(module, OwnLinear)]
+    return max(ranks, default=0)

@@ -5,14 +5,14 @@ their settings.
     model = builder.build(seed=0)
     loss = builder.loss()
 
-Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor, context and
-expert parallelism → activation checkpointing → `torch.compile` → `fully_shard` → memory → initial
-weights.
+Order: model on the meta device → pipeline stages → loss in chunks → float8 → adapters → tensor,
+context and expert parallelism → activation checkpointing → `torch.compile` → `fully_shard` → memory
+→ initial weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,18 +21,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Compile,
+    Experimental,
+    Float8,
+    Lora,
+    Training,
+)
 from titanlite.features import (
     async_tp_of,
     context_of,
     experts_of,
     float8_of,
+    lora_of,
     loss_chunks_of,
     pipeline_of,
 )
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
-from titanlite.models.spec import ModelSpec
+from titanlite.models.spec import Init, ModelSpec
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
@@ -66,6 +74,7 @@ class ModelBuilder:
     own_loss: LossFunction | None = None
     #: Ranks that share the experts of a mixture.
     ep: int = 1
+    lora: Lora = Lora()
 
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights; no rank ever holds a full
@@ -74,9 +83,10 @@ class ModelBuilder:
         With pipeline ranks: this rank's stages, in a `PipelineModel`.
         """
         model = self.build_on_meta()
+        rule = self._init_rule()
 
         def initialize(part: nn.Module) -> None:
-            init_weights(part, lambda name: self.spec.init_rule(name, self.args), seed, self.device)
+            init_weights(part, rule, seed, self.device)
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # type: ignore[operator]
 
@@ -86,6 +96,15 @@ class ModelBuilder:
         for part in parts_of(model):
             materialize(part, self.device, initialize, memory)
         return model
+
+    def _init_rule(self) -> Callable[[str], Init]:
+        """Return full parameter name → how to draw it."""
+
+        def of_model(name: str) -> Init:
+            return self.spec.init_rule(name, self.args)
+
+        lora = lora_of(self.lora)
+        return of_model if lora is None else lora.init_rule(of_model, self.spec, self.args)
 
     def build_on_meta(self) -> nn.Module:
         """Build the model as `build` does, divided and sharded, but on the meta device: without
@@ -128,6 +147,9 @@ class ModelBuilder:
         float8 = float8_of(self.float8)
         if float8 is not None:
             float8.convert(model, self.linears)
+        lora = lora_of(self.lora)
+        if lora is not None:
+            lora.add(model, self.spec, self.args, self.frozen_dtype)
         if self.tp > 1:
             needs_torch("2.12", "tensor parallelism")
             if self.activation_checkpoint.mode == "budget":
@@ -142,9 +164,13 @@ class ModelBuilder:
             experts.apply(model, self.expert_mesh, offered(self.spec, "experts")(self.args))
         self._apply_ac(model)
         self._apply_compile(model)
+        if lora is not None:
+            lora.freeze(model)
         self._apply_fsdp(model, groups)
         if float8 is not None:
             float8.after_sharding(model, self.mesh)
+        if lora is not None:
+            lora.after_sharding(model)
         return model
 
     def _set_dtype(self, model: nn.Module) -> None:
@@ -334,6 +360,12 @@ class ModelBuilder:
         if float8 is not None and self.compile.backend == "inductor":
             options |= float8.compile_options()
         return options
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """Of weights that are not trained: products take them in no other."""
+        dtypes = (DTYPES[self.training.dtype], self.param_dtype)
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
 
     @property
     def param_dtype(self) -> torch.dtype:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
@@ -38,6 +39,8 @@ from titanlite.training.regularized_loss import objective_of
 
 #: Dimension of the sequence in activations [batch, seq, …].
 _SEQUENCE = Shard(1)
+#: Kinds of modules that have none of their own.
+_WITHOUT_WEIGHTS = ("gather", "shared", "tokens")
 
 
 def apply_tp(
@@ -49,14 +52,23 @@ def apply_tp(
     plan: name of a module, in the order they run → how it is divided; names of other pipeline
     stages are skipped.
         embedding: rows of the table; tokens whole, output divided by sequence.
-        sequence:  a normalisation; weights whole, input and output divided by sequence, the output
-                   a DTensor. It is plain if it is the model's last module, since a pipeline stage
-                   sends plain tensors.
-        heads:     a normalisation of each head; weights whole, input and output this rank's heads,
-                   plain tensors.
+        sequence:  a normalisation, or a linear of few features; weights whole, input and output
+                   divided by sequence, the output a DTensor. It is plain if it is the model's last
+                   module, since a pipeline stage sends plain tensors.
+        added:     as sequence, but the output, added to the residual stream, is plain.
+        heads:     a normalisation of each head, or a linear; weights whole, input and output this
+                   rank's rows, plain tensors.
+        all heads: a normalisation over all heads together; weights divided as the heads, input and
+                   output as of heads.
         gather:    no weights of its own; the first argument comes from a `sequence` module and is
                    made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
+        gathered:  as colwise, from an input divided by sequence, which no other linear takes.
+        shared:    no weights of its own; the first argument, divided by sequence, is made whole, a
+                   plain tensor that the heads of all ranks take.
+        tokens:    no weights of its own; the first argument is made a plain tensor, this rank's
+                   part of the sequence, and so is the output.
+        whole:     weights whole; input and output as they are.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
         head:      as colwise, from an input divided by sequence to logits, a DTensor for
                    `tensor_loss`.
@@ -85,13 +97,13 @@ def _styles(
     logits = Shard(-1) if shard_logits else Replicate()
     styles: dict[str, ParallelStyle] = {}
     for name, kind in kinds.items():
-        if kind == "gather":
+        if kind in _WITHOUT_WEIGHTS:
             continue
         module = modules[name]
         style = None
         if isinstance(module, OwnLinear):
             style = module.tensor_style(kind, logits if kind == "head" else _SEQUENCE, mesh)
-        styles[name] = style or _style(kind, logits, last=name == last)
+        styles[name] = style or style_of(kind, logits, last=name == last)
     return styles
 
 
@@ -103,6 +115,10 @@ def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceM
         if kind == "gather":
             takers = [taker for taker in colwise if taker.startswith(f"{name}.")]
             _gather_input(modules, name, takers, mesh)
+        elif kind == "shared":
+            modules[name].register_forward_pre_hook(_share_input)
+        elif kind == "tokens":
+            modules[name].register_forward_pre_hook(_plain_input)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
@@ -119,21 +135,32 @@ def check_all_divided(model: nn.Module) -> None:
         )
 
 
-def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
+def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> ParallelStyle:
+    """Return torch's style of a kind of `apply_tp`.
+
+    logits: how a head leaves them. last: no module of the model follows.
+    """
+    if kind == "all heads":
+        from titanlite.parallel.whole_norm import DividedNorm
+
+        return DividedNorm()
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
         "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
+        "added": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=True),
         # It works on rows, and the rows of another rank are other heads: as if the batch were
         # divided.
         "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
         "colwise": ColwiseParallel(),
+        "whole": _Whole(),
+        "gathered": ColwiseParallel(input_layouts=_SEQUENCE),
         "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
         "head": ColwiseParallel(
             input_layouts=_SEQUENCE, output_layouts=logits, use_local_output=False
         ),
     }
     if kind not in styles:
-        known = ", ".join(["gather", *styles])
+        known = ", ".join([*_WITHOUT_WEIGHTS, "all heads", *styles])
         raise ParallelismError(
             f"tensor parallelism cannot divide a module as {kind!r}; its kinds are {known}"
         )
@@ -186,6 +213,34 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     Gathering.__name__ = cls.__name__
     Gathering.__qualname__ = cls.__qualname__
     return Gathering
+
+
+def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook before a module: makes its first argument whole.
+
+    Each rank's heads give a part of the gradient, and the parts are added up.
+    """
+    x, *others = args
+    whole = x.redistribute(placements=[Replicate()])
+    return (whole.to_local(grad_placements=[Partial()]), *others)
+
+
+def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook before a module: gives it this rank's tokens."""
+    x, *others = args
+    return (x.to_local(), *others)
+
+
+class _Whole(ParallelStyle):
+    """Every rank has all of the weights, and gradients of its own tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                whole = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+                setattr(module, key, nn.Parameter(whole, parameter.requires_grad))
+
+        return distribute_module(module, device_mesh, replicate)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from titanlite.features import context_of
 from titanlite.models.llama import LlamaArgs
@@ -14,6 +14,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,23 @@ class Shape:
         return self.tokens * self.args.dim * self.size
 
     @property
+    def norms_before(self) -> bool:
+        """Whether attention and feed-forward have a norm before them."""
+        return self.args.norm_placement != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether they have one after them."""
+        return self.args.norm_placement != "before"
+
+    @property
     def vocabulary(self) -> int:
         """Entries of the vocabulary on this rank."""
         return self.args.n_vocab // self.tp
+
+    def gradient(self, size: int) -> int:
+        """Return the bytes of the gradient of a weight of `size` bytes."""
+        return size if self.products.trains else 0
 
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
@@ -64,17 +79,21 @@ class Shape:
         return self.products.op(product)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`autograd.RMSNorm`: keeps x and one number per row; computes in float32."""
+        """`autograd.RMSNorm`: keeps x and one number per row; computes in float32.
+
+        `norms.OffsetRMSNorm` keeps its factors too.
+        """
         numbers = rows * width
+        factors = 4 * width if self.args.norm_offset else 0
         return Op(
             name,
             numbers * self.size,
             reads=(x,),
             saves=(x,),
-            keeps=4 * rows,
+            keeps=4 * rows + factors,
             forward=(8 if self.size == 2 else 4) * numbers,
             backward=(14 if self.size == 2 else 8) * numbers,
-            weight=width * self.size,
+            weight=self.gradient(width * self.size),
         )
 
     def rotation(self, name: str, x: str, width: int) -> Op:
@@ -113,14 +132,31 @@ class Shape:
             holds=holds,
         )
 
+    def pairs(self, width: int, kv_width: int, sums: int) -> list[Op]:
+        """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
+
+        sums: bytes of the logarithms of its sums.
+        """
+        context = context_of(self.cp)
+        if context is not None:
+            return context.pairs(self, width, kv_width, sums)
+        taken = ("qr", "kr", "v")
+        size = self.tokens * width * self.size
+        return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
+
 
 def block_ops(s: Shape) -> OpList:
     """Return the operators of a decoder block; its input is "x"."""
     ops = attention_ops(s)
     attention = ops[-1].name
     ops.append(Op("h", s.hidden, reads=("x", attention), passes=True))
-    ops.append(s.norm("n2", "h", s.rows, s.args.dim))
-    ops += feed_forward_ops(s)
+    x = "h"
+    if s.norms_before:
+        x = "n2"
+        ops.append(s.norm("n2", "h", s.rows, s.args.dim))
+    ops += feed_forward_ops(s, x)
+    if s.norms_after:
+        ops.append(s.norm("f normed", ops[-1].name, s.rows, s.args.dim))
     ops.append(Op("out", s.hidden, reads=("h", ops[-1].name), passes=True, holds=("x",)))
     return OpList(ops, {"x": s.hidden})
 
@@ -128,15 +164,24 @@ def block_ops(s: Shape) -> OpList:
 def attention_ops(s: Shape) -> list[Op]:
     """Return the operators of attention, from "x" on."""
     a = s.args
+    if a.is_latent:
+        from titanlite.plan.latent_ops import latent_ops
+
+        return latent_ops(s, cast("DeepSeekV3Args", a))
     heads = a.n_heads // s.tp
     groups = a.kv_heads // s.tp
     width = heads * a.head_dim
     kv_width = groups * a.head_dim
-    n1 = "n1"
-    ops = [s.norm("n1", "x", s.rows, a.dim)]
+    ops: list[Op] = []
+    n1 = "x"
+    if s.norms_before:
+        n1 = "n1"
+        ops.append(s.norm("n1", "x", s.rows, a.dim))
     if s.tp > 1:
+        ops.append(
+            s.gather("n1 whole", n1, frozenset(("attention.wq", "attention.wk", "attention.wv")))
+        )
         n1 = "n1 whole"
-        ops.append(s.gather(n1, "n1", frozenset(("attention.wq", "attention.wk", "attention.wv"))))
     ops.append(s.linear("q", n1, width, a.dim, key="attention.wq"))
     ops.append(s.linear("k", n1, kv_width, a.dim, key="attention.wk"))
     ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
@@ -145,56 +190,50 @@ def attention_ops(s: Shape) -> list[Op]:
     if a.qk_norm:
         query = "qn"
         key = "kn"
-        ops.append(s.norm("qn", "q", s.tokens * heads, a.head_dim))
-        ops.append(s.norm("kn", "k", s.tokens * groups, a.head_dim))
+        for name, x, count in (("qn", "q", heads), ("kn", "k", groups)):
+            if a.qk_norm_whole:
+                ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
+            else:
+                ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
     ops.append(s.rotation("qr", query, width))
     ops.append(s.rotation("kr", key, kv_width))
-    ops += pairs(s, width, kv_width, sums=4 * s.tokens * heads)
+    ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:
         ops.append(s.scatter("o part", "o", ("n1",)))
+    if s.norms_after:
+        ops.append(s.norm("o normed", ops[-1].name, s.rows, a.dim))
     return ops
 
 
-def pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
-    """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
+def feed_forward_ops(s: Shape, x: str) -> list[Op]:
+    """Return the operators of SwiGLU or of a mixture of such, from x to the last one's output.
 
-    sums: bytes of the logarithms of its sums.
-    """
-    context = context_of(s.cp)
-    if context is not None:
-        return context.pairs(s, width, kv_width, sums)
-    taken = ("qr", "kr", "v")
-    size = s.tokens * width * s.size
-    return [Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")]
-
-
-def feed_forward_ops(s: Shape) -> list[Op]:
-    """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's
-    output.
+    A mixture begins with a norm, "n2".
     """
     if s.experts is not None:
-        return s.experts.operators(s)
+        # Tensor-parallel ranks give their part of the sequence to whole experts.
+        return s.experts.operators(replace(s, tokens=s.rows, tp=1))
     dim = s.args.dim
     width = s.args.ffn_width // s.tp
-    x = "n2"
+    before = x
     ops: list[Op] = []
     if s.tp > 1:
         x = "n2 whole"
-        ops.append(s.gather(x, "n2", frozenset(("feed_forward.w1", "feed_forward.w3"))))
+        ops.append(s.gather(x, before, frozenset(("feed_forward.w1", "feed_forward.w3"))))
     ops.append(s.linear("g", x, width, dim, key="feed_forward.w1"))
     ops.append(s.linear("u", x, width, dim, key="feed_forward.w3"))
     # Its backward makes both gradients, and each has a second tensor of the same size beside it.
     ops.append(Op("m", s.tokens * width * s.size, reads=("g", "u"), saves=("g", "u")))
-    ops.append(s.linear("f", "m", dim, width, ("n2", x), "feed_forward.w2"))
+    ops.append(s.linear("f", "m", dim, width, (before, x), "feed_forward.w2"))
     if s.tp > 1:
-        ops.append(s.scatter("f part", "f", ("n2",)))
+        ops.append(s.scatter("f part", "f", (before,)))
     return ops
 
 
 def embedding(s: Shape) -> ModuleMemory:
     """Return the memory of the embedding, which keeps nothing but tokens."""
-    table = s.vocabulary * s.args.dim * s.size
+    table = s.gradient(s.vocabulary * s.args.dim * s.size)
     if s.tp == 1:
         return ModuleMemory(0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
     # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the

@@ -20,8 +20,7 @@ _UPDATE_BYTES = 40
 _ITERATIONS = 5
 #: Bytes per second of a host's memory, for each GPU's share of it.
 _HOST_MEMORY = 25e9
-#: Backward over forward: products, and attention, which computes its scores again.
-_BACKWARD = 2.0
+#: Backward over forward of attention, which computes its scores again.
 _ATTENTION_BACKWARD = 2.5
 #: Share of their peak that the products of experts reach, in terms of the others'.
 _EXPERTS = 0.8
@@ -58,7 +57,7 @@ def computing(step: StepSizes) -> Computing:
     head = head_forward(step)
     return Computing(
         blocks.plus(head),
-        block_backward(step, blocks).plus(head.times(2)),
+        block_backward(step, blocks).plus(head_backward(step, head)),
         recomputation(step, blocks),
     )
 
@@ -68,7 +67,8 @@ def block_forward(step: StepSizes) -> Pass:
     constants = step.rates.constants
     passes = constants.passes_compiled if step.compiled else constants.passes_eager
     memory = step.rates.moved(passes * step.itemsize * step.tokens * step.outputs)
-    return Pass(_products(step), _attention(step), memory, step.products.casts.forward)
+    products = _products(step) + step.products.beside.forward
+    return Pass(products, _attention(step), memory, step.products.casts.forward)
 
 
 def _products(step: StepSizes) -> float:
@@ -90,8 +90,10 @@ def _attention(step: StepSizes) -> float:
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:
     """Return the seconds of all blocks in the backward."""
+    beside = step.products.beside
+    products = (forward.products - beside.forward) * step.products.backward + beside.backward
     return Pass(
-        forward.products * _BACKWARD,
+        products,
         forward.attention * _ATTENTION_BACKWARD,
         forward.memory * 2,
         step.products.casts.backward,
@@ -99,12 +101,17 @@ def block_backward(step: StepSizes, forward: Pass) -> Pass:
 
 
 def head_forward(step: StepSizes) -> Pass:
-    """Return the seconds of head and loss in the forward; the backward takes twice that."""
+    """Return the seconds of head and loss in the forward."""
     compiled = step.run.training.compile and "loss" in step.run.compile.components
     per_logit = _LOSS_COMPILED if compiled else _LOSS_EAGER
     size = per_logit * step.tokens * step.vocabulary
     product = step.rates.product(step.tokens, step.width or 1, step.vocabulary)
     return Pass(product, memory=step.rates.moved(size) / 3)
+
+
+def head_backward(step: StepSizes, forward: Pass) -> Pass:
+    """Return the seconds of head and loss in the backward."""
+    return forward.times(2)._replace(products=forward.products * step.products.backward)
 
 
 def recomputation(step: StepSizes, forward: Pass) -> float:

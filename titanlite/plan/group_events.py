@@ -7,12 +7,11 @@ buffer lives until the next reduction.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterator
 
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.rank_sizes import RankSizes
-from titanlite.plan.weights import Group
+from titanlite.plan.weights import Group, Weight
 
 
 class GroupEvents:
@@ -74,9 +73,11 @@ class GroupEvents:
         """Return the bytes of a rank's part as it is sent."""
         if self.sizes.shards == 1:
             return 0
-        # An offloaded part comes to the device in its own dtype.
-        offloaded = self.sizes.master if self.sizes.offloads else 0
-        return group.part * (self.sizes.low + offloaded)
+        sent = group.part * self.sizes.low
+        if self.sizes.offloads:
+            # An offloaded part comes to the device in its own dtype.
+            sent += sum(weight.part * self.sizes.held(weight) for weight in group.weights)
+        return sent
 
     def _whole(self, group: Group, copied: bool = False) -> int:
         """Return the bytes of gathered weights.
@@ -87,17 +88,17 @@ class GroupEvents:
         for weight in group.weights:
             if copied and not weight.copied:
                 continue
-            if self._takes_masters and not weight.gathered_bytes:
+            if self._takes_masters(weight) and not weight.gathered_bytes:
                 continue
             found += weight.padded * (weight.gathered_bytes or self.sizes.low)
         return found
 
-    @functools.cached_property
-    def _takes_masters(self) -> bool:
-        """Whether products take this rank's weights as they are."""
+    def _takes_masters(self, weight: Weight) -> bool:
+        """Return whether products take this rank's part of a weight as it is."""
         mesh = self.run.mesh
         is_whole = mesh.world_size == mesh.tensor
-        return is_whole and self.sizes.master == self.sizes.low and not self.sizes.offloads
+        has_dtype = self.sizes.held(weight) == self.sizes.low
+        return is_whole and has_dtype and not self.sizes.offloads
 
     # Gradients
 
@@ -107,12 +108,14 @@ class GroupEvents:
         made: bytes of new gradients. held: of buffers.
         """
         first = group.modules[0]
-        whole = group.numbers * self.sizes.reduced
+        if not group.trained.weights:
+            return
+        whole = group.trained.numbers * self.sizes.reduced
         before = yield from self._end_waiting(group)
         copy = 0
         if not before and self.sizes.reduced != self.sizes.low:
             # One parameter's at a time is there in both dtypes.
-            largest = max(weight.numbers for weight in group.weights)
+            largest = max(weight.numbers for weight in group.trained.weights)
             copy = whole - made + self.sizes.low * largest
         yield Run("backward", first, {"communication": held + before + made + copy})
         self._unreduced.add(group)
@@ -121,13 +124,15 @@ class GroupEvents:
     def reduce(self, group: Group, made: int, ahead: int) -> Iterator[Event]:
         """Reduce a group's gradients. made: bytes of new ones. ahead: of the gather that runs."""
         first = group.modules[0]
-        part = group.part * self.sizes.reduced
+        if not group.trained.weights:
+            return
+        part = group.trained.part * self.sizes.reduced
         whole = self.reduction_buffer(group)
         before = yield from self._end_waiting(group)
         made = before or made
         # Weights divided along another dimension are put in order one by one.
         ordered = 0
-        for weight in group.weights:
+        for weight in group.trained.weights:
             if weight.copied:
                 ordered = max(ordered, weight.numbers * self.sizes.low)
         if ordered:
@@ -139,14 +144,14 @@ class GroupEvents:
             return
         if group not in self._has_gradient:
             self._has_gradient.add(group)
-            yield Alloc("gradients", group, group.part * self.sizes.master)
+            yield Alloc("gradients", group, group.trained.part * self.sizes.master)
         elif self.run.mesh.dp_replicate > 1:
             self._replicated.append(group)
             yield Alloc("communication", ("replicated", group), part)
 
     def reduction_buffer(self, group: Group) -> int:
         """Return the bytes of a reduction's buffer."""
-        return group.padded * self.sizes.reduced
+        return group.trained.padded * self.sizes.reduced
 
     def _end_waiting(self, group: Group) -> Generator[Event, None, int]:
         """Free a group's whole gradients of earlier micro-batches; return their bytes."""
@@ -154,7 +159,7 @@ class GroupEvents:
             return 0
         self._unreduced.remove(group)
         yield Free("communication", ("unreduced", group))
-        return group.numbers * self.sizes.reduced
+        return group.trained.numbers * self.sizes.reduced
 
     def end_backward(self) -> Iterator[Event]:
         """Free what torch holds until a backward ends."""

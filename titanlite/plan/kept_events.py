@@ -25,6 +25,8 @@ class KeptEvents:
         kept = self.sizes.costs[module].kept
         if module != "tok_embeddings" and any(module == stage[0] for stage in self.sizes.stages):
             return kept - self.shape.hidden
+        if self.sizes.begins_gradients(module):
+            return kept - self.shape.hidden
         return kept
 
     def parts(self, module: str) -> dict[str, int]:

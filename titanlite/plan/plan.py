@@ -11,7 +11,7 @@ from typing import Any
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
-from titanlite.features import ema_of
+from titanlite.features import ema_of, lora_of
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
@@ -317,6 +317,9 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     """Return the size of a checkpoint and how many there are at one time."""
     args = run.model_args()
     parameters = run.spec.count_parameters(args)
+    lora = lora_of(run.lora)
+    if lora is not None:
+        parameters = lora.adapters(run.spec, args).parameters
     size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
     ema = ema_of(run.optimizer)
     if ema is not None:
@@ -331,7 +334,7 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
     Norms count as matrices; Muon's matrices are those of blocks.
     """
     matrices = parameters
-    if run.optimizer.name == "Muon":
+    if run.optimizer.name == "Muon" and not run.lora.rank:
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
         blocks = [name for name in run.spec.block_names(args) if name in costs]
         matrices = sum(costs[name].parameters for name in blocks)

@@ -6,7 +6,7 @@ A feature whose products are others overrides it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from titanlite.plan.lifetimes import Op
 
@@ -33,6 +33,9 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class ProductMemory:
     """Products in the dtype of activations."""
+
+    #: Weights get gradients, those of norms and tables too.
+    trains: ClassVar[bool] = True
 
     def op(self, product: Product) -> Op:
         """Return a product with what it keeps and needs."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Casts(NamedTuple):
-    """Seconds of casts of all blocks in one micro-batch."""
+    """Seconds of casts, or of products, of all blocks in one micro-batch."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -32,6 +32,8 @@ class ProductSpeed:
     #: Eager products save inputs when they are done, so that recomputation runs to the end of a
     #: block.
     saves_inputs_late = False
+    #: Products of the backward over those of the forward: gradients of inputs and of weights.
+    backward = 2.0
 
     def __init__(self, step: StepSizes) -> None:
         self.step = step
@@ -48,6 +50,11 @@ class ProductSpeed:
     @cached_property
     def casts(self) -> Casts:
         """Seconds of the casts that products need."""
+        return Casts()
+
+    @cached_property
+    def beside(self) -> Casts:
+        """Seconds of products beside the linears of blocks."""
         return Casts()
 
     @cached_property

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.features import float8_of, pipeline_of
+from titanlite.features import float8_of, lora_of, pipeline_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.lifetimes import ModuleMemory, measure
@@ -20,6 +20,7 @@ from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.features.lora.settings import Adapters
     from titanlite.models.linears import Linears
     from titanlite.models.spec import Size
 
@@ -60,6 +61,31 @@ class RankSizes:
         """The weights of all groups."""
         return [weight for group in self.groups for weight in group.weights]
 
+    @functools.cached_property
+    def trained(self) -> list[Weight]:
+        """Those that have gradients and a state."""
+        return [weight for weight in self.weights if not weight.frozen]
+
+    def held(self, weight: Weight) -> int:
+        """Return the bytes of a number of a weight on this rank."""
+        return min(self.low, self.master) if weight.frozen else self.master
+
+    def has_backward(self, module: str) -> bool:
+        """Return whether a module has a backward: a frozen embedding has none."""
+        return self.shape.products.trains or module != "tok_embeddings"
+
+    def begins_gradients(self, module: str) -> bool:
+        """Return whether a block keeps nothing of its input, which needs no gradient."""
+        if self.shape.products.trains or module == "output" or self.mode(module) != "none":
+            return False
+        return ["tok_embeddings", module] in [stage[:2] for stage in self.stages]
+
+    @functools.cached_property
+    def adapters(self) -> Adapters | None:
+        """Those beside frozen weights; None: all weights are trained."""
+        lora = lora_of(self.run.lora)
+        return None if lora is None else lora.adapters(self.run.spec, self.args)
+
     def shape_of(self, block: str) -> Shape:
         """Return the shape of a block, by its own arguments."""
         return self._shape(self.args.of_block(position(block, self.args.n_layers)))
@@ -91,9 +117,11 @@ class RankSizes:
     @functools.cached_property
     def _products(self) -> ProductMemory:
         float8 = float8_of(self.run.float8)
-        if float8 is None:
-            return ProductMemory()
-        return float8.memory(self.linears)
+        products = ProductMemory() if float8 is None else float8.memory(self.linears)
+        lora = lora_of(self.run.lora)
+        if lora is None or self.adapters is None:
+            return products
+        return lora.memory(self.adapters, products)
 
     def _experts(self, args: LlamaArgs) -> ExpertMemory | None:
         if self.run.spec.experts is None:

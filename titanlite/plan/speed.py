@@ -75,7 +75,7 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     parts = _parts(step)
     seconds = sum(parts.values())
     rate = run.batch.tokens_per_step / seconds / run.mesh.world_size
-    flops = step.base_flops + step.attention_flops
+    flops = run.flops_per_token(step.args, run.batch.seq_len)
     mfu = rate * flops / cluster.gpu.bf16
     least, most = _unseen(step)
     return Speed(rate, rate * least, rate * most, mfu, seconds, parts, _assumptions(step))

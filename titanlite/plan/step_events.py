@@ -45,18 +45,20 @@ class StepEvents:
         """Yield what exists at the start: weights and optimizer state."""
         sizes = self.sizes
         optimizer = self.run.optimizer
-        masters = sum(weight.part for weight in sizes.weights) * sizes.master
+        masters = sum(weight.part * sizes.held(weight) for weight in sizes.weights)
         ema = ema_of(optimizer)
         averages = 0 if ema is None else ema.bytes_each
         state = 0.0
-        for weight in sizes.weights:
+        for weight in sizes.trained:
             each = state_bytes(weight, optimizer, sizes.master) + averages
             state += each * weight.local(sizes.shard)
         yield Alloc("parameters", "weights", masters, sizes.offloads)
         yield Alloc("optimizer", "state", round(state), sizes.offloads)
         if sizes.offloads:
-            yield Alloc("gradients", "pinned", masters, sizes.offloads)
-        tables = 4 * sizes.args.head_dim * sizes.args.max_seq_len
+            pinned = sum(weight.part for weight in sizes.trained) * sizes.master
+            yield Alloc("gradients", "pinned", pinned, sizes.offloads)
+        widths = [rotary.width for rotary in sizes.args.rotaries() if rotary is not None]
+        tables = 4 * sum(widths) * sizes.args.max_seq_len
         yield Alloc("parameters", "cosines and sines", tables)
 
     def _optimizer_work(self) -> int:
@@ -65,7 +67,7 @@ class StepEvents:
         if sizes.offloads:
             return 0
         optimizer = self.run.optimizer
-        return step_bytes(sizes.weights, sizes.shard, optimizer, sizes.master, sizes.device)
+        return step_bytes(sizes.trained, sizes.shard, optimizer, sizes.master, sizes.device)
 
     def _micro_batches(self) -> Iterator[Event]:
         modules = self.sizes.stages[0]
@@ -130,6 +132,9 @@ class StepEvents:
         made = Counter[Group]()
         order = self._in_order(modules)
         for module in reversed(modules):
+            if not self.sizes.has_backward(module):
+                yield from self.activations.drop(module)
+                continue
             group = self.sizes.group_of[module]
             cost = self.sizes.costs[module]
             peak = cost.backward
@@ -163,7 +168,8 @@ class StepEvents:
 
     def _in_order(self, modules: list[str]) -> list[Group]:
         """Return the groups of modules in the order they last run."""
-        groups = {self.sizes.group_of[name] for name in modules}
+        running = [name for name in modules if self.sizes.has_backward(name)]
+        groups = {self.sizes.group_of[name] for name in running}
         return sorted(groups, key=lambda group: modules.index(group.modules[-1]))
 
     def _ahead(self, group: Group, order: list[Group]) -> int:

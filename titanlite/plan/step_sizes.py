@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from titanlite.features import float8_of, pipeline_of
+from titanlite.features import float8_of, lora_of, pipeline_of
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
 from titanlite.models.llama_args import LlamaArgs
@@ -81,7 +81,9 @@ class StepSizes:
     def products(self) -> ProductSpeed:
         """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
         float8 = float8_of(self.run.float8)
-        return ProductSpeed(self) if float8 is None else float8.speed(self)
+        products = ProductSpeed(self) if float8 is None else float8.speed(self)
+        lora = lora_of(self.run.lora)
+        return products if lora is None else lora.speed(products)
 
     @cached_property
     def linears(self) -> list[LinearKind]:
@@ -181,6 +183,7 @@ class StepSizes:
         mesh = self.mesh
         experts = self.experts.parameters
         dense = (self.spec.count_parameters(self.args) - experts) / mesh.tensor * self.stage_share
+        dense += self.adapters or 0.0
         experts *= self.stage_share / mesh.expert
         if mesh.expert == 1:
             return [Sharded(dense + experts, mesh.weight_shards, mesh.tensor)]
@@ -190,9 +193,33 @@ class StepSizes:
         ]
 
     @cached_property
+    def adapters(self) -> float | None:
+        """Parameters of the adapters of a rank's stage; None: all weights are trained."""
+        lora = lora_of(self.run.lora)
+        if lora is None:
+            return None
+        found = lora.adapters(self.spec, self.args).parameters
+        return found / self.mesh.tensor * self.stage_share
+
+    @cached_property
+    def reduced(self) -> list[Sharded]:
+        """The parameters with gradients, as `sharded`."""
+        if self.adapters is None:
+            return self.sharded
+        return [Sharded(self.adapters, self.mesh.weight_shards, self.mesh.tensor)]
+
+    @cached_property
     def owned(self) -> float:
         """Parameters that this rank updates."""
-        return sum(group.parameters / group.ranks for group in self.sharded)
+        return sum(group.parameters / group.ranks for group in self.reduced)
+
+    @cached_property
+    def held_bytes(self) -> float:
+        """Bytes of the weights of this rank."""
+        if self.adapters is None:
+            return 4 * self.owned
+        frozen = sum(group.parameters / group.ranks for group in self.sharded) - self.owned
+        return 4 * self.owned + self.itemsize * frozen
 
     # How weights are gathered
 

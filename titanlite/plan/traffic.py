@@ -67,6 +67,7 @@ def sharding(step: StepSizes) -> Sharding:
             among = min(training.reshard_after_forward, ranks)
         gather += units * collective(whole / units, ranks, stride)
         again += units * collective(whole / units, among, stride) * step.frees
+    for parameters, ranks, stride in step.reduced:
         reduce += units * collective(parameters * gradient / units, ranks, stride)
         part = 2 * parameters * gradient / ranks / units
         reduce += units * collective(part, step.mesh.dp_replicate, stride * ranks)
@@ -112,9 +113,10 @@ def host_transfers(step: StepSizes, computing: Directions) -> float:
     """
     pcie = step.rates.gpu.pcie
     gathers = _gathers(step)
-    one = 4 * step.owned / pcie * step.run.training.enable_cpu_offload
-    backward = one * (gathers * step.frees + _reductions(step))
-    weights = Directions(one * gathers, backward)
+    offloads = step.run.training.enable_cpu_offload
+    one = step.held_bytes / pcie * offloads
+    gradients = 4 * step.owned / pcie * offloads * _reductions(step)
+    weights = Directions(one * gathers, one * gathers * step.frees + gradients)
     seconds = weights.beyond(_beside(step, computing))
     offload = activation_offload_of(step.run.activation_checkpoint)
     if offload is not None:

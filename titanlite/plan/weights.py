@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Weight:
     copied: bool = False
     #: Ranks in a row that hold the same rows of other experts.
     neighbours: int = 1
+    #: It has no gradient and no state, and is held in the dtype of products.
+    frozen: bool = False
 
     @property
     def numbers(self) -> int:
@@ -74,6 +77,11 @@ class Group:
         """The numbers that a rank holds, padded."""
         return sum(weight.part for weight in self.weights)
 
+    @cached_property
+    def trained(self) -> Group:
+        """The same modules with the weights that have gradients."""
+        return replace(self, weights=tuple(one for one in self.weights if not one.frozen))
+
 
 def position(module: str, layers: int) -> int:
     """Return the place of a module in the order that they run."""
@@ -105,7 +113,8 @@ def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
     for index, unit in enumerate(units):
         weights: list[Weight] = []
         for name in unit:
-            weights += module_weights(name, sizes)
+            own = module_weights(name, sizes)
+            weights += own if sizes.adapters is None else _beside_adapters(name, own, sizes)
         modules = [name for name in unit if name in mine]
         modules.sort(key=lambda name: position(name, sizes.args.n_layers))
         # By default the last two stay: the backward begins with them.
@@ -124,6 +133,20 @@ def _all_units(run: RunConfig, args: LlamaArgs) -> list[tuple[str, ...]]:
 def _reshards(run: RunConfig, is_last: bool) -> bool:
     given = run.training.reshard_after_forward
     return not is_last if given == "default" else given != "never"
+
+
+def _beside_adapters(module: str, own: list[Weight], sizes: RankSizes) -> list[Weight]:
+    """Return the weights of a module, which are not trained, and those of its adapters."""
+    assert sizes.adapters is not None
+    rank = sizes.adapters.rank
+    shards = sizes.run.mesh.weight_shards
+    found = [replace(weight, frozen=True) for weight in own]
+    for name, whole in sizes.adapters.sizes.items():
+        if name.startswith(f"{module}."):
+            size = sizes.on_rank(name, whole)
+            for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
+                found.append(Weight(rows, columns, shards, (rows, columns)))
+    return found
 
 
 def module_weights(module: str, sizes: RankSizes) -> list[Weight]:

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of
+from titanlite.features import float8_of, lora_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
@@ -122,11 +122,11 @@ def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> Met
         run.batch.tokens_per_step,
         run.batch.global_batch_size,
         built.world.size,
-        run.spec.flops_per_token(built.model.args, run.batch.seq_len),
+        run.flops_per_token(built.model.args, run.batch.seq_len),
         peak_flops_of(built.world.device, run.metrics.peak_tflops),
     )
     for batch in run.legs.values():
-        flops = run.spec.flops_per_token(built.model.args, batch.seq_len)
+        flops = run.flops_per_token(built.model.args, batch.seq_len)
         meter.flops_by_length[batch.seq_len] = flops
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
@@ -157,7 +157,11 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
 
     in_epochs = run.training.epochs is not None
     skip = SkippedText(built.loaders.skip, run.course)
-    return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
+    lora = lora_of(run.lora)
+    if lora is None:
+        return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
+    section = lora.checkpoint(run.checkpoint)
+    return StartReport(lines, section, skip, attempts, in_epochs, lora.source_key)
 
 
 def _peak_check(built: Built) -> Callback | None:

@@ -21,7 +21,7 @@ from titanlite.config.not_implemented import idle_keys
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
 from titanlite.data.course import Course, StepSize
-from titanlite.features import features_of, pipeline_of
+from titanlite.features import features_of, lora_of, pipeline_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
@@ -202,6 +202,16 @@ class RunConfig(Config, frozen=True, kw_only=True):
     def spec(self) -> ModelSpec:
         """The model. Raises ShapeError for an unknown name."""
         return get_spec(self.model.name)
+
+    def flops_per_token(self, args: Any, seq_len: int) -> int:
+        """Return the model FLOPs of a training token, forward and backward.
+
+        args: the model's. seq_len: tokens of a sequence.
+        """
+        lora = lora_of(self.lora)
+        if lora is None:
+            return self.spec.flops_per_token(args, seq_len)
+        return lora.flops_per_token(self.spec, args, seq_len)
 
     def model_args(self, tokenizer_size: int | None = None) -> Any:
         """Return the model's arguments.

@@ -65,6 +65,7 @@ _ROUNDING = {
         "pipeline_parallel_split_points",
         "pipeline_parallel_microbatches",
     ),
+    "lora": ("dropout",),
     "activation_checkpoint": ("mode", "selective_ac_option"),
     "float8": (
         "enable_float8_linear",

@@ -92,6 +92,7 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
         run.float8,
         own_loss,
         run.mesh.expert,
+        run.lora,
     )
 
 
@@ -148,7 +149,10 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
     model = parts.model
     device = parts.builder.device
     blocks = run.spec.block_names(parts.args)
-    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device, blocks)
+    parameters = dict(model.named_parameters())
+    if run.lora.rank:
+        parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+    optimizer = build_optimizer(parameters, run.optimizer, device, blocks)
     policy = run.guard
     guard = FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window)
     train_step = TrainStep(
@@ -159,6 +163,11 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
+    if getattr(parts.args, "bias_update", 0.0) and run.spec.experts is not None:
+        from titanlite.features.experts.balance import ExpertBalance
+
+        experts = run.spec.experts(parts.args)
+        train_step.balance = ExpertBalance(model, experts, parts.args.bias_update, device)
     float8 = float8_of(run.float8)
     if float8 is not None:
         train_step.after_update = float8.after_update(model, parts.mesh)

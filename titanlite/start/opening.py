@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
     from titanlite.training.run_callbacks import AttemptRecord
 
+#: The key of what a new run starts from.
+SOURCE = "checkpoint.initial_load_path"
 _WORDS = {
     "optimizer": "optimizer",
     "lr_scheduler": "schedule",
@@ -41,7 +43,7 @@ class StartReport(Callback):
     """Logs the report when a run starts.
 
     report: the lines about the run itself. attempts: has lines of its own. in_epochs: the text
-    decides how long the run is.
+    decides how long the run is. source_key: as for `began`.
     """
 
     def __init__(
@@ -51,19 +53,21 @@ class StartReport(Callback):
         skip: SkippedText,
         attempts: AttemptRecord,
         in_epochs: bool,
+        source_key: str = SOURCE,
     ) -> None:
         self._report = report
         self._checkpoint = checkpoint
         self._skip = skip
         self._attempts = attempts
         self._in_epochs = in_epochs
+        self._source_key = source_key
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
         for line in [
             *self._report(trainer),
             *self._notices(trainer),
-            began(self._checkpoint, loaded),
+            began(self._checkpoint, loaded, self._source_key),
         ]:
             # Every rank has it in its own log; the console shows a warning once.
             warns = line.startswith(WARNING) and not rank
@@ -110,8 +114,8 @@ class StartReport(Callback):
             )
 
 
-def began(section: Checkpoint, loaded: LoadedState | None) -> str:
-    """Return from where a run starts, and why."""
+def began(section: Checkpoint, loaded: LoadedState | None, source_key: str = SOURCE) -> str:
+    """Return from where a run starts, and why. source_key: names what a new run starts from."""
     if not section.enable_checkpoint:
         return "a fresh run, checkpoints are off"
     asked = f"checkpoint.start = {section.start}"
@@ -123,11 +127,11 @@ def began(section: Checkpoint, loaded: LoadedState | None) -> str:
     but = f", but with new {', '.join(anew)}" if anew else ""
     if loaded.origin == "from":
         taken = "its weights" if not loaded.train else f"all it holds{but}, at step {loaded.step}"
-        why = f"checkpoint.initial_load_path; {section.folder} has no checkpoint yet"
+        why = f"{source_key}; {section.folder} has no checkpoint yet"
         return f"a run that starts from {loaded.folder} with {taken} ({why})"
     why = asked if section.load_step == -1 else f"checkpoint.load_step = {section.load_step}"
     if section.initial_load_path is not None:
-        why += "; so checkpoint.initial_load_path is not used"
+        why += f"; so {source_key} is not used"
     return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
 
 

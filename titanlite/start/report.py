@@ -24,7 +24,7 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import activation_offload_of, ema_of, features_of
+from titanlite.features import activation_offload_of, ema_of, features_of, lora_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.schedule import Schedule
@@ -71,6 +71,8 @@ class Setup:
     #: Size of the training text in words, and its tokens; None for a stream.
     text: str
     tokens_per_epoch: int | None
+    #: Parameters that are trained; None: all.
+    trained: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -155,7 +157,7 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     neither.
     """
     parts = []
-    total = sum(setup.parameters.values())
+    total = sum(setup.parameters.values()) if setup.trained is None else setup.trained
     if setup.mesh.weight_shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
         parts.append(
@@ -357,6 +359,7 @@ def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
     """whole: the model of all ranks, on the meta device."""
     builder = built.model.builder
     batch = run.batch
+    lora = lora_of(run.lora)
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
@@ -369,13 +372,14 @@ def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
         tokens=run.tokens_at_once,
         text=built.datasets.train.describe(),
         tokens_per_epoch=built.datasets.train.tokens_per_epoch,
+        trained=None if lora is None else lora.adapters(run.spec, builder.args).parameters,
     )
 
 
 def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
     """Return rows of devices and mesh, and of what divides or changes products there."""
     builder = built.model.builder
-    flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
+    flops = run.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
     rows.append(mesh_row(run.mesh))

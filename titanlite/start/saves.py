@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.features import lora_of
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import public_config
@@ -48,15 +49,21 @@ def build_saves(
         _check_hf_form(run, args)
     prints = fingerprints(run.model.name, args, datasets)
     tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
-    about = {
+    about: dict[str, Any] = {
         "toml": public_config(run.toml),
         "model": as_record(run.model.name, args),
         "tokenizer": {"path": tokenizer and public(tokenizer)},
     }
     files = functools.partial(hf_files, tokenizer)
     averages = None if average is None else average.tensors
-    checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
-    schedule = SaveSchedule(run.checkpoint, world, prints, held_out=held_out)
+    section = run.checkpoint
+    base = None
+    lora = lora_of(run.lora)
+    if lora is not None:
+        base = lora.base(run, world, args, prints, about).load
+        section = lora.checkpoint(section)
+    checkpointer = Checkpointer(section, world, prints, about, files, averages=averages, base=base)
+    schedule = SaveSchedule(section, world, prints, held_out=held_out)
     return SaveParts(checkpointer, schedule)
 
 

@@ -13,6 +13,7 @@ from titanlite.config.errors import bad_flag, nearest
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
+BASE = "the weights under adapters (default: where the adapters say that they are)"
 EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
 FILES = "TOML file, or several, later ones over earlier ones; also looked up in train_configs/"
 #: What the help of a command says that takes keys of the config.

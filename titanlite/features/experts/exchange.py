@@ -1,8 +1,9 @@
 """Rows of a mixture on their way to the ranks of their experts, and back.
 
 A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients.
-Recomputation repeats the first three. The host reads the number of rows, since the size of the
-tensors depends on it. So it waits for the device once per layer and forward pass.
+The host reads the number of rows, since the size of the tensors depends on it. So it waits for the
+device once per layer and micro-batch. Recomputation takes the numbers that the forward has read:
+the policies of `titanlite.parallel.activation_checkpoint` save them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ def _all_to_all(
     return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, group))
 
 
+@torch.library.custom_op("titanlite::sizes_on_host", mutates_args=())
+def _on_host(sizes: Tensor) -> Tensor:
+    """Copy sizes to the host, which waits for the device.
+
+    It is an operator, so that a policy of activation checkpointing can save its result.
+    """
+    return sizes.to("cpu", copy=True)
+
+
+@_on_host.register_fake
+def _(sizes: Tensor) -> Tensor:
+    return torch.empty_like(sizes, device="cpu")
+
+
 class _Move(torch.autograd.Function):
     """`Route.move`: a permutation over all ranks, whose gradient goes the way back."""
 
@@ -76,7 +91,7 @@ class Exchange:
         sent = counts.view(self.ranks, -1)
         received = _all_to_all(counts, None, None, self.group).view_as(sent)
         sizes = torch.stack((sent.sum(1), received.sum(1)))
-        outward, inward = sizes.tolist()  # waits for the device
+        outward, inward = _on_host(sizes).tolist()
         experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
         of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(inward))
         order = of_rows.argsort(stable=True)

@@ -41,12 +41,30 @@ class ExpertMemory:
         """Return the operators of `moe.MoE`, from "n2" to the last one's output, with as many rows
         for each expert.
         """
+        routed = self._routed(s)
+        if not self.args.shared_width:
+            return routed
+        width = self.args.shared_width
+        dim = self.args.dim
+        result = routed[-1].name
+        inner = s.tokens * width * s.size
+        return [
+            *routed,
+            s.linear("shared g", "n2", width, dim, (result,), "feed_forward.shared.w1"),
+            s.linear("shared u", "n2", width, dim, (result,), "feed_forward.shared.w3"),
+            Op("shared m", inner, ("shared g", "shared u"), saves=("shared g", "shared u")),
+            s.linear("shared f", "shared m", dim, width, (result,), "feed_forward.shared.w2"),
+            Op("both", s.whole, reads=(result, "shared f"), passes=True, holds=("n2",)),
+        ]
+
+    def _routed(self, s: Shape) -> list[Op]:
+        """Return the operators of router and chosen experts."""
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
         inner = rows * a.expert_width * s.size
         outer = rows * a.dim * s.size
-        weight = self.held * a.dim * a.expert_width * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         router = s.linear("gate", "n2", *self.router)
         # The router keeps logits and probabilities in float32, and the places of rows in int64.
         probabilities = s.tokens * a.n_experts * 4
@@ -55,10 +73,18 @@ class ExpertMemory:
             Op("rows", outer, ("n2",), backward=outer),
         ]
         x = "rows"
+        if a.scales_input:
+            # Products in float32, forward, and backward for rows and for weights.
+            product = rows * a.dim * 4
+            cast = product if s.size == 2 else 0
+            x = "scaled"
+            reads = ("rows", "gate")
+            backward = 2 * cast + product
+            ops.append(Op(x, outer, reads, saves=("rows",), forward=cast, backward=backward))
         if self.ranks > 1:
             # Received, then put in the order of the experts.
+            ops.append(Op("sent", outer, (x,), kind="other", backward=outer))
             x = "sorted"
-            ops.append(Op("sent", outer, ("rows",), kind="other", backward=outer))
             ops.append(Op("sorted", outer, ("sent",)))
         ops += [
             Op("g", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
@@ -90,7 +116,7 @@ class ExpertMemory:
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Yield w1, w2 and w3 of a rank's experts, each stacked."""
         dim = self.args.dim
-        width = self.args.expert_width // mesh.tensor
+        width = self.args.expert_width
         over = mesh.weight_shards // self.ranks
         for rows, columns in ((width, dim), (dim, width), (width, dim)):
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is

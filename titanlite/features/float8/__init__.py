@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.rules import Finding, broken_rules
 from titanlite.features.feature import Feature
 from titanlite.features.float8 import checks
-from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
+from titanlite.features.float8.choice import (
+    MULTIPLE,
+    Float8Choice,
+    choose_linears,
+    converted_names,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +35,9 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
-    from titanlite.features.float8.plan_memory import Float8Memory
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
@@ -44,13 +49,15 @@ class Float8Feature(Feature):
 
     key = checks.ENABLE
     model_field = "linears"
+    #: Of which each dimension of a product must be a multiple.
+    multiple = MULTIPLE
 
     def __init__(self, section: Float8) -> None:
         self.section = section
 
     def choices(self, linears: Linears) -> list[Float8Choice]:
         """Decide for each kind of linear of the whole model."""
-        return choose_linears(linears, self.section)
+        return choose_linears(linears, self.section, self.multiple)
 
     # Before the ranks start
 
@@ -58,7 +65,7 @@ class Float8Feature(Feature):
         return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
 
     def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.misfits(run, args)
+        return checks.misfits(run, args, self.multiple)
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         return checks.wide_filters(run)
@@ -72,7 +79,14 @@ class Float8Feature(Feature):
         from titanlite.features.float8.report import float8_rows
 
         choices = self.choices(builder.linears)
-        return float8_rows(self.section, choices, setup, builder.compiles("model"))
+        compiled = builder.compiles("model")
+        return float8_rows(self.section, self.numbers, choices, setup, compiled)
+
+    @property
+    def numbers(self) -> str:
+        """The format of the rounded numbers, in words."""
+        emulated = ", emulated in float32 (slow, for tests)" if self.section.emulate else ""
+        return f"{self.section.recipe_name}{emulated}"
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
@@ -109,7 +123,7 @@ class Float8Feature(Feature):
 
     # The plan: `titanlite.plan` calls these
 
-    def memory(self, linears: Linears) -> Float8Memory:
+    def memory(self, linears: Linears) -> ProductMemory:
         """Return what the linears of a block keep and need."""
         from titanlite.features.float8.plan_memory import float8_memory
 

@@ -78,17 +78,20 @@ EXCLUDES = [
 # The model on its ranks
 
 
-def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
-    """Check that float8 can take the products of the model, and that it takes some."""
+def misfits(run: RunConfig, args: Any, multiple: int = MULTIPLE) -> Iterator[Finding]:
+    """Check that float8 can take the products of the model, and that it takes some.
+
+    multiple: each dimension of a product must be one of it.
+    """
     # A head of any size stays.
     known = replace(args, vocab_size=args.vocab_size or 1)
     linears = linears_of(run.spec, known, run.mesh.tensor)
-    choices = choose_linears(linears, run.float8)
+    choices = choose_linears(linears, run.float8, multiple)
     unknown = list(_unknown_filters(run.float8, linears))
     yield from unknown
     if not unknown:
         yield from _nothing_converted(choices)
-    yield from _odd_tokens(run)
+    yield from _odd_tokens(run, multiple)
     if run.float8.enable_fsdp_float8_all_gather:
         yield from _uneven_rows(run, choices)
 
@@ -113,15 +116,15 @@ def _nothing_converted(choices: Sequence[Float8Choice]) -> Iterator[Finding]:
     yield "model", ENABLE, message, "convert some linears, or set it to false"
 
 
-def _odd_tokens(run: RunConfig) -> Iterator[Finding]:
+def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Finding]:
     """Check the number of tokens in a product of one rank."""
     tokens = run.tokens_at_once
-    if tokens % MULTIPLE == 0:
+    if tokens % multiple == 0:
         return
     rows = counted(run.sequences_at_once, "sequences")
     by = f"{rows} x {run.rank_len} tokens on each rank = {tokens}"
-    message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
-    fitting = MULTIPLE // math.gcd(MULTIPLE, run.rank_len) * run.pipeline.microbatches
+    message = f"needs a multiple of {multiple} tokens in a product, and there are {by}"
+    fitting = multiple // math.gcd(multiple, run.rank_len) * run.pipeline.microbatches
     batch = f"training.batch_size = {fitting} or a multiple of it"
     yield "divide", ENABLE, message, f"these work: {batch}, or another training.seq_len"
 

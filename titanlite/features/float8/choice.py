@@ -33,8 +33,12 @@ class Float8Choice(LinearKind):
         return not self.reason
 
 
-def choose_linears(linears: Linears, settings: Float8) -> list[Float8Choice]:
+def choose_linears(
+    linears: Linears, settings: Float8, multiple: int = MULTIPLE
+) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
+
+    multiple: K and N of a product on one rank must be multiples of it.
 
     The head stays: its outputs are the logits, and every recipe changes the loss when they are
     rounded.
@@ -42,7 +46,10 @@ def choose_linears(linears: Linears, settings: Float8) -> list[Float8Choice]:
     found: dict[tuple[str, Size, str], list[str]] = {}
     for name, size in linears.sizes.items():
         local = linears.on_rank(name)
-        reason = "the head" if name == linears.head else _reason(name, size, local, settings)
+        reason = "the head"
+        if name != linears.head:
+            odd = _odd(local, multiple)
+            reason = _filtered(name, settings) or odd or _small(size, settings)
         found.setdefault((kind_of(name), local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
@@ -50,16 +57,22 @@ def choose_linears(linears: Linears, settings: Float8) -> list[Float8Choice]:
     ]
 
 
-def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
-    """Return why a linear stays in high precision; "": it does not."""
+# Why a linear stays in high precision; "": it does not
+
+
+def _filtered(name: str, settings: Float8) -> str:
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
     matching = [part for part in name_filters(settings) if part in name]
-    if matching:
-        return f"filter_fqns: {', '.join(matching)}"
+    return f"filter_fqns: {', '.join(matching)}" if matching else ""
+
+
+def _odd(local: Size, multiple: int) -> str:
     dimensions = {"K": local.in_features, "N": local.out_features}
-    odd = [f"{which} = {n}" for which, n in dimensions.items() if n % MULTIPLE]
-    if odd:
-        return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
+    odd = [f"{which} = {n}" for which, n in dimensions.items() if n % multiple]
+    return f"{' and '.join(odd)} is not a multiple of {multiple}" if odd else ""
+
+
+def _small(size: Size, settings: Float8) -> str:
     if min(size.in_features, size.out_features) < settings.min_features:
         return f"below min_features = {settings.min_features}"
     if AUTO_FILTER in settings.filter_fqns and too_small(size, settings.recipe_name):

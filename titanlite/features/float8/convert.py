@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.float8 import gathered, tensor
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.features.float8.rounded import RoundedLinear
 
 #: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
 #: forward and has them in the backward. With a scale per row losses become NaN (pytorch issue
@@ -66,19 +66,16 @@ def apply_float8(
 def _linear_class() -> type[nn.Module]:
     base: Any = torchao().float8_linear.Float8Linear
 
-    class Linear(base, OwnLinear):
-        #: Returns the weight for a product in high precision; None: the product is in float8.
-        exact: Callable[[], Tensor] | None = None
-
+    class Linear(base, RoundedLinear):
         def forward(self, input: Tensor) -> Tensor:
             if self.exact is not None:
                 return F.linear(input, self.exact(), self.bias)
-            return cast(Tensor, super().forward(input))
+            return super().forward(input)
 
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:
-            if kind not in ("colwise", "rowwise"):
+            if kind not in tensor.KINDS:
                 return None
             return tensor.float8_style(kind, output, mesh)
 

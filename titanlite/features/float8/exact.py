@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.features.float8.gathered import plain, wrapper_of
-from titanlite.features.float8.package import float8_linears
+from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.local import parts_of
 
@@ -25,7 +25,7 @@ def high_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     All ranks enter it together, with no module of `fully_shard` between its forward and its
     backward. A weight that is gathered in float8 is gathered once more in `dtype`.
     """
-    linears = float8_linears(model)
+    linears = [module for module in model.modules() if isinstance(module, RoundedLinear)]
     _free(model)
     for linear in linears:
         linear.exact = functools.partial(_exact, linear, linear.weight, dtype)
@@ -43,7 +43,7 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager")
 
 
-def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
+def _exact(linear: RoundedLinear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in high precision. sharded: the parameter while it is not gathered."""
     if wrapper_of(sharded) is None:
         return linear.weight

@@ -36,7 +36,7 @@ def check_float8() -> None:
         )
     of_torch = metadata.version("torch")
     of_torchao = metadata.version("torchao")
-    if _release(of_torch) >= (2, 14) and _release(of_torchao) < (0, 18):
+    if release(of_torch) >= (2, 14) and release(of_torchao) < (0, 18):
         # triton issue 11111: inductor of torch 2.14 meets it, and torchao 0.18 avoids it.
         raise ParallelismError(
             f"torch {of_torch} stores compiled float8 values wrong, and torchao {of_torchao} does "
@@ -44,7 +44,8 @@ def check_float8() -> None:
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 def float8_rows(
-    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
+    float8: Float8, numbers: str, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
 ) -> Iterator[Row]:
-    """Return one row of all, and one for each kind of linear."""
+    """Return one row of all, and one for each kind of linear. numbers: their format in words."""
     total = sum(len(choice.names) for choice in choices)
     converted = sum(len(choice.names) for choice in choices if choice.converted)
-    emulated = ", emulated in float32 (slow, for tests)" if float8.emulate else ""
-    parts = [f"{float8.recipe_name}{emulated}"]
+    parts = [numbers]
     if float8.enable_fsdp_float8_all_gather:
         parts.append(f"weights gathered in float8, {_scales(float8)}")
     parts.append(f"{converted:,} of {total:,} linears")

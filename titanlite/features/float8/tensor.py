@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from titanlite.features.float8.package import torchao
+
+#: Kinds of a plan of tensor parallelism that torchao has styles for.
+KINDS = ("colwise", "gathered", "rowwise")
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:
@@ -28,10 +31,15 @@ def sends_float8(mesh: DeviceMesh) -> bool:
 def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle:
     """Return torchao's style that divides a converted linear over the ranks of `mesh`.
 
-    kind: "colwise" or "rowwise". output: placement of a rowwise linear's output.
+    kind: one of `KINDS`. output: placement of a rowwise linear's output.
     """
-    style = _styles(sends_float8(mesh))[kind]
-    made = style() if kind == "colwise" else style(output_layouts=output)
+    styles = _styles(sends_float8(mesh))
+    if kind == "rowwise":
+        made = styles["rowwise"](output_layouts=output)
+    elif kind == "gathered":
+        made = styles["colwise"](input_layouts=Shard(1))
+    else:
+        made = styles["colwise"]()
     return cast(ParallelStyle, made)
 
 

@@ -19,6 +19,10 @@ def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
     table = s.vocabulary * s.args.dim
     low = s.size == 2
     logits = _chunk_of_logits(s, loss)
+    if not s.products.trains:
+        gradient = _rows_of_chunk(s, loss) * s.vocabulary * s.size
+        forward = max(logits, gradient)
+        return Op("loss", 4, reads=(x,), keeps=s.whole, forward=forward, holds=("x", "n"))
     # A chunk's gradient, and its product with x, which float32 adds to the sum at once.
     product = _rows_of_chunk(s, loss) * s.vocabulary * s.size
     if low:

@@ -42,7 +42,7 @@ from titanlite.tools.commands.checkpoint_folders import (
     verify,
 )
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
-from titanlite.tools.parser import EMA, add_group, no_flags
+from titanlite.tools.parser import BASE, EMA, add_group, no_flags
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -150,11 +150,13 @@ def _add_convert(actions: Any) -> None:
     formats = (
         "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
         "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
-        "checkpoint.initial_load_path"
+        "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
+        "the adapters alone, for `peft`"
     )
-    add("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
+    add("--to", required=True, choices=("hf", "torch", "checkpoint", "peft"), help=formats)
     add("--dtype", choices=PRECISIONS, help=DTYPE)
     add("--ema", action="store_true", help=EMA)
+    add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
     trust.add_argument(add)
 
 
@@ -241,8 +243,11 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
     if entry.reason:
         state += f": {entry.reason}"
     holds = ""
+    record = manifest.config.get("lora")
+    if isinstance(record, dict):
+        holds = f"adapters of rank {record.get('rank')} alone"
     if manifest.weights_only:
-        holds = "weights only"
+        holds = f"{holds}, without an optimizer" if holds else "weights only"
         if manifest.dtype:
             holds += f", as {manifest.dtype}"
     form = str(manifest.format)

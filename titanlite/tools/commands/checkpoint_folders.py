@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
-from titanlite.checkpoint.hf_files import holds_weights
+from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
 from titanlite.checkpoint.manifest import (
     DELETED,
     FILE,
@@ -196,7 +196,7 @@ def check_weights(path: AnyPath) -> None:
     """
     if path.is_file() and not path.name.endswith(".toml"):
         return
-    if path.is_dir() and holds_weights(path):
+    if path.is_dir() and (holds_weights(path) or holds_adapters(path)):
         return
     if path.is_dir() and step_of(path) is None:
         refuse_older(path)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_manifest
@@ -152,7 +152,9 @@ def config_of(
 
     Raises ConfigError, and CheckpointError for a checkpoint without a config.
     """
-    over = [*_NO_TRAINING, f"--checkpoint.initial_load_path={folder}"]
+    # The weights under adapters are where the config says.
+    key = "lora.adapter" if "lora" in manifest.config else "checkpoint.initial_load_path"
+    over = [*_NO_TRAINING, f"--{key}={folder}"]
     if file is not None:
         return check_loaded(*read([f"--job.config_file={file}", *over, *flags]), world_size)[1]
     toml = manifest.config.get("toml")
@@ -250,7 +252,8 @@ def evaluate(
     """
     from titanlite.checkpoint.load import Loader
     from titanlite.data.text_report import checks_of
-    from titanlite.features import ema_of
+    from titanlite.features import ema_of, lora_of
+    from titanlite.models.args import as_record
     from titanlite.parallel.init import use_deterministic
     from titanlite.start.loaders import build_validation
     from titanlite.start.model import build_model
@@ -265,7 +268,15 @@ def evaluate(
         average = ema.begin(parts.model)
         averages = average.tensors
         held_out = replace(held_out, weights=average.applied)
-    loaded = Loader(run.checkpoint, world, {}, {}, averages=averages).load_weights(parts.model)
+    section = run.checkpoint
+    prints: dict[str, str] = {}
+    about: dict[str, Any] = {}
+    lora = lora_of(run.lora)
+    if lora is not None:
+        about["model"] = as_record(run.model.name, parts.args)
+        lora.base(run, world, parts.args, prints, about).load(parts.model)
+        section = lora.checkpoint(section)
+    loaded = Loader(section, world, prints, about, averages=averages).load_weights(parts.model)
     if averages and "ema" in loaded.left_out and world.rank == 0:
         logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
     try:

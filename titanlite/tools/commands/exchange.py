@@ -15,7 +15,7 @@ from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
 from titanlite.tools.commands.checkpoint_folders import check_weights, print_progress
-from titanlite.tools.parser import EMA, no_flags
+from titanlite.tools.parser import BASE, EMA, no_flags
 from titanlite.utils import human_bytes, human_time
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -34,6 +34,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
     _add_paths(parser, ("RUN_OR_CHECKPOINT", run), ("FOLDER", "a new folder"))
     parser.add_argument("--ema", action="store_true", help=EMA)
+    parser.add_argument("--base", type=to_path, metavar="PATH", help=BASE)
     parser.set_defaults(to="hf")
     trust.add_argument(parser.add_argument)
 
@@ -47,7 +48,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
     target = "folder or URL of checkpoints; step-0 in it is made"
     _add_paths(parser, ("FOLDER", folder), ("CHECKPOINT", target))
-    parser.set_defaults(to="checkpoint", ema=False)
+    parser.set_defaults(to="checkpoint", ema=False, base=None)
     trust.add_argument(parser.add_argument)
 
 
@@ -90,8 +91,8 @@ def convert_weights(
 ) -> str:
     """Write weights in another format; return what was written, for people.
 
-    arguments: `source`, `target`, `to`, `dtype`, `ema` and `trust_code` of a command. report: takes
-    the lines of the comparison of logits.
+    arguments: `source`, `target`, `to`, `dtype`, `ema`, `base` and `trust_code` of a command.
+    report: takes the lines of the comparison of logits.
     """
     check_weights(arguments.source)
     from titanlite.tools.hub.convert import convert
@@ -106,6 +107,7 @@ def convert_weights(
         ema=arguments.ema,
         report=report,
         trust_code=arguments.trust_code,
+        base=arguments.base,
     )
     size = sum(file.st_size for file in files_in(written).values())
     # A file holds no files.

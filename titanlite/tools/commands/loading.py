@@ -21,7 +21,7 @@ from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.tools import at_least
-from titanlite.tools.parser import EMA
+from titanlite.tools.parser import BASE, EMA
 from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--ema", action="store_true", help=EMA)
+    add("--base", type=to_path, metavar="PATH", help=BASE)
     precisions = ("float32", "bfloat16", "float16")
     add(
         "--dtype",
@@ -101,7 +102,9 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     device = _device(arguments.device)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     path = to_path(arguments.checkpoint)
-    source = open_source(path, ema=arguments.ema, trust_code=arguments.trust_code)
+    source = open_source(
+        path, ema=arguments.ema, trust_code=arguments.trust_code, base=arguments.base
+    )
     spec = get_spec(source.family)
     args = source.args
     if arguments.context:
@@ -118,6 +121,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
     step += ", averaged" * arguments.ema
+    if source.adapters is not None:
+        step += f", with adapters of rank {source.adapters.adapters.rank}"
     return LoadedModel(
         path=str(source.path),
         step=source.step,

@@ -288,6 +288,10 @@ class _Rewriter:
             why = "its defaults are written out"
             self._change("rewritten", line, f"{old} is left out: {why}")
             return "", [""]
+        if name.startswith("quantize.linear.") and self.before.source(key).written != name:
+            reason = "model.converters does not have it"
+            self._change("without equivalent", line, f"{old}: no equivalent: {reason}")
+            return "", [f"# no equivalent: {reason}", _commented(f"{name} = {raw}")]
         self.written.add(key)
         new = self._new_text(name, value, raw)
         notes = []
@@ -314,7 +318,7 @@ class _Rewriter:
         last statement.
         """
         self.here.body += self.gap
-        for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling"):
+        for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling", "float8.recipe_name"):
             source = self.before.source(key)
             text = quote(self.before.value(key))
             if (source.kind, source.file) == ("dialect", self.file):

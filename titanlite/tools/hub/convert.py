@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.foreign import open_weights, our_tensors
-from titanlite.checkpoint.hf_files import HF_CONFIG, holds_weights
+from titanlite.checkpoint.hf_files import HF_CONFIG, holds_adapters, holds_weights
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
     begin_folder,
@@ -51,6 +51,7 @@ from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, d
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.files import FILES, hf_files
 from titanlite.features.ema.names import AVERAGE
+from titanlite.features.lora.settings import RECORD, without_adapters
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
@@ -59,7 +60,10 @@ from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
 from titanlite.utils import atomic_write, human_bytes
 
-Format = Literal["hf", "torch", "checkpoint"]
+if TYPE_CHECKING:
+    from titanlite.features.lora.source import AdapterFiles
+
+Format = Literal["hf", "torch", "checkpoint", "peft"]
 #: Entries of the dictionary in a file of torch's.
 STATE = "state_dict"
 MODEL = "model"
@@ -86,6 +90,8 @@ class Source:
     context: int | None = None
     #: Where the files of its tokenizer are; None: unknown.
     tokenizer: str | None = None
+    #: The adapters that the weights are merged with; None: there are none.
+    adapters: AdapterFiles | None = None
 
     def converted(self, dtype: str | None, progress: Progress) -> Source:
         """Return the same weights in another precision (None: as they are), which report their
@@ -93,7 +99,7 @@ class Source:
         """
         empty = self.empty
         if dtype:
-            empty = {name: converted(tensor, dtype) for name, tensor in empty.items()}
+            empty = {name: converted(name, tensor, dtype) for name, tensor in empty.items()}
         done = 0
         total = sum(tensor.nbytes for tensor in empty.values())
 
@@ -120,17 +126,21 @@ def open_source(
     progress: Progress = lambda done, total: None,
     ema: bool = False,
     trust_code: bool = False,
+    base: AnyPath | None = None,
 ) -> Source:
     """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
     (`progress`).
 
     ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
-    if the file names code; see `titanlite.config.trust`.
+    if the file names code; see `titanlite.config.trust`. base: the weights under adapters; None:
+    where the adapters say that they are.
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it
     describes. Raises ConfigError when it names code that is not trusted.
     """
-    source = _any_source(path, progress, ema, foreign(trust_code))
+    source = _any_source(path, progress, ema, foreign(trust_code), base)
+    if base is not None and source.adapters is None:
+        raise CheckpointError(f"{path} holds whole weights, no adapters: --base says nothing here")
     if ema and source.manifest is None:
         raise CheckpointError(
             f"{path} holds no average of the weights: it is no checkpoint of titanlite"
@@ -149,8 +159,12 @@ def open_source(
     return source
 
 
-def _any_source(path: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
+def _any_source(
+    path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
+) -> Source:
     """Return the weights in a folder of another program, a file of torch's or a checkpoint."""
+    if holds_adapters(path):
+        return _peft(path, progress, origin, base)
     if holds_weights(path):
         return _foreign(path)
     names_step = step_of(path) is not None
@@ -161,10 +175,12 @@ def _any_source(path: AnyPath, progress: Progress, ema: bool, origin: Origin) ->
     folder = checkpoint_of(path)
     if not names_step:
         refuse_older(folder.parent)
-    return _checkpoint(folder, progress, ema, origin)
+    return _checkpoint(folder, progress, ema, origin, base)
 
 
-def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
+def _checkpoint(
+    folder: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None
+) -> Source:
     contents = Contents(folder)
     manifest = contents.manifest
     record = manifest.config.get("model")
@@ -189,7 +205,7 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) 
             f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
         )
     tokenizer = manifest.config.get("tokenizer")
-    return Source(
+    found = Source(
         path=folder,
         family=family,
         args=args,
@@ -198,6 +214,52 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) 
         read=lambda name: contents.read(prefix + name),
         manifest=manifest,
         tokenizer=tokenizer.get("path") if isinstance(tokenizer, dict) else None,
+    )
+    if RECORD not in manifest.config:
+        return found
+    from titanlite.features.lora.source import of_checkpoint
+
+    files = of_checkpoint(folder, manifest, contents.read, prefix)
+    plain = replace(
+        manifest,
+        config={name: value for name, value in manifest.config.items() if name != RECORD},
+        fingerprints=without_adapters(manifest.fingerprints),
+    )
+    return _merged(replace(found, manifest=plain), files, _base(files, base, progress, origin))
+
+
+def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
+    """Return the adapters in a folder of PEFT's merged into the weights under them."""
+    from titanlite.features.lora.peft import base_of
+    from titanlite.features.lora.source import base_path, of_peft
+
+    place = base_path(base_of(path), base, path)
+    under = _any_source(place, progress, False, origin)
+    return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
+
+
+def _base(files: AdapterFiles, given: AnyPath | None, progress: Progress, origin: Origin) -> Source:
+    """Return the weights under adapters. given: where, by the user."""
+    from titanlite.features.lora.source import base_path
+
+    return _any_source(base_path(files.base, given, files.path), progress, False, origin)
+
+
+def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
+    """Return the weights that adapters and their base make. source: of the adapters."""
+    from titanlite.features.lora.source import merged
+
+    if base.adapters is not None:
+        raise CheckpointError(f"{base.path} holds adapters too: name whole weights with --base")
+    return replace(
+        source,
+        path=files.path,
+        empty=base.empty,
+        read=merged(files, base.read, base.empty),
+        is_hf=False,
+        context=base.context,
+        tokenizer=source.tokenizer or base.tokenizer,
+        adapters=files,
     )
 
 
@@ -262,6 +324,7 @@ def convert(  # noqa: PLR0913
     ema: bool = False,
     report: Callable[[str], None] | None = None,
     trust_code: bool = False,
+    base: AnyPath | None = None,
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
@@ -272,7 +335,8 @@ def convert(  # noqa: PLR0913
     dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
     the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
     both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
-    of texts. None: neither is compared. trust_code: as for `open_source`.
+    of texts. None: neither is compared. trust_code, base: as for `open_source`. Of a checkpoint of
+    adapters the merged weights are written, and with `to = "peft"` the adapters alone.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """
@@ -284,7 +348,10 @@ def convert(  # noqa: PLR0913
                 f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
             )
         refuse_existing(target)
-    source = open_source(path, progress, ema, trust_code).converted(dtype, progress)
+    opened = open_source(path, progress, ema, trust_code, base)
+    if to == "peft":
+        return _write_peft(opened, target, dtype)
+    source = opened.converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
     if isinstance(final, Path):
         _check_space(source, final)
@@ -298,6 +365,23 @@ def convert(  # noqa: PLR0913
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
+
+
+def _write_peft(source: Source, target: AnyPath, dtype: str | None) -> AnyPath:
+    """Write the adapters of a source as a folder of PEFT's."""
+    from titanlite.features.lora.peft import save_peft
+
+    files = source.adapters
+    if files is None:
+        raise CheckpointError(f"{source.path} holds whole weights, and PEFT's files hold adapters")
+    assert isinstance(target, Path)
+    tensors = {}
+    for name in files.adapters.shapes:
+        tensor = files.read(name)
+        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
+    model = (get_spec(source.family), source.args)
+    save_peft(target, files.adapters, tensors, model, files.base)
+    return target
 
 
 def _write_hf(

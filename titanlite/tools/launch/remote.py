@@ -20,6 +20,7 @@ _PATHS = (
     "training.dataset_path",
     "validation.dataset_path",
     "checkpoint.initial_load_path",
+    "lora.adapter",
 )
 
 

@@ -67,6 +67,10 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
         if device == "cuda":
             patches.enter_context(_like_gpu())
+        if run.float8.is_mx:
+            from titanlite.features.mx.package import without_kernels
+
+            patches.enter_context(without_kernels())
         if compiled_loss:
             patches.enter_context(
                 mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
@@ -112,6 +116,8 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
             # A micro-batch leaves nothing but sharded gradients to the next one: only the last
             # has to run.
             for parameter in parts.model.parameters():
+                if not parameter.requires_grad:
+                    continue
                 parameter.grad = torch.zeros_like(parameter)
                 meter.track(parameter.grad, "gradients")
         meter.restart()
@@ -124,13 +130,14 @@ def _first_update(
     run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[torch.Tensor]:
     """Make the optimizer's state, and return the averages of the weights."""
-    for parameter in model.parameters():
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     if ema_of(run.optimizer) is None:
         return []
-    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in model.parameters()]
+    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
 
 
 _ATEN = torch.ops.aten

@@ -1,0 +1,598 @@
+"""Low-rank adapters: gradients as PEFT's, a base that stays, checkpoints of adapters alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from tests.support.adapters import (
+    ALPHA,
+    RANK,
+    base_folder,
+    merged_weights,
+    our_name,
+    peft_folder,
+    peft_gradients,
+    run_flags,
+    train_seen,
+)
+from tests.support.commands import evaluate_run
+from tests.support.compare import relative
+from tests.support.pool import Pools
+from tests.support.whole_runs import losses_of
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
+from titanlite.tools.hub.convert import convert, open_source
+from titanlite.tools.hub.tensors import Contents, our_logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    return peft_folder(tmp_path_factory.mktemp("peft"), base)
+
+
+def global_batch(found: list[dict[str, Any]], copies: int) -> list[Any]:
+    """The batches of all ranks. copies: ranks that share each."""
+    return [batch for one in found[::copies] for batch in one["batches"]]
+
+
+TP = "--training.tensor_parallel_degree=2"
+PP = "--experimental.pipeline_parallel_degree=2"
+ONE_EACH = "--training.batch_size=1"
+COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
+BY_OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+WAYS: dict[str, tuple[int, int, list[str]]] = {
+    "one rank": (1, 1, []),
+    "FSDP 2": (2, 1, []),
+    "TP 2": (2, 2, [TP]),
+    "PP 2": (2, 2, [PP]),
+    "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
+    "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
+    "recomputed by operator": (
+        1,
+        1,
+        [
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+        ],
+    ),
+    "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
+    "micro-batches": (2, 1, ["--training.batch_size=1"]),
+    "TP 2, recomputed, micro-batches": (
+        2,
+        2,
+        [TP, "--activation_checkpoint.mode=full", "--training.batch_size=1"],
+    ),
+    "compiled": (1, 1, COMPILED),
+    "TP 2, compiled": (2, 2, [TP, *COMPILED]),
+    "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
+}
+#: On four ranks.
+MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
+    "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
+    "TP 2, FSDP 2": (4, 2, [TP]),
+    "PP 2, TP 2": (4, 4, [PP, TP]),
+    "PP 2, FSDP 2": (4, 1, [PP]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_peft(
+    pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
+) -> None:
+    compare(pool, tmp_path, base, adapters, WAYS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_gradients_are_those_of_peft_on_four_ranks(
+    pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
+) -> None:
+    compare(pool, tmp_path, base, adapters, MORE_WAYS[way])
+
+
+def compare(
+    pool: Pools, folder: Path, base: Path, adapters: Path, way: tuple[int, int, list[str]]
+) -> None:
+    """Hold gradients, loss and what changes against PEFT's."""
+    ranks, copies, more = way
+    flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
+    found = pool(ranks).run(train_seen, str(folder), *flags)
+    if PP in more:
+        # All data-parallel ranks have a copy in each stage; the first stage comes first.
+        batches = global_batch(found[: ranks // 2], copies // 2 or 1)
+    else:
+        batches = global_batch(found, copies)
+    expected, loss = peft_gradients(base, batches)
+    gradients: dict[str, torch.Tensor] = {}
+    for one in found:
+        gradients |= one["gradients"]
+    assert gradients.keys() == expected.keys() and len(expected) == 28
+    for name, gradient in expected.items():
+        assert relative(gradients[name], gradient) < 2e-6, name
+    assert found[0]["rows"][0]["loss"] == pytest.approx(loss, abs=2e-6)
+    for one in found:
+        assert one["held"] == len(one["adapters"])
+        for name, tensor in one["end"].items():
+            changed = not torch.equal(tensor, one["start"][name])
+            assert changed == (name in one["adapters"]), name
+
+
+def test_ranks_of_tensor_parallelism_drop_what_one_rank_drops(
+    pool: Pools, tmp_path: Path, base: Path, adapters: Path
+) -> None:
+    flags = run_flags(
+        base,
+        f"--lora.adapter={adapters}",
+        "--lora.dropout=0.3",
+        "--training.batch_size=4",
+        "--training.steps=1",
+    )
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, TP)[0]
+    plain = pool(1).run(train_seen, str(tmp_path / "plain"), *flags, "--lora.dropout=0")[0]
+    for name, gradient in one["gradients"].items():
+        assert relative(two["gradients"][name], gradient) < 2e-6, name
+        assert relative(plain["gradients"][name], gradient) > 0.05, name
+
+
+def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(base, "--training.steps=4")
+    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
+    assert found["rows"][3]["loss"] != whole["rows"][3]["loss"]
+    assert not [line for line in found["said"] if "no gradient has reached" in line]
+    assert sorted(found["without"]) == sorted(set(found["start"]) - found["adapters"])
+    again = pool(1).run(train_seen, str(tmp_path / "c"), *flags, "--training.batch_size=4")[0]
+    for name in found["adapters"]:
+        assert torch.equal(again["start"][name], found["start"][name]), name
+
+
+TRAINED = [
+    "--model.overrides.n_kv_heads=2",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=1000",
+    "--training.steps=100",
+    "--lr_scheduler.total_steps=100",
+    "--validation.steps=8",
+    "--validation.first",
+    "--validation.freq=100",
+]
+
+
+def held_out(found: dict[str, Any]) -> list[float]:
+    return [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
+
+
+def test_a_hundred_steps_learn(pool: Pools, tmp_path: Path) -> None:
+    """Adapters take a model that was trained on one text further, on its own checkpoint."""
+    before = pool(2).run(train_seen, str(tmp_path / "before"), *TRAINED)[0]
+    base = tmp_path / "before" / "checkpoint"
+    flags = [*TRAINED, "--lora.rank=8", f"--checkpoint.initial_load_path={base}"]
+    found = pool(2).run(train_seen, str(tmp_path / "after"), *flags)[0]
+    first, last = held_out(found)
+    assert first == pytest.approx(held_out(before)[-1], abs=1e-6)
+    assert last < first - 0.03
+    assert evaluate_run_of(pool, tmp_path / "after", "--validation.steps=8") == last
+    whole = f"--checkpoint.initial_load_path={tmp_path}/after"
+    refused = pool(2).run(train_seen, str(tmp_path / "whole"), *TRAINED, whole)[0]
+    assert "holds adapters alone" in refused["error"]
+
+
+def evaluate_run_of(pool: Pools, folder: Path, *flags: str) -> float:
+    return float(pool(2).run(evaluate_run, folder, *flags)[0].all.loss)
+
+
+RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
+
+
+@pytest.mark.parametrize("more", [[], [TP], ["--activation_checkpoint.mode=full"]], ids=str)
+def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
+    flags = run_flags(base, *RESUMED, *more)
+    straight = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--training.steps=3")
+    resumed = pool(2).run(train_seen, str(tmp_path / "b"), *flags)[0]
+    assert not straight["error"] and not resumed["error"]
+    assert losses_of(resumed["rows"]) == losses_of(straight["rows"])
+    for name, tensor in straight["end"].items():
+        assert torch.equal(tensor, resumed["end"][name]), name
+
+
+def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Path) -> None:
+    found = pool(2).run(train_seen, str(tmp_path), *run_flags(base, "--training.steps=2"))[0]
+    folder = tmp_path / "checkpoint" / "step-2"
+    manifest = read_manifest(folder)
+    weights = {name for name in manifest.tensors if name.startswith("model.")}
+    assert weights == {f"model.{name}" for name in found["adapters"]}
+    moments = {name for name in manifest.tensors if name.startswith("optimizer.state.")}
+    assert len(moments) == 3 * len(weights)
+    # Three numbers in float32 for each parameter, and files' own headers.
+    numbers = sum(tensor.numel() for name, tensor in found["end"].items() if "lora_" in name)
+    tensors = 3 * 4 * numbers
+    generators = 2 * torch.get_rng_state().numel()
+    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    assert tensors + generators < size < 1.9 * (tensors + generators) + 4 * 2**16
+    assert 4 * sum(tensor.numel() for tensor in found["end"].values()) > 3 * size
+    assert manifest.config["lora"]["base"]["path"] == str(base)
+    assert len(manifest.config["lora"]["base"]["tensors"]) == 21
+    assert torch.equal(
+        Contents(folder).read("model.layers.1.attention.wq.lora_b"),
+        found["end"]["layers.1.attention.wq.lora_b"],
+    )
+
+
+def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(base, "--training.steps=2")
+    pool(1).run(train_seen, str(tmp_path / "run"), *flags)
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 0.125
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    moved = [*flags, "--training.steps=3"]
+    found = pool(1).run(
+        train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={other}"
+    )[0]
+    assert found["code"] == exit_codes.CHECKPOINT
+    assert "base: " in found["error"] and "no key allows it" in found["error"]
+    for change, shown in (("--lora.alpha=7", "alpha 7"), ("--lora.rank=0", "none here")):
+        found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, change)[0]
+        assert found["code"] == exit_codes.CHECKPOINT and shown in found["error"], found["error"]
+    # The same weights in a checkpoint of titanlite are the same base.
+    convert(base, tmp_path / "ours", "checkpoint")
+    found = pool(1).run(
+        train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={tmp_path}/ours"
+    )[0]
+    assert not found["error"] and found["step"] == 3
+
+
+# Other programs' files
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pools, tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """A run of three steps whose adapters changed something."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = run_flags(base, "--training.steps=3", "--optimizer.ema_decay=0.5")
+    found = pool(2).run(train_seen, str(folder), *flags)[0]
+    assert not found["error"]
+    return folder
+
+
+def test_an_export_is_the_base_with_what_adapters_add(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    convert(trained, tmp_path / "hf", "hf")
+    contents = Contents(trained / "checkpoint" / "step-3")
+    merged = load_file(tmp_path / "hf" / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    assert merged.keys() == before.keys()
+    for name, weight in before.items():
+        ours = our_name(f"base_model.model.{name}").removesuffix(".weight")
+        expected = weight
+        if "_proj" in name:
+            down = contents.read(f"model.{ours}.lora_a")
+            up = contents.read(f"model.{ours}.lora_b")
+            expected = weight + ALPHA / RANK * (up @ down)
+            assert not torch.equal(merged[name], weight), name
+        assert torch.equal(merged[name], expected), name
+    convert(trained, tmp_path / "ema", "hf", ema=True)
+    averaged = load_file(tmp_path / "ema" / "model.safetensors")
+    one = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(averaged[one], merged[one])
+    # Merged weights are a plain model again: another run may start from them.
+    convert(trained, tmp_path / "ours", "checkpoint")
+    manifest = read_manifest(tmp_path / "ours" / "step-3")
+    assert "lora" not in manifest.config and "lora" not in manifest.fingerprints
+
+
+def test_peft_reads_our_adapters(tmp_path: Path, base: Path, trained: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    convert(trained, tmp_path / "peft", "peft")
+    convert(trained, tmp_path / "hf", "hf")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 14
+    tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(5))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(tokens).logits
+        ours = our_logits_of(trained, tokens)
+        assert relative(theirs, ours) < 1e-6
+        assert relative(whole(tokens).logits, ours) < 1e-6
+        with model.disable_adapter():
+            assert relative(model(tokens).logits, ours) > 1e-3
+
+
+def our_logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    source = open_source(folder)
+    return torch.cat([our_logits(source.family, source.args, source.read, t[None]) for t in tokens])
+
+
+def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: Path) -> None:
+    convert(adapters, tmp_path / "hf", "hf", base=base)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, tensor in merged_weights(base).items():
+        assert relative(found[name], tensor) < 1e-6, name
+    convert(adapters, tmp_path / "again", "peft", base=base)
+    assert equal_files(adapters, tmp_path / "again")
+
+
+def equal_files(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Path) -> None:
+    with pytest.raises(CheckpointError, match="give --base PATH|name them with --base PATH"):
+        moved = tmp_path / "peft"
+        convert(trained, moved, "peft")
+        config = json.loads((moved / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "somebody/model"
+        (moved / "adapter_config.json").write_text(json.dumps(config))
+        convert(moved, tmp_path / "a", "hf")
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="layers.1.feed_forward.w3.weight is not the weight"):
+        convert(trained, tmp_path / "b", "hf", base=other)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(CheckpointError, match="holds whole weights"):
+        convert(base, tmp_path / "c", "peft")
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "shown"),
+    [
+        ("use_dora", True, "use_dora is True"),
+        ("peft_type", "IA3", "peft_type is 'IA3'"),
+        ("r", 5, "and r is 5"),
+        ("rank_pattern", {"q_proj": 2}, "rank_pattern"),
+        ("init_lora_weights", "pissa", "changes the weights"),
+        ("new_idea", 3, "new_idea is 3"),
+        ("lora_alpha", None, "lora_alpha"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(
+    tmp_path: Path, base: Path, adapters: Path, entry: str, value: Any, shown: str
+) -> None:
+    folder = tmp_path / "peft"
+    shutil.copytree(adapters, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), entry: value}))
+    with pytest.raises(CheckpointError, match="adapter_") as refused:
+        convert(folder, tmp_path / "hf", "hf", base=base)
+    assert shown in str(refused.value)
+
+
+def test_a_run_takes_only_its_own_kind_of_adapters(
+    pool: Pools, tmp_path: Path, base: Path, adapters: Path, trained: Path
+) -> None:
+    flags = [*run_flags(base, "--training.steps=1"), f"--lora.adapter={adapters}"]
+    for change, shown in (
+        ("--lora.alpha=7", "lora.alpha is 7.0 here, 6.0 there"),
+        ('--lora.targets=["wq"]', "has an adapter there alone"),
+    ):
+        found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, change)[0]
+        assert shown in found["error"], found["error"]
+    found = pool(1).run(train_seen, str(tmp_path / "b"), *flags, f"--lora.adapter={base}")[0]
+    assert "lora.adapter: " in found["error"]
+    # Those of another run of ours, and of its folder.
+    found = pool(1).run(train_seen, str(tmp_path / "c"), *flags, f"--lora.adapter={trained}")[0]
+    step = Contents(trained / "checkpoint" / "step-3")
+    name = "layers.0.attention.wo.lora_b"
+    assert torch.equal(found["start"][name], step.read(f"model.{name}")) and not found["error"]
+
+
+# With other features
+
+
+def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int]]:
+    """Train a step; the numbers that FSDP gathers and reduces, by collective."""
+    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
+
+    def counting(name: str, real: Any) -> Any:
+        def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+            seen[name].append(max(output_tensor.numel(), input_tensor.numel()))
+            return real(self, output_tensor, input_tensor, *args, **kw)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name, cls in (("gathered", DefaultAllGather), ("reduced", DefaultReduceScatter)):
+            patched = counting(name, cls.__call__)
+            patches.enter_context(mock.patch.object(cls, "__call__", patched))
+        train_seen(world, folder, *flags)
+    return seen
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, prefetch: int) -> None:
+    flags = run_flags(
+        base,
+        "--training.steps=1",
+        "--training.reshard_after_forward=always",
+        f"--training.prefetch={prefetch}",
+        "--no-checkpoint.verify_saves",
+    )
+    found = pool(2).run(_collectives, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(_collectives, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
+    adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
+    assert found["reduced"] == [adapters, adapters]
+    block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
+    head = 64 + 2304 * 64
+    assert sorted(whole["reduced"]) == sorted([block, block, 2304 * 64, head])
+    # The embedding is gathered in the forward alone.
+    gathered = sorted(found["gathered"])
+    assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
+
+
+def test_frozen_weights_wait_in_the_dtype_of_products(
+    pool: Pools, tmp_path: Path, base: Path
+) -> None:
+    flags = run_flags(base, "--training.steps=2", "--training.mixed_precision_param=bfloat16")
+    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    for name, tensor in found["end"].items():
+        assert tensor.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
+    # The hash does not depend on it.
+    exact = pool(2).run(
+        train_seen,
+        str(tmp_path / "a"),
+        *flags,
+        "--training.steps=3",
+        "--training.mixed_precision_param=float32",
+    )[0]
+    assert not exact["error"] and exact["step"] == 3
+
+
+FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
+
+
+@pytest.mark.parametrize("more", [[], ["--float8.enable_fsdp_float8_all_gather"]], ids=str)
+def test_the_base_may_be_in_float8(
+    pool: Pools, tmp_path: Path, base: Path, more: list[str]
+) -> None:
+    flags = run_flags(base, "--training.steps=4", *FLOAT8, *more)
+    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
+    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    plain = pool(2).run(
+        train_seen, str(tmp_path / "c"), *flags, "--float8.enable_float8_linear=false"
+    )[0]
+    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"] != plain["rows"][0]["loss"]
+    assert found["rows"][-1]["loss"] == pytest.approx(plain["rows"][-1]["loss"], rel=0.01)
+    for name, tensor in found["end"].items():
+        changed = not torch.equal(tensor, found["start"][name])
+        assert changed == (name in found["adapters"]), name
+    for name, gradient in plain["gradients"].items():
+        if "lora_b" in name:
+            assert relative(found["gradients"][name], gradient) < 0.4, name
+
+
+def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(
+        base,
+        "--training.steps=4",
+        "--data.mask_documents",
+        "--optimizer.ema_decay=0.5",
+        "--validation.enable",
+        "--validation.ema",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.interval=2",
+        '--sample.prompts=["Once"]',
+        "--sample.freq=2",
+        "--sample.max_tokens=4",
+    )
+    found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
+    assert not found["error"] and held_out(found)
+    full_one = read_manifest(tmp_path / "checkpoint" / "step-2").tensors
+    averages = {name for name in full_one if name.startswith("ema.")}
+    assert averages == {f"ema.{name}" for name in found["adapters"]}
+    last = read_manifest(tmp_path / "checkpoint" / "step-4")
+    assert last.weights_only and last.tensors.keys() == {f"model.{n}" for n in found["adapters"]}
+
+
+def test_commands_take_adapters(
+    tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = ["sample", str(trained), "Once upon", "--greedy", "--max-tokens=4"]
+    code, out = run_command([*sample, "--json"], capsys)
+    assert code == 0 and json.loads(out)
+    convert(trained, tmp_path / "merged", "checkpoint")
+    merged = ["sample", str(tmp_path / "merged"), *sample[2:], "--json"]
+    text = [
+        json.loads(run_command(one, capsys)[1])["samples"] for one in ([*sample, "--json"], merged)
+    ]
+    assert text[0] == text[1]
+    assert run_command(["export", str(trained), str(tmp_path / "hf")], capsys)[0] == 0
+    assert (
+        "adapters of rank 4 alone"
+        in run_command(["checkpoint", "inspect", str(trained)], capsys)[1]
+    )
+    code, out = run_command([*sample, "--base", str(tmp_path / "none")], capsys)
+    assert code == exit_codes.CHECKPOINT
+
+
+def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(words)
+    return code, capsys.readouterr().out
+
+
+#: Family → flags of a small one, and how two ranks share it.
+SMALL_FAMILIES = {
+    "mixtral": (
+        [
+            "--model.overrides.n_kv_heads=2",
+            "--model.overrides.n_experts=4",
+            "--model.overrides.ffn_dim=64",
+            "--model.overrides.aux_loss=0",
+        ],
+        ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
+    ),
+    "deepseek_v3": ([], [TP]),
+}
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
+    own, way = SMALL_FAMILIES[family]
+    model = [f"--model.name={family}", "--checkpoint.enable_checkpoint", *own]
+    model += ["--no-validation.enable", "--training.max_norm=1e9"]
+    model += ["--training.batch_size=4", "--training.global_batch_size=4"]
+    pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")
+    flags = [
+        *model,
+        "--lora.rank=4",
+        f"--checkpoint.initial_load_path={tmp_path}/base",
+        "--training.steps=3",
+    ]
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *way)[0]
+    assert not one["error"] and not two["error"]
+    for row, other in zip(one["rows"], two["rows"], strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], abs=2e-5)
+    for name, gradient in one["gradients"].items():
+        if "lora_b" in name:
+            assert relative(two["gradients"][name], gradient) < 5e-6, name
+    for found in (one, two):
+        for name, tensor in found["end"].items():
+            changed = not torch.equal(tensor, found["start"][name])
+            assert changed == (name in found["adapters"]), name
+
+
+def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
+    flags = run_flags(
+        base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"
+    )
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    cp = "--experimental.context_parallel_degree=2"
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, cp)[0]
+    for name, gradient in one["gradients"].items():
+        assert relative(two["gradients"][name], gradient) < 2e-6, name

@@ -1,0 +1,159 @@
+"""Blocks with rotary tables of their own: other bases, scalings, windows, or no rotation at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.llamas import SCALED, relative, tokens_of
+from titanlite.models.block_ropes import BlockRopes
+from titanlite.models.layers import Llama
+from titanlite.models.llama_args import AttentionKind, LlamaArgs, Rotary
+from titanlite.models.rope import Rope
+from titanlite.models.rope_scaling import DynamicScaling, Scaling
+from titanlite.training.generate import Sampling, generate
+
+
+@dataclass(frozen=True)
+class MixedArgs(LlamaArgs):
+    """Block 1 rotates by another base, block 2 not at all; block 1 has a window."""
+
+    window: int | None = None
+    local_theta: float = 100.0
+    is_still: bool = False
+
+    @property
+    def rotary(self) -> Rotary | None:
+        return None if self.is_still else super().rotary
+
+    def of_block(self, index: int) -> Any:
+        if index == 1:
+            return replace(self, rope_theta=self.local_theta, rope_scaling=None, window=12)
+        return replace(self, is_still=index == 2)
+
+
+ARGS = MixedArgs(64, 4, 4, vocab_size=96, multiple_of=32, max_seq_len=64, rope_scaling=SCALED)
+
+
+def built(args: LlamaArgs) -> Llama:
+    torch.manual_seed(0)
+    return Llama(args)
+
+
+def one_by_one(model: Llama, args: LlamaArgs, tokens: torch.Tensor) -> torch.Tensor:
+    """The model by hand: each block with the tables that its own arguments describe."""
+    x = model.tok_embeddings(tokens)
+    for index, block in enumerate(model.layers.values()):
+        of_block = args.of_block(index)
+        rotation: Any = nn.Identity()
+        if of_block.rotary is not None:
+            tables = Rope(
+                args.head_dim, args.max_seq_len, of_block.rope_theta, of_block.rope_scaling
+            )
+            rotation = tables(tokens.size(1))
+        x = block(x, rotation, None)
+    logits: torch.Tensor = model.output(model.norm(x))
+    return logits
+
+
+def test_each_block_rotates_by_its_own_tables_and_equal_tables_exist_once() -> None:
+    model = built(ARGS)
+    tokens = tokens_of(ARGS)
+    assert model(tokens).equal(one_by_one(model, ARGS, tokens))
+    assert isinstance(model.rope, BlockRopes)
+    assert len(model.rope.tables) == 2
+    assert list(dict(model.named_buffers())) == [
+        "rope.tables.0.cos",
+        "rope.tables.0.sin",
+        "rope.tables.1.cos",
+        "rope.tables.1.sin",
+    ]
+    assert not model.rope.state_dict()
+
+
+def test_tables_of_another_kind_change_the_logits() -> None:
+    model = built(ARGS)
+    tokens = tokens_of(ARGS)
+    logits = model(tokens)
+    for changed in (
+        replace(ARGS, local_theta=200.0),
+        replace(ARGS, rope_theta=200.0),
+        replace(ARGS, rope_scaling=None),
+    ):
+        other = Llama(changed)
+        other.load_state_dict(model.state_dict())
+        assert relative(other(tokens), logits) > 1e-4
+
+
+def test_a_block_without_rotation_does_not_know_the_order_of_its_keys() -> None:
+    args = replace(ARGS, n_layers=1, is_still=True)
+
+    class Still(MixedArgs):
+        def of_block(self, index: int) -> Any:
+            return self
+
+    still = Still(**vars(args))
+    model = built(still)
+    assert still.rotaries() == [None]
+    tokens = tokens_of(args, batch=1)
+    shuffled = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], 1)
+    torch.testing.assert_close(model(shuffled)[:, -1], model(tokens)[:, -1])
+
+
+def test_a_model_of_one_kind_has_one_rope_and_one_mask() -> None:
+    plain = LlamaArgs(64, 2, 4, vocab_size=96, max_seq_len=64)
+    model = built(plain)
+    assert type(model.rope) is Rope
+    kind = AttentionKind(None, Rotary(16, 10000.0, None))
+    assert model.kinds == {"0": kind, "1": kind}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_generation_with_a_cache_takes_the_tokens_of_whole_passes(cached: bool) -> None:
+    model = built(ARGS)
+    start = tokens_of(ARGS, batch=1, seq=20).tolist()
+    greedy = Sampling(temperature=0)
+    steps = generate(model, start, max_tokens=30, limit=64, sampling=greedy, cached=cached)
+    found = [ids[0] for ids in steps]
+    tokens = torch.tensor(start)
+    for one in found:
+        with torch.no_grad():
+            assert int(model(tokens)[0, -1].argmax()) == one
+        tokens = torch.cat([tokens, torch.tensor([[one]])], 1)
+
+
+def test_documents_in_a_row_are_as_in_rows_of_their_own() -> None:
+    model = built(ARGS)
+    tokens = tokens_of(ARGS, batch=1)
+    ids = torch.zeros_like(tokens)
+    ids[:, 30:] = 1
+    logits = model(tokens, doc_ids=ids)
+    for part in (slice(0, 30), slice(30, 64)):
+        torch.testing.assert_close(logits[:, part], model(tokens[:, part]), atol=1e-5, rtol=1e-5)
+
+
+def test_tables_for_each_length_are_known_from_the_model() -> None:
+    def varies(scaling: Scaling | None) -> Any:
+        return built(replace(ARGS, rope_scaling=scaling)).rope.varies_above
+
+    assert varies(DynamicScaling(factor=2.0, original_max_position_embeddings=24)) == 24
+    assert varies(SCALED) is None
+
+
+def test_ranks_and_errors_reach_every_table() -> None:
+    rope = built(ARGS).rope
+    rope.sharing_ranks = 2
+    tables: Sequence[Any] = list(rope.tables)
+    assert [table.sharing_ranks for table in tables] == [2, 2]
+    assert rope.sharing_ranks == 2
+    with pytest.raises(ValueError, match="65 tokens is longer than the model's RoPE tables"):
+        rope(65)
+    dynamic = DynamicScaling(factor=2.0, original_max_position_embeddings=8)
+    varying = built(replace(ARGS, rope_scaling=dynamic)).rope
+    with pytest.raises(ValueError, match="Its documents have no common tables"):
+        varying.check_documents(16)

@@ -1,0 +1,401 @@
+"""Family deepseek_v3: latent attention and router equal to `transformers`, files, counts,
+refusals.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_families import theirs_of
+from tests.support.llamas import relative, tokens_of
+from tests.support.reference import in_memory
+from titanlite.checkpoint.foreign import open_weights
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.counts import count_active_parameters
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
+from titanlite.models.families import family_of
+from titanlite.models.rope_scaling import YarnScaling
+from titanlite.models.spec import ShapeError
+
+SPEC = get_spec("deepseek_v3")
+#: All that DeepSeek-V3 has, small: a latent of queries, groups of experts, a dense first block.
+V3 = DeepSeekV3Args(
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    ffn_dim=96,
+    vocab_size=96,
+    max_seq_len=128,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    expert_width=32,
+    n_experts=8,
+    top_k=3,
+    n_groups=4,
+    top_groups=2,
+    route_scale=2.5,
+    rope_scaling=YarnScaling(
+        factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9
+    ),
+)
+VARIANTS = {
+    "v3": V3,
+    "v3, halves rotate": replace(V3, rope_interleave=False, rope_scaling=None),
+    "v3, no latent of queries, no groups": replace(
+        V3, q_lora_rank=0, n_groups=1, top_groups=1, n_dense_layers=0, n_shared_experts=2
+    ),
+    "v3, scores as they are, tied": replace(
+        V3, norm_topk=False, tied=True, v_head_dim=24, route_scale=1.0
+    ),
+    "v2": replace(
+        V3,
+        score="softmax",
+        norm_topk=False,
+        n_groups=1,
+        top_groups=1,
+        bias_update=0.0,
+        n_shared_experts=2,
+        route_scale=1.0,
+    ),
+}
+
+
+def random_model(args: DeepSeekV3Args) -> Any:
+    """A model whose every parameter and bias is random and large enough to matter."""
+    torch.manual_seed(0)
+    model = SPEC.build(args)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn_like(tensor)
+            if "norm" in name:
+                tensor.copy_(1 + 0.2 * noise)
+            elif name.endswith("expert_bias"):
+                tensor.copy_(0.1 * noise)
+            else:
+                tensor.copy_(noise * tensor.size(-1) ** -0.5)
+    return model
+
+
+def pair(args: DeepSeekV3Args) -> tuple[Any, Any]:
+    """Ours and that of `transformers`, of the same weights."""
+    ours = random_model(args)
+    theirs = theirs_of("deepseek_v3", args)
+    weights = in_memory(SPEC.to_hf(ours.state_dict(), args))
+    theirs.load_state_dict(weights, strict=not args.tied)
+    return ours, theirs
+
+
+def gradients_of(model: Any, args: DeepSeekV3Args) -> dict[str, Tensor]:
+    """Gradients under the names that `transformers` has in memory."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    biases = [name for name in model.state_dict() if name.endswith("expert_bias")]
+    for name in biases:
+        found[name] = torch.zeros(1)
+    named = in_memory(SPEC.to_hf(found, args))
+    return {name: tensor for name, tensor in named.items() if "correction_bias" not in name}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> None:
+    args = VARIANTS[variant]
+    ours, theirs = pair(args)
+    tokens = tokens_of(args)
+    logits = ours(tokens)
+    expected = theirs(tokens).logits
+    assert relative(logits, expected) < 2e-6
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+    of_theirs = {name: p.grad for name, p in theirs.named_parameters()}
+    gradients = gradients_of(ours, args)
+    assert gradients.keys() == of_theirs.keys()
+    for name, gradient in gradients.items():
+        assert relative(gradient, of_theirs[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_interleave": False},
+        {"rope_scaling": replace(V3.rope_scaling, mscale_all_dim=0.7)},  # type: ignore[type-var]
+        {"rope_scaling": None},
+        {"top_groups": 4},
+        {"route_scale": 1.0},
+        {"norm_topk": False},
+    ],
+    ids=str,
+)
+def test_each_switch_changes_the_logits(change: dict[str, Any]) -> None:
+    tokens = tokens_of(V3)
+    other = SPEC.build(replace(V3, **change))
+    model = random_model(V3)
+    other.load_state_dict(model.state_dict())
+    assert relative(other(tokens), model(tokens)) > 1e-3
+
+
+def test_documents_in_one_row_are_as_rows_of_their_own() -> None:
+    model = random_model(V3)
+    tokens = tokens_of(V3, batch=1, seq=40)
+    doc_ids = (torch.arange(40) >= 17).int().unsqueeze(0)
+    together = model(tokens, doc_ids=doc_ids)
+    apart = torch.cat([model(tokens[:, :17]), model(tokens[:, 17:])], 1)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["v3", "v2"])
+def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    args = VARIANTS[variant]
+    ours, theirs = pair(args)
+    theirs.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    exported = SPEC.to_hf(ours.state_dict(), args)
+    assert files.keys() == exported.keys()
+    assert all(torch.equal(files[name], exported[name]) for name in files)
+    back = SPEC.from_hf(files, args)
+    state = ours.state_dict()
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def as_published(args: DeepSeekV3Args, folder: Path) -> dict[str, Tensor]:
+    """Write a folder as DeepSeek publishes V3: linears in float8 with a scale for each block of 128
+    x 128, and a block that predicts further tokens. Return the values of the model's tensors.
+    """
+    from safetensors.torch import save_file
+
+    stored = SPEC.to_hf(random_model(args).state_dict(), args)
+    values = dict(stored)
+    for name, tensor in list(stored.items()):
+        is_linear = name.endswith("_proj.weight") or "kv_a_proj" in name
+        if not is_linear:
+            continue
+        rows, columns = tensor.shape
+        scale = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        values[name] = stored[name].float() * wide
+    further = f"model.layers.{args.n_layers}"
+    for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
+        stored[f"{further}.{name}.weight"] = torch.randn(8, 8)
+    folder.mkdir()
+    copies = {name: tensor.clone() for name, tensor in stored.items()}
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {**SPEC.hf_config(args), "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    return values
+
+
+def test_the_published_format_is_read_without_the_blocks_for_further_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Wider than a block of scales.
+    args = replace(V3, ffn_dim=264, expert_width=136, q_lora_rank=144)
+    values = as_published(args, tmp_path / "in")
+    with caplog.at_level("INFO"):
+        weights = open_weights(tmp_path / "in")
+    assert (weights.family, replace(weights.args, max_seq_len=128)) == (
+        "deepseek_v3",
+        replace(args, n_kv_heads=4),
+    )
+    wanted = SPEC.from_hf(values, args)
+    assert weights.parts.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(weights.read(name), tensor), name
+    (line,) = caplog.messages
+    assert "4 tensors left out, model.layers.3.eh_proj.weight and others" in line
+    assert "multi-token prediction" in line
+
+
+def published(name: str) -> DeepSeekV3Args:
+    args: DeepSeekV3Args = resolve_args("deepseek_v3", name)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("flavor", "whole", "active"),
+    [
+        # As torchtitan 0.2.2 builds them; 671,026,404,352 + 58 * 256 biases are DeepSeek-V3's
+        # files without the blocks that predict further tokens.
+        ("16B", 15_706_484_224, 2_661_150_208),
+        ("236B", 235_741_434_880, 21_375_800_320),
+        ("671B", 671_026_404_352, 37_552_282_624),
+    ],
+)
+def test_counts_of_the_published_models(flavor: str, whole: int, active: int) -> None:
+    args = published(flavor)
+    assert SPEC.count_parameters(args) == whole
+    assert count_active_parameters(args) == active
+    model = SPEC.build_on_meta(args)
+    assert sum(p.numel() for p in model.parameters()) == whole
+    theirs = sum(p.numel() for p in meta_model(args).parameters())
+    assert theirs == whole
+
+
+def meta_model(args: DeepSeekV3Args) -> Any:
+    with torch.device("meta"):
+        return theirs_of("deepseek_v3", args)
+
+
+def test_flops_are_six_per_active_weight_and_attention() -> None:
+    args = published("16B")
+    active = count_active_parameters(args) - 102400 * 2048
+    attention = 6 * 27 * 16 * (192 + 128) * 4096
+    assert SPEC.flops_per_token(args, 4096) == 6 * active + attention
+
+
+#: config.json of deepseek-ai/DeepSeek-V3-Base and DeepSeek-V2-Lite, without entries of generation.
+V3_JSON: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+V2_LITE_JSON: dict[str, Any] = {
+    **V3_JSON,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {**V3_JSON["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+
+
+def test_the_published_config_json_describes_the_flavors() -> None:
+    assert SPEC.args_from_hf(V3_JSON) == replace(
+        published("671B"), max_seq_len=163840, n_kv_heads=128
+    )
+    lite = SPEC.args_from_hf(V2_LITE_JSON)
+    wanted = replace(published("16B"), max_seq_len=163840, n_kv_heads=16)
+    # Its experts were balanced by a loss.
+    assert lite == replace(wanted, bias_update=0.0, aux_loss=0.001)
+    for config in (V3_JSON, V2_LITE_JSON):
+        family, args = family_of(config)
+        assert family == "deepseek_v3"
+        written = SPEC.hf_config(args)
+        assert SPEC.args_from_hf(written) == args
+        for name in written.keys() & config.keys() - {"rope_scaling", "num_nextn_predict_layers"}:
+            if name != "aux_loss_alpha":
+                assert written[name] == config[name], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
+        ({"num_key_value_heads": 64}, "n_kv_heads = 64 is not n_heads = 128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63 is no even number"),
+        ({"v_head_dim": 256}, "v_head_dim = 256 is wider than a query"),
+        ({"topk_group": 9}, "top_groups must be between 1 and n_groups = 8"),
+        ({"attention_bias": True}, "attention_bias is True"),
+    ],
+)
+def test_another_config_json_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SPEC.args_from_hf({**V3_JSON, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            "as good as its best expert",
+        ),
+        ({"topk_method": "other"}, "topk_method is 'other'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is true"),
+    ],
+)
+def test_another_router_of_v2_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SPEC.args_from_hf({**V2_LITE_JSON, **changes})
+
+
+def test_a_router_without_a_name_is_not_exported() -> None:
+    softmax = replace(V3, score="softmax", bias_update=0.0)
+    with pytest.raises(ValueError, match="norm_topk is true"):
+        SPEC.hf_config(softmax)
+    with pytest.raises(ValueError, match="n_groups is above 1"):
+        SPEC.hf_config(replace(softmax, norm_topk=False))
+
+
+def test_misfits() -> None:
+    for change, words in (
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be positive"),
+        ({"q_lora_rank": -1}, "q_lora_rank must not be negative"),
+        ({"score": "softmax_of_chosen"}, 'score must be "sigmoid" or "softmax"'),
+        ({"n_dense_layers": 3}, "n_dense_layers must be at least 0 and below n_layers = 3"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            replace(V3, **change)

@@ -1,0 +1,278 @@
+"""MXFP8 products: numbers as the OCP specification gives them; weights and checkpoints stay
+plain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from tests.support.block_trace import trace_block
+from tests.support.float8_runs import LINEARS, RUN
+from tests.support.harness import TINY, Run, build_tiny, full, initial_weights, stepper
+from tests.support.mx_runs import MX
+from tests.support.pool import Pools
+from tests.support.watch import Watch
+from titanlite.checkpoint.storage import gather
+from titanlite.config.sections import ActivationCheckpoint
+from titanlite.features.float8.choice import choose_linears, converted_names
+from titanlite.features.float8.rounded import RoundedLinear
+from titanlite.features.mx.convert import apply_mx
+from titanlite.models import get_spec
+from titanlite.models.linears import linears_of
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import DistEnv
+
+RECIPES = ("mxfp8", "mxfp8_floor")
+BLOCK = 32
+
+
+# The specification: OCP Microscaling Formats 1.0, sections 5.2 and 6.3, in float64
+
+
+def e4m3(numbers: Tensor) -> Tensor:
+    """The nearest numbers of E4M3, ties to even: 3 bits of fraction, exponents from -6, 448 at
+    most.
+    """
+    exponents = torch.floor(torch.log2(numbers.abs().clamp(min=2.0**-20))).clamp(min=-6)
+    unit = 2 ** (exponents - 3)
+    return (torch.round(numbers / unit) * unit).clamp(-448, 448)
+
+
+def mx(numbers: Tensor, recipe: str) -> Tensor:
+    """The numbers [rows, columns] after rounding: blocks of 32 of a row share a power of two."""
+    rows, columns = numbers.shape
+    blocks = numbers.double().reshape(rows, columns // BLOCK, BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if recipe == "mxfp8_floor":
+        # By the specification: 2^8 is the largest power of two of E4M3.
+        exponents = torch.floor(torch.log2(largest)) - 8
+    else:
+        exponents = torch.ceil(torch.log2(largest / 448))
+    scales = 2 ** exponents.clamp(-127, 127)
+    return (e4m3(blocks / scales) * scales).reshape(rows, columns)
+
+
+def by_the_specification(x: Tensor, weight: Tensor, gradient: Tensor, recipe: str) -> list[Tensor]:
+    """The output, and the gradients of input and weight: both factors of each product are rounded
+    along the dimension that it sums over.
+    """
+
+    def rows(numbers: Tensor) -> Tensor:
+        return mx(numbers, recipe)
+
+    def columns(numbers: Tensor) -> Tensor:
+        return mx(numbers.T, recipe).T
+
+    return [
+        rows(x) @ rows(weight).T,
+        rows(gradient) @ columns(weight),
+        columns(gradient).T @ columns(x),
+    ]
+
+
+def products(linear: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    output = linear(x)
+    output.backward(gradient)
+    return [output.detach(), x.grad, linear.weight.grad]
+
+
+def converted(inputs: int, outputs: int, recipe: str, **settings: Any) -> nn.Module:
+    model = nn.ModuleDict({"w": nn.Linear(inputs, outputs, **{"bias": False, **settings})})
+    assert apply_mx(model, ["w", "of.another.stage"], recipe, emulate=True) == ["w"]
+    return model["w"]
+
+
+def wide(rows: int, columns: int, seed: int) -> Tensor:
+    """Normal numbers; each block of 32 x 32 has a size of its own, from 2^-10 to 2^10."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-10, 11, (rows // BLOCK, columns // BLOCK), generator=generator)
+    sizes = sizes.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return torch.randn(rows, columns, generator=generator) * 2.0**sizes
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_products_are_those_of_the_specification(recipe: str) -> None:
+    """But for sums in float32; other blocks, other scales or E5M2 would be percents away."""
+    linear = converted(96, 64, recipe)
+    linear.weight.data = wide(64, 96, 1)
+    x = wide(128, 96, 2)
+    gradient = wide(128, 64, 3)
+    found = products(linear, x, gradient)
+    wanted = by_the_specification(x, linear.weight.detach(), gradient, recipe)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert relative(ours.double(), theirs) < 1e-6
+    other = by_the_specification(x, linear.weight.detach(), gradient, RECIPES[recipe == "mxfp8"])
+    assert all(relative(one.double(), two) > 1e-3 for one, two in zip(found, other, strict=True))
+
+
+#: Scales that are rounded down cut the largest number of a block off, where that is above 448.
+@pytest.mark.parametrize(("recipe", "saturation"), [("mxfp8", 1.0), ("mxfp8_floor", 1.12)])
+def test_products_differ_from_exact_ones_as_three_bits_of_fraction_predict(
+    recipe: str, saturation: float
+) -> None:
+    """A rounding is off by up to half a unit: 2^-4 of a power of two, evenly spread. For normal
+    numbers that is 2.6 % of their size; two factors add in squares.
+    """
+    generator = torch.Generator().manual_seed(0)
+    linear = converted(512, 256, recipe)
+    linear.weight.data = torch.randn(256, 512, generator=generator)
+    x = torch.randn(512, 512, generator=generator)
+    gradient = torch.randn(512, 256, generator=generator)
+    found = products(linear, x, gradient)
+    weight = linear.weight.detach()
+    exact = [x @ weight.T, gradient @ weight, gradient.T @ x]
+    predicted = 0.026 * math.sqrt(2) * saturation
+    for ours, theirs in zip(found, exact, strict=True):
+        assert relative(ours, theirs) == pytest.approx(predicted, rel=0.04)
+
+
+def test_a_bias_is_added_after_the_product() -> None:
+    linear = converted(64, 32, "mxfp8", bias=True)
+    x = wide(32, 64, 4)
+    product = by_the_specification(x, linear.weight.detach(), torch.zeros(32, 32), "mxfp8")[0]
+    output = linear(x)
+    assert relative(output.double(), product + linear.bias.detach().double()) < 1e-6
+    output.sum().backward()
+    assert torch.equal(linear.bias.grad, torch.full((32,), 32.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_numbers_that_are_not_finite_stay_so(recipe: str, value: float) -> None:
+    """The guard must see them."""
+    linear = converted(64, 32, recipe)
+    x = torch.randn(32, 64)
+    x[3, 5] = value
+    output, gradient, of_weight = products(linear, x, torch.ones(32, 32))
+    assert not output[3].isfinite().any()
+    assert output[4].isfinite().all()
+    assert not of_weight.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_only_plain_linears_are_converted() -> None:
+    class Own(nn.Linear):
+        pass
+
+    with pytest.raises(ParallelismError, match="w is no plain linear: it is a Own"):
+        apply_mx(nn.ModuleDict({"w": Own(32, 32)}), ["w"], "mxfp8", emulate=True)
+
+
+# In a model
+
+
+class _Seen(Watch):
+    """Counts products by the types of their factors."""
+
+    def __init__(self) -> None:
+        super().__init__(self._count)
+        self.products: Counter[tuple[str, ...]] = Counter()
+
+    def _count(self, func: Any, args: Any, output: Any) -> None:
+        if func is torch.ops.aten.mm.default:
+            self.products[tuple(type(factor).__name__ for factor in args)] += 1
+
+
+def _watched(world: DistEnv, run: Run) -> Counter[tuple[str, ...]]:
+    take = stepper(world, run)[2]
+    with _Seen() as seen:
+        take(1)
+    return seen.products
+
+
+def test_all_products_but_the_heads_are_in_mxfp8(pool: Pools) -> None:
+    plain = ("Tensor", "Tensor")
+    found = pool(1).run(_watched, replace(RUN, float8=MX))[0]
+    assert found == {("MXTensor", "MXTensor"): 3 * LINEARS, plain: 3}
+    assert pool(1).run(_watched, RUN)[0] == {plain: 3 * LINEARS + 3}
+
+
+def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, str, Tensor]]:
+    """A checkpoint's tensors before the first step: types, inside and out, dtypes and values."""
+    model, optimizer, _ = build_tiny(world, run)
+    found = {}
+    for name, tensor in gather(model, optimizer).items():
+        inside = getattr(tensor, "_local_tensor", tensor)
+        types = type(tensor).__name__, type(inside).__name__
+        found[name] = (*types, str(tensor.dtype), full(tensor))
+    return found
+
+
+def test_initial_weights_and_checkpoints_are_those_without_mxfp8(pool: Pools) -> None:
+    run = replace(RUN, float8=MX)
+    wanted, found = (pool(2).run(_state, one)[0] for one in (RUN, run))
+    assert list(found) == list(wanted)
+    for name, (*types, value) in wanted.items():
+        assert found[name][:3] == tuple(types), name
+        assert torch.equal(found[name][3], value), name
+    weights = pool(2).run(initial_weights, RUN)[0]
+    ours = pool(2).run(initial_weights, run)[0]
+    assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
+
+
+class _Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def _two_products(world: DistEnv, recipe: str, ranks: int) -> dict[str, Tensor]:
+    """Output and gradients of two products, which the ranks divide if there are several."""
+    torch.manual_seed(3)
+    model = _Divided()
+    apply_mx(model, ["up", "down"], recipe, emulate=True)
+    if ranks > 1:
+        mesh = world.build_mesh(tp=ranks)["tp"]
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, 32, 64).requires_grad_()
+    output = model(x)
+    output.backward(torch.randn(2, 32, 64))
+    found = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    return {**found, "output": output.detach(), "input": x.grad}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ranks_that_divide_a_product_round_as_one_rank_does(pool: Pools, recipe: str) -> None:
+    """Blocks lie in one rank's part, so all but the order of sums is equal."""
+    alone = pool(1).run(_two_products, recipe, 1)[0]
+    for ours in pool(2).run(_two_products, recipe, 2):
+        for name, wanted in alone.items():
+            assert relative(ours[name], wanted) < 1e-6, name
+        for name in ("down.weight", "up.weight", "up.bias"):
+            assert torch.equal(ours[name], alone[name]), name
+
+
+def test_the_per_op_policy_recognises_mx_products() -> None:
+    spec = get_spec("llama3")
+    model = spec.build_on_meta(TINY)
+    names = converted_names(choose_linears(linears_of(spec, TINY), MX, BLOCK))
+    assert len(apply_mx(model, names, "mxfp8", emulate=True)) == LINEARS
+    assert sum(isinstance(module, RoundedLinear) for module in model.modules()) == LINEARS
+    by_op = ActivationCheckpoint(selective_ac_option="op")
+    stats = trace_block(
+        model, spec.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16
+    )
+    assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
+    assert 0 < stats.block_bytes < stats.plain_bytes

@@ -1,0 +1,151 @@
+"""MXFP8 in the float8 section: what is converted and why not, and what the machine lacks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.sections import Float8
+from titanlite.features import float8_of
+from titanlite.features.float8.choice import Float8Choice
+from titanlite.features.mx import package
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.linears import linears_of
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config
+from titanlite.start.preflight import check_machine
+
+LLAMA = get_spec("llama3")
+ON = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
+EMULATED = [*ON, "--float8.emulate"]
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+def run(*flags: str, ranks: int = 1) -> RunConfig:
+    return load_config("debug_model.toml", ranks, flags)
+
+
+def choices(args: Any, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
+    feature = float8_of(Float8(enable_float8_linear=True, recipe_name="mxfp8", **settings))
+    assert feature is not None
+    found = feature.choices(linears_of(LLAMA, args, tp))
+    return {choice.kind: choice for choice in found}
+
+
+def test_what_is_filtered_or_small_or_no_multiple_of_32_stays_and_says_why() -> None:
+    args = resolve_args("llama3", "8B", {"ffn_dim": 1008})
+    found = choices(args, filter_fqns=["wk"], min_features=1024)
+    reasons = {kind: choice.reason for kind, choice in found.items()}
+    assert reasons == {
+        "attention.wq": "",
+        "attention.wk": "filter_fqns: wk",
+        "attention.wv": "",
+        "attention.wo": "",
+        "feed_forward.w1": "N = 1008 is not a multiple of 32",
+        "feed_forward.w2": "K = 1008 is not a multiple of 32",
+        "feed_forward.w3": "N = 1008 is not a multiple of 32",
+        "output": "the head",
+    }
+    assert choices(args, min_features=1025)["attention.wv"].reason == "below min_features = 1025"
+
+
+def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
+    args = resolve_args("llama3", "8B", {"ffn_dim": 96})
+    assert choices(args)["feed_forward.w1"].converted
+    parts = choices(args, tp=2)
+    assert parts["feed_forward.w1"].reason == "N = 48 is not a multiple of 32"
+    assert parts["feed_forward.w2"].reason == "K = 48 is not a multiple of 32"
+    assert parts["attention.wo"].converted
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--float8.enable_fsdp_float8_all_gather"],
+            "excludes float8.enable_fsdp_float8_all_gather = true[^$]*FSDP gathers MX weights in",
+        ),
+        (
+            ["--float8.precompute_float8_dynamic_scale_for_fsdp"],
+            "excludes float8.precompute_float8[^$]*each block of 32 numbers gets its scale",
+        ),
+        (["--float8.filter_fqns=auto_filter_small_kn"], "torchao has no sizes"),
+        (["--float8.filter_fqns=nosuch"], "nosuch.* is part of no linear's name"),
+        (["--training.seq_len=24", "--training.batch_size=1"], "needs a multiple of 32 tokens"),
+        (["--float8.filter_fqns=attention,feed_forward"], "leaves no product in float8"),
+        (
+            [
+                "--experimental.pipeline_parallel_degree=2",
+                "--experimental.pipeline_parallel_schedule=InterleavedZeroBubble",
+            ],
+            "a float8 linear has one backward, which would run twice",
+        ),
+    ],
+)
+def test_keys_that_make_no_sense_with_it_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*EMULATED, *flags, ranks=2)
+
+
+def test_tensor_parallelism_takes_it() -> None:
+    """float8 with a scale per row is refused there."""
+    tensor = "--training.tensor_parallel_degree=2"
+    assert run(*EMULATED, tensor, ranks=2).mesh.tensor == 2
+    with pytest.raises(ConfigError, match="torchao divides products"):
+        run("--float8.enable_float8_linear", "--float8.recipe_name=rowwise", tensor, ranks=2)
+
+
+def test_products_of_a_gpu_are_bfloat16() -> None:
+    dtype = "--training.mixed_precision_param=float32"
+    with pytest.raises(ConfigError, match='excludes training.mixed_precision_param = "float32"'):
+        run(*ON, dtype)
+    assert run(*ON, BF16).float8.is_mx
+    assert run(*EMULATED, dtype).float8.emulate
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "refused"),
+    [
+        (None, False, "a CPU has no MXFP8 products[^$]*float8.emulate = true"),
+        ((9, 0), True, r"compute capability 9\.0, and torchao's kernels for MXFP8 need 10\.0"),
+        ((12, 0), True, r"compute capability 12\.0, and torchao's kernels"),
+        ((10, 0), False, "has no kernels for MXFP8 with this torch"),
+        ((10, 0), True, ""),
+        ((10, 3), True, ""),
+    ],
+    ids=str,
+)
+def test_machines_without_it_are_refused_unless_they_emulate_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    kernels: bool,
+    refused: str,
+) -> None:
+    on = run(*ON, BF16)
+    emulated = run(*EMULATED)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
+    monkeypatch.setattr(package, "_has_kernels", lambda: kernels)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_machine(on)
+    check_machine(emulated)
+
+
+def test_an_older_torchao_is_refused_also_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulated = run(*EMULATED)
+    other = run("--float8.enable_float8_linear", "--float8.emulate")
+    monkeypatch.setattr("importlib.metadata.version", {"torchao": "0.17.0"}.get)
+    with pytest.raises(ConfigError, match=r"torchao 0\.18 or later; this is torchao 0\.17\.0"):
+        check_machine(emulated)
+    check_machine(other)
+
+
+def test_no_cpu_has_torchaos_kernels() -> None:
+    assert not package._has_kernels()

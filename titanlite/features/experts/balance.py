@@ -1,0 +1,63 @@
+"""Balances the load of experts without a loss (Wang et al. 2024, arXiv:2408.15664).
+
+Each expert has a bias that is added to its scores for the choice alone. After an update it rises by
+a fixed step where the expert had fewer rows than the mean of its layer, and falls where it had
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ExpertBalance:
+    """Counts the rows of each expert in a step, over all ranks, and moves the biases.
+
+    One all-reduce of integers per step, and no wait of the host. Only the sign of a difference
+    counts. So it does not matter that recomputed blocks, or ranks with the same tokens, count all
+    rows of a layer several times.
+
+    experts: number of each mixture's in the whole model, by name, the same in all. A pipeline stage
+    has some of the mixtures. step: by which a bias moves.
+    """
+
+    def __init__(
+        self, model: nn.Module, experts: Mapping[str, int], step: float, device: torch.device
+    ) -> None:
+        self.step = step
+        (self._experts,) = set(experts.values())
+        #: [mixtures, experts]: rows of this step.
+        self._loads = torch.zeros(len(experts), self._experts, dtype=torch.int64, device=device)
+        #: Mixtures on this rank, by their row of `_loads`.
+        self._mixtures: dict[int, Any] = {}
+        modules = dict(model.named_modules())
+        for row, name in enumerate(experts):
+            if name in modules:
+                self._mixtures[row] = modules[name]
+                self._mixtures[row].load = self._loads[row]
+
+    def begin(self) -> None:
+        """Forget all rows: a step begins."""
+        self._loads.zero_()
+
+    @torch.no_grad()
+    def update(self, ok: Tensor) -> None:
+        """Move the biases by the rows of this step.
+
+        ok: 0-dim bool on the device, the same on all ranks; without it they stay. All ranks call it
+        together.
+        """
+        dist.all_reduce(self._loads)
+        # Integers: no rounding decides whether a load equals the mean.
+        missing = self._loads.sum(1, keepdim=True) - self._loads * self._experts
+        moves = missing.sign().float()
+        # A common shift changes no choice: without it biases stay near zero.
+        moves = self.step * (moves - moves.mean(1, keepdim=True))
+        moves = torch.where(ok, moves, 0.0)
+        for row, mixture in self._mixtures.items():
+            mixture.expert_bias += moves[row]

@@ -1,0 +1,161 @@
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021, arXiv:2106.09685): what titanlite
+knows of them, moment by moment.
+
+    settings.py  which linears, by what factor           checks.py   other keys, model, ranks
+    modules.py   the linears of a model                  tensor.py   … shared by ranks
+    products.py  what an adapter computes
+    base.py      the frozen weights of a run, by hash    digests.py  those hashes
+    source.py    adapters and their base as one model    peft.py     PEFT's files
+    plan_memory.py, plan_speed.py   what its products keep, need and cost
+
+The keys are `titanlite.config.sections.Lora`. Files that need torch are imported where they are
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.rules import Finding, broken_rules
+from titanlite.features.feature import Feature
+from titanlite.features.lora import checks
+from titanlite.features.lora.settings import Adapters, adapters_of
+from titanlite.utils import counted, human_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Checkpoint, Lora
+    from titanlite.features.lora.base import FrozenBase
+    from titanlite.features.lora.plan_memory import LoraMemory
+    from titanlite.models.spec import Init, ModelSpec
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
+    from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class LoraFeature(Feature):
+    """Adapters in a run that trains them."""
+
+    key = checks.RANK
+    model_field = "linears"
+    #: Names the adapters that a new run starts from.
+    source_key = "lora.adapter"
+
+    def __init__(self, section: Lora) -> None:
+        self.section = section
+
+    def adapters(self, spec: ModelSpec, args: Any) -> Adapters:
+        """Return the adapters of a whole model."""
+        return adapters_of(self.section, spec, args)
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        return checks.misfits(run, args)
+
+    # The model: `titanlite.parallel.parallelize` calls these, each at its place
+
+    def add(self, model: nn.Module, spec: ModelSpec, args: Any, frozen_dtype: torch.dtype) -> None:
+        """Give the linears of a model or pipeline stage on the meta device their adapters, in
+        place.
+
+        frozen_dtype: of the weights that are not trained.
+        """
+        from titanlite.features.lora.modules import add_adapters
+
+        add_adapters(model, self.adapters(spec, args), self.section.dropout, frozen_dtype)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Let only adapters have gradients, before `fully_shard`."""
+        from titanlite.features.lora.modules import freeze
+
+        freeze(model)
+
+    def after_sharding(self, model: nn.Module) -> None:
+        """Let a backward gather no weights that it does not need."""
+        from titanlite.features.lora.modules import skip_unused_gathers
+
+        skip_unused_gathers(model)
+
+    def init_rule(
+        self, of_model: Callable[[str], Init], spec: ModelSpec, args: Any
+    ) -> Callable[[str], Init]:
+        """Return the rule of a model with adapters. of_model: of all its other parameters."""
+        adapters = self.adapters(spec, args)
+
+        def rule(name: str) -> Init:
+            return adapters.init_rule(name) or of_model(name)
+
+        return rule
+
+    # Checkpoints: `titanlite.start.saves` and `titanlite evaluate` call these
+
+    def base(
+        self,
+        run: RunConfig,
+        world: DistEnv,
+        args: Any,
+        fingerprints: dict[str, str],
+        about: dict[str, Any],
+    ) -> FrozenBase:
+        """Return what loads the frozen weights. The other arguments are those of `FrozenBase`."""
+        from titanlite.features.lora.base import FrozenBase
+
+        adapters = self.adapters(run.spec, args)
+        return FrozenBase(run.checkpoint, world, adapters, fingerprints, about)
+
+    def checkpoint(self, section: Checkpoint) -> Checkpoint:
+        """Return the section by which a run saves and loads its adapters."""
+        from titanlite.features.lora.base import adapters_section
+
+        return adapters_section(section, self.section.adapter)
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        adapters = self.adapters(builder.spec, builder.args)
+        trained = adapters.parameters
+        total = sum(setup.parameters.values()) + trained
+        share = f"{human_count(trained)} of {human_count(total)} parameters ({trained / total:.2%})"
+        dropout = f", dropout {self.section.dropout:g}" if self.section.dropout else ""
+        text = (
+            f"rank {adapters.rank}, times {adapters.scale:g}{dropout}, beside "
+            f"{counted(len(adapters.sizes), 'linears')} ({', '.join(adapters.kinds)}): {share} are "
+            "trained"
+        )
+        yield "lora", text
+
+    # The plan: `titanlite.plan` calls these
+
+    def memory(self, adapters: Adapters, products: ProductMemory) -> LoraMemory:
+        """Return what the linears of a block keep and need. products: the frozen ones."""
+        from titanlite.features.lora.plan_memory import lora_memory
+
+        return lora_memory(adapters, products, self.section.dropout)
+
+    def speed(self, products: ProductSpeed) -> ProductSpeed:
+        """Return what the linears of a step cost. products: the frozen ones."""
+        from titanlite.features.lora.plan_speed import LoraSpeed
+
+        return LoraSpeed(products, self.adapters(products.step.spec, products.step.args))
+
+    # Figures: `RunConfig.flops_per_token` calls it
+
+    def flops_per_token(self, spec: ModelSpec, args: Any, seq_len: int) -> int:
+        """Return the model FLOPs of a training token, forward and backward.
+
+        Frozen products have two passes of three: no gradient of their weights is made.
+        """
+        whole = spec.flops_per_token(args, seq_len)
+        products = spec.flops_per_token(args, 0)
+        return whole - products // 3 + 6 * self.adapters(spec, args).parameters

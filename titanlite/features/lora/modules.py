@@ -1,0 +1,136 @@
+"""Linears with adapters: between float8's conversion and tensor parallelism.
+
+    add_adapters(model, adapters, dropout, frozen_dtype)    # on the meta device
+    freeze(model)                                           # before `fully_shard`
+
+An adapter is two parameters of the linear itself. So the names of all other parameters stay, and
+weights load as those of a model without adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from titanlite.features.lora.products import added
+from titanlite.features.lora.settings import DOWN, UP, Adapters
+from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
+from titanlite.parallel.own_linear import OwnLinear, adapter_names
+
+
+def add_adapters(
+    model: nn.Module, adapters: Adapters, dropout: float, frozen_dtype: torch.dtype
+) -> None:
+    """Give the linears of a model or pipeline stage their adapters, in place.
+
+    model: on the meta device. Names of other pipeline stages are skipped. Adapters have the dtype
+    of the weights; those then have `frozen_dtype`. Raises TypeError for a target that is no linear.
+    """
+    modules = dict(model.named_modules())
+    targets = {name: modules[name] for name in adapters.sizes if name in modules}
+    for name, module in targets.items():
+        if not isinstance(module, nn.Linear):
+            raise TypeError(f"{name} is a {type(module).__name__}, and adapters belong to linears")
+    dtypes = {name: module.weight.dtype for name, module in targets.items()}
+    for parameter in model.parameters():
+        if parameter.dtype != frozen_dtype:
+            parameter.data = parameter.data.to(frozen_dtype)
+    for name, module in targets.items():
+        _adapt(cast(nn.Linear, module), adapters, dropout, dtypes[name])
+
+
+def freeze(model: nn.Module) -> None:
+    """Let only adapters have gradients."""
+    trained = adapter_names(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def skip_unused_gathers(model: nn.Module) -> None:
+    """Let no backward gather the groups that run before the first adapter, as a frozen embedding.
+
+    torch gathers the group before each one ahead, and the backward never comes to these. model:
+    after `fully_shard`.
+    """
+    idle: list[FSDPModule] = []
+    first: FSDPModule | None = None
+    for module in model.modules():
+        # Modules of one group share its weights, which may be needed later.
+        if not isinstance(module, FSDPModule) or module is model or shares_group(module):
+            continue
+        if adapter_names(module):
+            first = module
+            break
+        idle.append(module)
+    if first is None or not idle:
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            later = prefetched_in_backward(module)
+            needed = [one for one in later if one not in idle]
+            if module is first or len(needed) < len(later):
+                # Gathered already; an empty list would mean torch's own choice.
+                module.set_modules_to_backward_prefetch(needed or [module])
+
+
+def _adapt(linear: nn.Linear, adapters: Adapters, dropout: float, dtype: torch.dtype) -> None:
+    rank = adapters.rank
+    options: dict[str, Any] = {"dtype": dtype, "device": linear.weight.device}
+    down = torch.empty(rank, linear.in_features, **options)
+    up = torch.empty(linear.out_features, rank, **options)
+    linear.register_parameter(DOWN, nn.Parameter(down))
+    linear.register_parameter(UP, nn.Parameter(up))
+    cls: Any = type(linear)
+    linear.__class__ = _adapted(cls)
+    adapted: Any = linear
+    adapted.adapter_rank = rank
+    adapted.scale = adapters.scale
+    # Activation checkpointing looks for a rate of this name, to draw the same numbers again.
+    adapted.dropout = dropout
+
+
+# One class for all linears of a kind: `torch.compile` compiles each class again.
+@functools.cache
+def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
+    """Return a subclass of linears that adds scale * B A x to their outputs."""
+    base: Any = cls
+
+    class Adapted(base, OwnLinear):
+        adapters = (DOWN, UP)
+        scale: float
+        dropout: float
+        lora_a: Tensor
+        lora_b: Tensor
+        #: As in a plan of tensor parallelism; "": without it.
+        divided = ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            # The base may not change its input: gradients of both need it.
+            whole = super().forward(x)
+            return cast(Tensor, whole + self._added(x))
+
+        def _added(self, x: Tensor) -> Tensor:
+            """x: [..., in_features] → what the adapter adds, [..., out_features]."""
+            if self.divided:
+                from titanlite.features.lora.tensor import added_on_rank
+
+                return added_on_rank(self, x)
+            rate = self.dropout if self.training else 0.0
+            return added(x, self.lora_a, self.lora_b, self.scale, rate)
+
+        def tensor_style(
+            self, kind: str, output: Placement, mesh: DeviceMesh
+        ) -> ParallelStyle | None:
+            from titanlite.features.lora.tensor import divided_style
+
+            return divided_style(super().tensor_style(kind, output, mesh), kind)
+
+    Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
+    return Adapted

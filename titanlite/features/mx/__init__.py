@@ -1,0 +1,84 @@
+"""Matrix products in MXFP8, through torchao: what titanlite knows of them beyond float8.
+
+    checks.py    other keys, model     convert.py   the linears of a model
+    package.py   torchao, and what it needs of the machine
+    plan_memory.py, plan_speed.py   what its products keep, need and cost
+
+It is float8 with a recipe of its own: `float8.recipe_name = "mxfp8"` or "mxfp8_floor". The keys are
+`titanlite.config.sections.Float8`. Files that need torch are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.rules import Finding, broken_rules
+from titanlite.features.float8 import Float8Feature
+from titanlite.features.float8.choice import converted_names
+from titanlite.features.mx import checks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.config.errors import Problem
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.features.mx.plan_memory import MXMemory
+    from titanlite.features.mx.plan_speed import MXSpeed
+    from titanlite.models.linears import Linears
+    from titanlite.plan.step_sizes import StepSizes
+    from titanlite.start.derive import RunConfig
+
+
+class MXFeature(Float8Feature):
+    """MXFP8 in a run that has it on.
+
+    Filters, the choice of linears and the check of the drift are those of float8.
+    """
+
+    multiple = checks.BLOCK
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        return broken_rules(config, excludes=checks.EXCLUDES)
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        yield from super().model_misfits(run, args)
+        yield from checks.high_precision(run)
+
+    # On the machine
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
+        from titanlite.features.mx.package import machine_problems
+
+        return machine_problems(self.section)
+
+    @property
+    def numbers(self) -> str:
+        recipe = self.section.recipe_name
+        blocks = f"a scale for each {checks.BLOCK} numbers, rounded {checks.ROUNDED[recipe]}"
+        if not self.section.emulate:
+            return f"{recipe}, {blocks}"
+        return f"{recipe}, {blocks}, emulated in the dtype of activations (slow, for tests)"
+
+    # The model
+
+    def convert(self, model: nn.Module, linears: Linears) -> None:
+        from titanlite.features.mx.convert import apply_mx
+
+        names = converted_names(self.choices(linears))
+        apply_mx(model, names, self.section.recipe_name, emulate=self.section.emulate)
+
+    # The plan
+
+    def memory(self, linears: Linears) -> MXMemory:
+        from titanlite.features.mx.plan_memory import mx_memory
+
+        return mx_memory(self.section, self.choices(linears))
+
+    def speed(self, step: StepSizes) -> MXSpeed:
+        """Return what the linears of a step cost. Raises ConfigError for a GPU without MXFP8."""
+        from titanlite.features.mx.plan_speed import MXSpeed
+
+        return MXSpeed(self.section, step)

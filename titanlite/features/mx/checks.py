@@ -1,0 +1,46 @@
+"""What products in MXFP8 need of other keys and of the model on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.config.rules import Finding, Rule, contains
+from titanlite.config.sections import AUTO_FILTER
+from titanlite.features.float8.checks import FILTERS, GATHER, PRECOMPUTE, RECIPE
+
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+
+DTYPE = "training.mixed_precision_param"
+#: Numbers that share a scale, along the dimension that a product sums over (OCP Microscaling
+#: Formats 1.0, section 5.2).
+BLOCK = 32
+#: Where the scale of a block lies beside the largest number over the largest of E4M3, by recipe.
+ROUNDED = {"mxfp8": "up", "mxfp8_floor": "down"}
+
+# Other keys
+
+EXCLUDES = [
+    Rule(RECIPE, bool, GATHER, True, "FSDP gathers MX weights in mixed_precision_param"),
+    Rule(RECIPE, bool, PRECOMPUTE, True, "each block of 32 numbers gets its scale in the product"),
+    Rule(
+        FILTERS,
+        contains(AUTO_FILTER),
+        RECIPE,
+        bool,
+        "torchao has no sizes: set float8.min_features",
+    ),
+]
+
+
+# The model on its ranks
+
+
+def high_precision(run: RunConfig) -> Iterator[Finding]:
+    """Find products that no GPU can return: those of its MX units are bfloat16."""
+    dtype = run.training.mixed_precision_param
+    if run.float8.emulate or dtype == "bfloat16":
+        return
+    message = f'is "{run.float8.recipe_name}", which excludes {DTYPE} = "{dtype}"'
+    yield "conflict", RECIPE, message, "products of MX units are bfloat16"

@@ -1,0 +1,81 @@
+"""Linears that compute in MXFP8, by torchao: between the pipeline's cut and `fully_shard`.
+
+# on the meta device, before tensor parallelism and everything else
+apply_mx(model, names, "mxfp8")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+
+from titanlite.features.float8.rounded import RoundedLinear
+from titanlite.features.mx.package import Product, product
+from titanlite.parallel import ParallelismError
+
+
+def apply_mx(
+    model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool = False
+) -> list[str]:
+    """Let the linears of these names compute in MXFP8, in place.
+
+    Return the names that this model has.
+
+    model: on the meta device. Names of other pipeline stages are skipped. Parameters stay as they
+    are. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers, multiplied in the
+    dtype of the activations. Raises ParallelismError for a module that is no plain linear.
+    """
+    modules = dict(model.named_modules())
+    found = [name for name in names if name in modules]
+    for name in found:
+        linear = modules[name]
+        if type(linear) is not nn.Linear:
+            raise ParallelismError(f"{name} is no plain linear: it is a {type(linear).__name__}")
+        # The parameters and their names stay.
+        linear.__class__ = MXLinear
+        linear.product = product(recipe, emulate)  # type: ignore[assignment]
+    return found
+
+
+class MXLinear(RoundedLinear):
+    """A linear whose three products are of numbers in MXFP8.
+
+    Numbers are rounded in blocks of 32 along the dimension that the product sums over.
+    """
+
+    product: Product
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.exact is not None:
+            return F.linear(input, self.exact(), self.bias)
+        output = self._product(input)
+        return output if self.bias is None else output + self.bias
+
+    def _product(self, input: Tensor) -> Tensor:
+        if isinstance(self.weight, DTensor):
+            return self._divided(input, self.weight)
+        return self.product(input, self.weight)
+
+    def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
+        """Return the product of tensor parallelism: each rank rounds and multiplies its parts.
+
+        Parts hold whole blocks, so the rounded numbers are those of one rank.
+        """
+        assert isinstance(input, DTensor)
+        (way,) = weight.placements
+        features = Shard(input.ndim - 1)
+        # By columns, each rank has all inputs and adds a part of their gradient; by rows, it has
+        # some inputs and adds a part of all outputs.
+        gradient: Placement = Partial()
+        result: Placement = features
+        if way.is_shard(1):
+            gradient = features
+            result = Partial()
+        output = self.product(
+            input.to_local(grad_placements=[gradient]),
+            weight.to_local(grad_placements=[way]),
+        )
+        return DTensor.from_local(output, weight.device_mesh, [result], run_check=False)

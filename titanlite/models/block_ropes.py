@@ -1,0 +1,81 @@
+"""Rotary tables of a model whose blocks rotate in several ways, or not at all.
+
+    rope = build_rope(args)  # of `titanlite.models.rope`
+    rotation = rope(seq_len, positions).of(args.of_block(3).rotary)
+
+It has the attributes and methods of `titanlite.models.rope.Rope`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from titanlite.models.llama_args import Rotary
+    from titanlite.models.rope import Rope, Rotation
+
+
+class NoRotation:
+    """Leaves q and k as they are."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Rotations:
+    """The rotations of one batch. A plain object, for the reason that `Rotation` gives."""
+
+    def __init__(self, by_kind: Mapping[Rotary | None, Rotation | NoRotation]) -> None:
+        self._by_kind = by_kind
+
+    def of(self, rotary: Rotary | None) -> Rotation | NoRotation:
+        """Return the rotation of blocks with these tables."""
+        return self._by_kind[rotary]
+
+
+class BlockRopes(nn.Module):
+    """One `Rope` for each kind of tables; blocks without rotary positions need none."""
+
+    def __init__(self, ropes: Mapping[Rotary, Rope], max_seq_len: int) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.ropes = dict(ropes)
+        self.tables = nn.ModuleList(self.ropes.values())
+
+    @property
+    def varies_above(self) -> int | None:
+        """The longest sequence whose tables are those of all shorter ones; None: of any length."""
+        limits = [
+            rope.varies_above for rope in self.ropes.values() if rope.varies_above is not None
+        ]
+        return min(limits, default=None)
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that share each sequence."""
+        return max((rope.sharing_ranks for rope in self.ropes.values()), default=1)
+
+    @sharing_ranks.setter
+    def sharing_ranks(self, ranks: int) -> None:
+        for rope in self.ropes.values():
+            rope.sharing_ranks = ranks
+
+    def init_buffers(self) -> None:
+        """Fill the tables, as `Rope.init_buffers`."""
+        for rope in self.ropes.values():
+            rope.init_buffers()
+
+    def check_documents(self, row: int) -> None:
+        """Raise ValueError as `Rope.check_documents`."""
+        for rope in self.ropes.values():
+            rope.check_documents(row)
+
+    def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotations:
+        """Return the rotations of positions; arguments and errors are those of `Rope.forward`."""
+        found: dict[Rotary | None, Rotation | NoRotation] = {None: NoRotation()}
+        for kind, rope in self.ropes.items():
+            found[kind] = rope(seq_len, positions)
+        return Rotations(found)

@@ -1,0 +1,204 @@
+"""DeepSeek-V3 and V2 under Hugging Face's names: weights and config.json. No torch here.
+
+`transformers` has two classes: one scores experts by a sigmoid (V3), the other by a softmax (V2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from titanlite.models import llama_hf
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
+from titanlite.models.expert_hf import feed_forward_names
+from titanlite.models.hf_names import HFName, entry_of
+
+#: Names in a block, ours → theirs.
+_ATTENTION = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_V3 = "deepseek_v3"
+_V2 = "deepseek_v2"
+#: Name of the choice with biases of experts, by groups of which the best two experts count.
+_WITH_BIASES = "noaux_tc"
+#: Entries without which `transformers` takes these numbers, by `model_type`.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    _V3: {
+        "q_lora_rank": 1536,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    _V2: {
+        "q_lora_rank": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+def hf_names(args: DeepSeekV3Args) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's; a stack of experts → the names of its
+    matrices.
+    """
+    return llama_hf.hf_names(args, _block_names)
+
+
+def _block_names(args: DeepSeekV3Args) -> dict[str, HFName]:
+    """Return the names in a block. args: of that block."""
+    ours = (*args.attention_linears(), *args.attention_extras(), *args.block_norms())
+    found: dict[str, HFName] = {}
+    for name in ours:
+        found[f"{name}.weight"] = f"{_ATTENTION[name]}.weight"
+    return {**found, **feed_forward_names(args)}
+
+
+def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
+    """Return the content of config.json. `transformers` has no z-loss.
+
+    Raises ValueError for a router that has no name there.
+    """
+    is_v3 = args.score == "sigmoid"
+    config = llama_hf.hf_config(args, _V3 if is_v3 else _V2)
+    # It is that of the rotated part, and the published files do not have it.
+    del config["head_dim"]
+    return config | {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "q_lora_rank": args.q_lora_rank or None,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_nope_head_dim": args.qk_nope_head_dim,
+        "qk_rope_head_dim": args.qk_rope_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "n_routed_experts": args.n_experts,
+        "num_experts_per_tok": args.top_k,
+        "moe_intermediate_size": args.expert_width,
+        "n_shared_experts": args.n_shared_experts,
+        "first_k_dense_replace": args.n_dense_layers,
+        "moe_layer_freq": 1,
+        "scoring_func": args.score,
+        "topk_method": _method(args),
+        "norm_topk_prob": args.norm_topk,
+        "routed_scaling_factor": args.route_scale,
+        "n_group": args.n_groups,
+        "topk_group": args.top_groups,
+        **(
+            {"rope_interleave": args.rope_interleave}
+            if is_v3
+            else {"aux_loss_alpha": args.aux_loss}
+        ),
+        # No blocks that predict further tokens.
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _method(args: DeepSeekV3Args) -> str:
+    """Return `topk_method`. Raises ValueError for a router that has no name."""
+    if args.expert_bias:
+        return _WITH_BIASES
+    if args.norm_topk:
+        raise ValueError(
+            "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores "
+            "by their sum"
+        )
+    if args.n_groups > 1:
+        raise ValueError(
+            "n_groups is above 1 without biases of experts, and DeepSeek-V2 in `transformers` "
+            "chooses other groups"
+        )
+    return "greedy"
+
+
+def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
+    """Return the arguments that a config.json describes.
+
+    Raises ValueError for another model, or for a router that is not the same here.
+    """
+    kind = _V2 if config.get("model_type") == _V2 else _V3
+    is_v3 = kind == _V3
+    known = {**_DEFAULTS[kind], **config}
+    score = "sigmoid" if is_v3 else "softmax"
+    _check_router(known, score)
+    has_biases = is_v3 or known.get("topk_method") == _WITH_BIASES
+    is_plain = known["q_lora_rank"] is None
+    return llama_hf.args_from_hf(
+        config,
+        kind,
+        DeepSeekV3Args,
+        q_lora_rank=0 if is_plain else entry_of(known, "q_lora_rank", int),
+        kv_lora_rank=entry_of(known, "kv_lora_rank", int, 512),
+        qk_nope_head_dim=entry_of(known, "qk_nope_head_dim", int, 128),
+        qk_rope_head_dim=entry_of(known, "qk_rope_head_dim", int, 64),
+        v_head_dim=entry_of(known, "v_head_dim", int, 128),
+        rope_interleave=entry_of(known, "rope_interleave", bool, True),
+        n_experts=entry_of(known, "n_routed_experts", int),
+        top_k=entry_of(known, "num_experts_per_tok", int),
+        expert_width=entry_of(known, "moe_intermediate_size", int),
+        n_shared_experts=entry_of(known, "n_shared_experts", int),
+        n_dense_layers=entry_of(known, "first_k_dense_replace", int),
+        score=score,
+        norm_topk=entry_of(known, "norm_topk_prob", bool, is_v3),
+        route_scale=entry_of(known, "routed_scaling_factor", float),
+        n_groups=entry_of(known, "n_group", int, 1),
+        top_groups=entry_of(known, "topk_group", int, 1),
+        bias_update=0.001 if has_biases else 0.0,
+        aux_loss=0.0 if is_v3 else entry_of(known, "aux_loss_alpha", float, 0.0),
+    )
+
+
+def _check_router(config: Mapping[str, Any], score: str) -> None:
+    """Raise ValueError for a router that is not the same here. config: with the defaults."""
+    given = entry_of(config, "scoring_func", str, score)
+    if given != score:
+        kind = config.get("model_type")
+        raise ValueError(f"scoring_func is {given!r}; `transformers` has {score!r} for {kind}")
+    if entry_of(config, "moe_layer_freq", int, 1) != 1:
+        raise ValueError("moe_layer_freq is not 1; all blocks after the dense ones have experts")
+    if score == "sigmoid":
+        return
+    method = entry_of(config, "topk_method", str, "greedy")
+    groups = entry_of(config, "n_group", int, 1)
+    if method == "group_limited_greedy" and groups > 1:
+        raise ValueError(
+            "topk_method is 'group_limited_greedy': a group is as good as its best expert, and "
+            "here as its best two"
+        )
+    if method not in ("greedy", "group_limited_greedy", _WITH_BIASES):
+        raise ValueError(f"topk_method is {method!r}; there is 'greedy' and {_WITH_BIASES!r} here")
+    if entry_of(config, "norm_topk_prob", bool, False) and method != _WITH_BIASES:
+        raise ValueError("norm_topk_prob is true; `transformers` does not heed it in deepseek_v2")
+
+
+#: A tensor that only a block for further tokens has.
+_FURTHER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+_REASON = "it predicts further tokens (multi-token prediction), which is not trained here"
+
+
+def left_out(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors in blocks that predict further tokens → why they are left out."""
+    blocks = set()
+    for name in names:
+        match = _FURTHER.fullmatch(name)
+        if match is not None:
+            blocks.add(match[1])
+    return {name: _REASON for name in names if name.startswith(tuple(blocks))}

@@ -1,0 +1,176 @@
+"""The sparse models of the Qwen3 family (Qwen3 technical report, 2025): Qwen3's decoder with a
+mixture of experts. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlite.models import llama_hf
+from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.expert_hf import feed_forward_names
+from titanlite.models.hf_names import HFName, entry_of
+from titanlite.models.qwen3 import check_no_windows
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Blocks(tuple[int, ...]):
+    """Numbers of blocks, from 0."""
+
+    @classmethod
+    def parse(cls, value: object) -> Blocks:
+        """Return the blocks of a list. Raises ShapeError for anything else."""
+        if not isinstance(value, list | tuple) or {type(index) for index in value} - {int}:
+            raise ShapeError(
+                Misfit(f"expected a list of integers, got {value!r:.80}", "overrides.dense_blocks")
+            )
+        return cls(value)
+
+
+@dataclass(frozen=True)
+class Qwen3MoeArgs(ExpertArgs):
+    """Arguments of Qwen3's decoder with experts; `ffn_dim` is the width of a dense block."""
+
+    #: Width of a head; it does not depend on `dim`.
+    head_dim: int = 128
+    expert_width: int = 768
+    #: Every so many blocks one has experts; the others are dense.
+    sparse_step: int = 1
+    #: More blocks that are dense.
+    dense_blocks: Blocks = Blocks()
+    #: Whether the weights of a token's experts are divided by their sum.
+    norm_topk: bool = True
+    #: Step by which each expert's bias moves after an update; 0: there are no biases.
+    bias_update: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = []
+        if self.sparse_step < 1:
+            raise ShapeError(Misfit(f"sparse_step must be positive, got {self.sparse_step}"))
+        beyond = [index for index in self.dense_blocks if not 0 <= index < self.n_layers]
+        if beyond:
+            wrong.append(f"dense_blocks has {beyond[0]}, and blocks are 0 to {self.n_layers - 1}")
+        elif self.n_experts and not self._mixtures:
+            wrong.append("no block has experts: the family qwen3 has dense models")
+        if wrong:
+            raise ShapeError(*map(Misfit, wrong))
+
+    @property
+    def _mixtures(self) -> int:
+        """Blocks with experts."""
+        left_out = {index for index in self.dense_blocks if (index + 1) % self.sparse_step == 0}
+        return self.n_layers // self.sparse_step - len(left_out)
+
+    def deciding(self) -> dict[str, Any]:
+        """Add which blocks are dense."""
+        dense = [index for index in range(self.n_layers) if not self.of_block(index).n_experts]
+        return {**super().deciding(), "dense_blocks": dense}
+
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`."""
+        is_dense = (index + 1) % self.sparse_step or index in self.dense_blocks
+        return self.without_experts() if is_dense else self
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    @property
+    def published_context(self) -> int:
+        return 40960
+
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Qwen3MoeArgs:
+    shape = {
+        "n_kv_heads": 4,
+        "vocab_size": 151936,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "n_experts": 128,
+        "top_k": 8,
+        "aux_loss": 0.001,
+    }
+    return Qwen3MoeArgs(dim, n_layers, n_heads, ffn_dim=ffn_dim, **{**shape, **rest})
+
+
+_DEBUG = {"head_dim": 32, "n_experts": 16, "top_k": 4, "expert_width": 128, "vocab_size": None}
+FLAVORS = {
+    "debugmodel": _qwen3(256, 6, 8, 768, **_DEBUG),
+    "30B-A3B": _qwen3(2048, 48, 32, 6144),
+    "235B-A22B": _qwen3(4096, 94, 64, 12288, expert_width=1536),
+}
+
+
+def hf_names(args: Qwen3MoeArgs) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's; a stack of experts → the names of its
+    matrices.
+    """
+    _check_bias(args)
+
+    def parts(block: Qwen3MoeArgs) -> Mapping[str, HFName]:
+        return llama_hf.block_parts(block, feed_forward_names(block))
+
+    return llama_hf.hf_names(args, parts)
+
+
+def hf_config(args: Qwen3MoeArgs) -> dict[str, Any]:
+    """Return the content of config.json, the arguments of `transformers.Qwen3MoeConfig`.
+
+    `transformers` has no z-loss.
+    """
+    _check_bias(args)
+    return llama_hf.hf_config(args, "qwen3_moe") | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": args.n_experts,
+        "num_experts_per_tok": args.top_k,
+        "moe_intermediate_size": args.expert_width,
+        "norm_topk_prob": args.norm_topk,
+        "decoder_sparse_step": args.sparse_step,
+        "mlp_only_layers": list(args.dense_blocks),
+        "router_aux_loss_coef": args.aux_loss,
+        "use_sliding_window": False,
+    }
+
+
+def _check_bias(args: Qwen3MoeArgs) -> None:
+    if args.expert_bias:
+        raise ValueError(
+            f"bias_update is {args.bias_update}, and Qwen3-MoE in `transformers` has no biases of "
+            "experts"
+        )
+
+
+def args_from_hf(config: Mapping[str, Any]) -> Qwen3MoeArgs:
+    """Return the arguments that a config.json describes.
+
+    Raises ValueError for another model, or one with windows.
+    """
+    check_no_windows(config)
+    # `transformers` 5 writes the number of experts under its own name.
+    experts = entry_of(config, "num_local_experts", int, 128)
+    heads = entry_of(config, "num_attention_heads", int)
+    head_dim = entry_of(config, "hidden_size", int) // max(heads, 1)
+    return llama_hf.args_from_hf(
+        config,
+        "qwen3_moe",
+        Qwen3MoeArgs,
+        head_dim=entry_of(config, "head_dim", int, head_dim),
+        n_experts=entry_of(config, "num_experts", int, experts),
+        top_k=entry_of(config, "num_experts_per_tok", int, 8),
+        expert_width=entry_of(config, "moe_intermediate_size", int, 768),
+        norm_topk=entry_of(config, "norm_topk_prob", bool, False),
+        sparse_step=entry_of(config, "decoder_sparse_step", int, 1),
+        dense_blocks=Blocks.parse(entry_of(config, "mlp_only_layers", list, [])),
+        aux_loss=entry_of(config, "router_aux_loss_coef", float, 0.001),
+    )
+
+
+SPEC: ModelSpec = expert_spec(
+    "qwen3_moe", FLAVORS, hf_names=hf_names, hf_config=hf_config, args_from_hf=args_from_hf
+)
