@@ -3,10 +3,10 @@
     # on the meta device, before everything that wraps modules
     apply_whole_tp(model, spec.tensor_plan(args), mesh["tp"])
 
-Between the products each rank does the same work on the same activations: one all-reduce after
-attention and one after the feed-forward, and one for the gradient of each one's input. Nothing is
-asked of a module but that its linears can be narrower. It sees plain tensors and, while it runs,
-plain weights: this rank's part.
+Between the products each rank does the same work on the same activations. An all-reduce follows
+attention, another the feed-forward. So it is with the gradients of their inputs. Nothing is asked
+of a module but that its linears can be narrower. While it runs, it sees plain tensors, and this
+rank's part of its weights.
 """
 
 from __future__ import annotations

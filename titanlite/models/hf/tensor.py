@@ -1,12 +1,12 @@
 """The plan of tensor parallelism that `transformers` gives a model, in titanlite's kinds.
 
 The kinds are those of `titanlite.parallel.tensor_whole`. Whether the plan is exact for a model is
-tried on the meta device, with narrow linears: its modules must run with this rank's part of heads
-and features.
+tried on the meta device. There its modules must run with the narrow linears of one rank.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from titanlite.models.hf.causal import causal_model
 from titanlite.parallel.tensor_whole import HIDDEN
 
 if TYPE_CHECKING:
+    from titanlite.models.hf.args import HFArgs
     from titanlite.models.hf.skeleton import Skeleton
 
 #: Style of `transformers` → kind.
@@ -39,8 +40,10 @@ class NoPlan(ValueError):
     """Tensor parallelism cannot divide a model; the message says why."""
 
 
-def make_plan(known: Skeleton) -> dict[str, str]:
+@functools.lru_cache(maxsize=8)
+def plan_of(args: HFArgs) -> dict[str, str]:
     """Return module name → kind, of each module with parameters of its own. Raises NoPlan."""
+    known = args.skeleton
     model = known.model
     name = type(model).__name__
     styles = _styles(model)
@@ -104,10 +107,11 @@ def _inputs(plan: dict[str, str], divided: list[str]) -> Iterator[str]:
             yield parent
 
 
-def tensor_sizes(known: Skeleton) -> dict[str, int]:
+def tensor_sizes(args: HFArgs) -> dict[str, int]:
     """Return the numbers that tensor-parallel ranks must divide, by name for messages."""
+    known = args.skeleton
     try:
-        plan = known.tensor_plan
+        plan = plan_of(args)
     except NoPlan:
         return {}
     sizes: dict[str, int] = {}
@@ -127,11 +131,12 @@ def tensor_sizes(known: Skeleton) -> dict[str, int]:
     return sizes
 
 
-def why_no_tensor(known: Skeleton, ranks: int) -> str:
+def why_no_tensor(args: HFArgs, ranks: int) -> str:
     """Return why these ranks cannot divide a model; "": they can. They divide its sizes."""
+    known = args.skeleton
     try:
-        plan = known.tensor_plan
-        numbers = [*tensor_sizes(known).values(), known.config.get_text_config().vocab_size]
+        plan = plan_of(args)
+        numbers = [*tensor_sizes(args).values(), known.config.get_text_config().vocab_size]
         if not any(number % ranks for number in numbers):
             _try(known, plan, ranks)
     except NoPlan as error:
