@@ -159,10 +159,11 @@ class TrainStep:
 
         step: its number, from 1. stop: this rank was asked to stop; `guard.poll` then tells it on
         all ranks.
-        Issues two collectives besides FSDP's: the token count, and the loss with the norm. Nothing
-        waits for the device, except an optimizer whose gradients are in host memory.
+        Issues two collectives besides FSDP's: the token count, and the loss with the norm. A
+        balance of experts has one more. Nothing waits for the device, except an optimizer whose
+        gradients are in host memory.
         """
-        self.phase("forward")
+        self._begin()
         local_tokens = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
         # The stop flag is sent with the token count: integer sums do not depend on order, so losses
         # stay bit-exact.
@@ -173,8 +174,6 @@ class TrainStep:
         tokens.div_(self.factors.tokens, rounding_mode="floor")
         tokens.clamp_(min=1)  # a step of padding alone has loss zero, not NaN
 
-        if self.balance is not None:
-            self.balance.begin()
         early = self.in_backward
         with early.at(lr, self.before_update) if early else contextlib.nullcontext():
             share = self.runner.forward_backward(batches, tokens, self.phase)
@@ -190,12 +189,20 @@ class TrainStep:
         ok = self.guard.check(step, norm, loss, share, stops)
         if early is None:
             self._update(norm, ok, lr)
-        if self.balance is not None:
-            self.balance.update(ok)
-        self.after_update()
+        self._finish(ok)
         local_loss = share * tokens / local_tokens.clamp(min=1)
         layer_norms = dict(zip(layers, sums[2:].sqrt(), strict=True))
         return StepResult(loss, local_loss, norm, layer_norms, ok)
+
+    def _begin(self) -> None:
+        self.phase("forward")
+        if self.balance is not None:
+            self.balance.begin()
+
+    def _finish(self, ok: torch.Tensor) -> None:
+        if self.balance is not None:
+            self.balance.update(ok)
+        self.after_update()
 
     def _square_norm(self, device: torch.device) -> torch.Tensor:
         """Return this rank's share of the squared gradient norm."""

@@ -586,6 +586,9 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
     [
         ("mistral", TP),
         ("qwen3", PP),
+        ("olmo2", TP),
+        ("olmo3", PP),
+        ("gemma3", TP),
         ("mixtral", "parallelism.expert_parallel_degree"),
         ("mixtral", FSDP),
         ("gpt_oss", FSDP),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.dialect import LATER_FLAVORS
+from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load, read_text
+from titanlite.config.load import read_text
 from titanlite.models import LlamaArgs
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.optim.schedule import learning_rate
@@ -214,36 +214,68 @@ def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) 
     assert scaling.factor == 4
 
 
-def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
-    for there, (here, difference) in LATER_FLAVORS.items():
-        older = SHAPES["llama3"][there]
-        later = SHAPES["llama3"][here]
-        assert later.rope_scaling is not None
-        assert f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
-        assert (older.n_layers != later.n_layers) == (f"{later.n_layers} layers" in difference)
-        assert replace(later, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
+def model_text(name: str, flavor: str, rest: str = "") -> str:
+    """A file of torchtitan 0.2.x for a model."""
+    model = f'[model]\nname = "{name}"\nflavor = "{flavor}"\n'
+    return f"{model}[training]\nlocal_batch_size = 1\n{rest}"
 
 
-def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug_model_a_note() -> (
-    None
-):
+def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
+    for (name, there), later in LATER_MODELS.items():
+        config, problems = read_text(model_text(name, there), HERE)
+        assert not problems
+        notes = "\n".join(config.notes)
+        assert f'model.flavor "{there}" of torchtitan 0.2.x is "{later.flavor}"' in notes
+        assert later.difference in notes
+        for key, value in later.settings.items():
+            assert dict(config.entries())[key] == value
+            assert config.source(key).kind == "dialect"
+            assert key in notes
+        if name != "llama3":
+            continue
+        older = SHAPES["llama3"][there.partition("_")[0]]
+        shape = SHAPES["llama3"][later.flavor]
+        assert shape.rope_scaling is not None
+        assert f"RoPE scaled by {shape.rope_scaling.factor:g}" in later.difference
+        assert (older.n_layers != shape.n_layers) == (
+            f"{shape.n_layers} layers" in later.difference
+        )
+        assert replace(shape, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
+
+
+@pytest.mark.parametrize(
+    "flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"]
+)
+def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor: str) -> None:
+    text = model_text("llama3", flavor)
+    run = run_of(text, 1)
+    plain = run_of(model_text("llama3", flavor.partition("_")[0]), 1)
+    assert run.model_args() == plain.model_args()
+    assert run.data.mask_documents
+    assert not plain.data.mask_documents
+    assert trained(run_of(migrate_text(text, HERE).text, 1)) == trained(run)
+    own = run_of(f"{text}[data]\nmask_documents = false\n", 1)
+    assert not own.data.mask_documents
+    with pytest.raises(ConfigError, match=f'llama3 has no flavor "{flavor}"'):
+        run_of(text.replace("local_batch_size", "batch_size"), 1)
+
+
+def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor() -> None:
     """Width, layers, heads of queries and keys, width of the feed-forward, tied, as in
     torchtitan/models/qwen3.
     """
     shapes = {"0.6B": (1024, 28, 16, 8, 3072, True), "4B": (2560, 36, 32, 8, 9728, True)}
     shapes |= {"1.7B": (2048, 28, 16, 8, 6144, True), "8B": (4096, 36, 32, 8, 12288, False)}
     shapes |= {"14B": (5120, 40, 40, 8, 17408, False), "32B": (5120, 64, 64, 8, 25600, False)}
-    for flavor in ("debugmodel", *shapes):
-        text = f'model = {{name = "qwen3", flavor = "{flavor}"}}\ntraining.local_batch_size = 1'
-        config, problems = read_text(text, HERE)
-        a = fitted(config, 1).model_args()
-        found = (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width, a.tied)
-        assert not problems
-        assert shapes.get(flavor, found) == found
-        assert (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
-        assert ("of torchtitan has another shape" in "".join(config.notes)) == (
-            flavor == "debugmodel"
-        )
+    shapes |= {"debugmodel": (256, 8, 16, 8, 3072, True)}
+    for flavor, wanted in shapes.items():
+        text = model_text("qwen3", flavor)
+        a = run_of(text, 1).model_args()
+        assert (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width, a.tied) == wanted
+        assert (a.rope_theta, a.norm_eps, a.head_dim) == (1e6, 1e-6, 128)
+        assert run_of(migrate_text(text, HERE).text, 1).model_args() == a
+    text = model_text("qwen3", "debugmodel", "[model.overrides]\nffn_dim = 512\n")
+    assert run_of(text, 1).model_args().ffn_width == 512
 
 
 def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: Path) -> None:
@@ -344,17 +376,6 @@ def table() -> str:
 def test_the_table_of_files_equals_the_code() -> None:
     match = TABLE.search(PAGE.read_text())
     assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
-
-
-@pytest.mark.parametrize(
-    "flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"]
-)
-def test_a_flavor_with_other_attention_is_refused_with_the_reason(flavor: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f'"{flavor}" is not supported: attention within each document is data.mask_documents',
-    ):
-        load([f"--model.flavor={flavor}"])
 
 
 def test_the_scaling_of_0_1_0_has_the_place_of_the_flavor_that_it_follows_from() -> None:

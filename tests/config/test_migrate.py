@@ -104,7 +104,7 @@ def test_variables_stay_in_a_rewritten_value(monkeypatch):
     [
         ("[fault_tolerance]\nenable = true", "TorchFT is not part of titanlite"),
         ('[float8]\nscaling_type_input = "delayed"', "gone from torchao"),
-        ('[model]\nconverters = ["mx"]', 'no converter "mx"'),
+        ('[model]\nconverters = ["nvfp4"]', 'no converter "nvfp4"'),
         ('[optimizer]\nname = "SGD"', "expected one of"),
         ("[training]\nfrobnicate = [1, # one\n2]", "unknown key"),
         ("[training]\nlogging_freq = 5", "here this is metrics.log_freq"),

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.config.aliases import ALIASES
 from titanlite.config.dialect import LATER_DEFAULTS
-from titanlite.config.errors import Problem
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
@@ -227,12 +227,133 @@ def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts, code):
     assert (problem.where, problem.code) == ("run.toml:2", code)
 
 
+OTHERS = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}
+
+
 def test_unsupported_keys_are_accepted_switched_off_and_refused_otherwise():
-    others = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}
-    for name, (off, reason) in UNSUPPORTED.items():
-        for value in off:
+    for name, key in UNSUPPORTED.items():
+        for value in key.off:
             config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
             assert problems == [] and config.sections == Config(), name
-        problem = refused(f"\n{name} = {quote(others[type(off[0])])}\n")
+        text = f"\n{name} = {quote(OTHERS[type(key.off[0])])}\n"
+        if key.switch and key.switch not in keys():
+            continue
+        if key.switch:
+            text += switched_on(key.switch)
+        problem = refused(text)
         assert (problem.where, problem.key, problem.code) == ("run.toml:2", name, "unsupported")
-        assert reason in problem.message
+        assert key.reason in problem.message
+
+
+def switched_on(switch: str) -> str:
+    return f"{switch} = {quote(True if keys()[switch].default is False else 2)}\n"
+
+
+def test_unsupported_keys_of_a_feature_that_is_off_change_nothing_and_a_note_says_so():
+    switched = {name: key for name, key in UNSUPPORTED.items() if key.switch}
+    assert {"quantize.grouped_mm.float8.fqns", "fault_tolerance.sync_steps"} < set(switched)
+    assert not UNSUPPORTED["fault_tolerance.enable"].switch
+    for name, key in switched.items():
+        value = OTHERS[type(key.off[0])]
+        config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
+        assert problems == [] and config.sections == Config(), name
+        assert config.notes == (f"no effect, as {key.switch} leaves it off: {name}",)
+
+
+def test_an_unsupported_key_is_refused_where_any_layer_switches_its_feature_on(tmp_path):
+    name = "parallelism.expert_tensor_parallel_degree"
+    text = f"{name} = 8\n"
+    assert written(tmp_path, text).notes
+    assert not written(tmp_path, text, f"--{name}=1").notes
+    with pytest.raises(ConfigError, match="8 is not supported: experts are not divided by tensor"):
+        written(tmp_path, text, "--parallelism.expert_parallel_degree=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("quantize.grouped_mm.float8", "products of experts stay in high precision here"),
+        ("quantize.grouped_mm.mx", "products of experts stay in high precision here"),
+        ("mx", "that is torchtitan 0.1.0's name; the converter of 0.2.x is quantize.linear.mx"),
+    ],
+)
+def test_a_converter_that_titanlite_lacks_is_refused_once_with_its_reason(name, reason):
+    text = f'model.converters = ["float8", "{name}"]\n[quantize.linear.mx]\nfilter_fqns = ["a"]\n'
+    problem = refused(text)
+    assert (problem.key, problem.code) == ("model.converters", "unsupported")
+    assert f"{name}: {reason}" in problem.message
+
+
+def test_a_run_with_torchft_is_refused_once(tmp_path):
+    text = """\
+[job]
+custom_config_module = "torchtitan.components.ft.config"
+[fault_tolerance]
+enable = true
+sync_steps = 10
+semi_sync_method = "diloco"
+"""
+    problem = refused(text)
+    assert (problem.where, problem.key) == ("run.toml:4", "fault_tolerance.enable")
+    config = written(tmp_path, text.replace("true", "false"))
+    names = "fault_tolerance.sync_steps, fault_tolerance.semi_sync_method"
+    assert config.notes == (f"no effect, as fault_tolerance.enable leaves it off: {names}",)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("flux", "makes images, and titanlite trains on text"),
+        ("vlm", "reads images, and titanlite trains on text"),
+        ("deepseek_v2", "is a prototype of torchtitan 0.1.0 with a loop of its own"),
+    ],
+)
+def test_a_file_for_a_model_of_something_else_is_refused_in_one_line(name, reason):
+    text = f'[training]\nimg_size = 256\n[model]\nname = "{name}"\n[encoder]\nt5 = "x"\n'
+    problem = refused(text)
+    assert (problem.where, problem.key) == ("run.toml:4", "model.name")
+    assert problem.code == "other-trainer"
+    assert f'"{name}" {reason}' in problem.message
+    assert problem.hint
+
+
+TITAN_PYTHON = """\
+from torchtitan.trainer import Trainer
+
+
+def llama_small() -> Trainer.Config:
+    return Trainer.Config(hf_assets_path="./tokenizer", training=TrainingConfig(steps=10))
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message", "hint"),
+    [
+        (
+            "llama.py",
+            TITAN_PYTHON,
+            "is a Python config of torchtitan after 0.2.2",
+            "from-torchtitan",
+        ),
+        (
+            "run.toml",
+            TITAN_PYTHON,
+            "is a Python config of torchtitan after 0.2.2",
+            "from-torchtitan",
+        ),
+        (
+            "a.py",
+            "import torchtitan.models\n",
+            "is a Python config of torchtitan",
+            "from-torchtitan",
+        ),
+        ("a.py", "def f() -> Trainer.Config: ...\n", "config of torchtitan", "from-torchtitan"),
+        ("run.py", "steps = run()\n", "is Python; a config is a TOML file", "config template"),
+        ("run.toml", "steps = run()\n", "broken TOML", ""),
+    ],
+)
+def test_a_python_config_is_refused_with_the_page_that_helps(file, text, message, hint):
+    (problem,) = read_text(text, Path(file))[1]
+    assert problem.where == file
+    assert message in problem.message
+    assert hint in problem.hint

@@ -54,9 +54,9 @@ def test_every_other_name_is_known_and_deprecated():
     for alias in ALIASES.values():
         assert find(alias.name)["deprecated"] is True
         assert alias.key in find(alias.name)["description"]
-    for name, (off, _) in UNSUPPORTED.items():
+    for name, key in UNSUPPORTED.items():
         assert find(name)["deprecated"] is True
-        assert find(name)["enum"] == list(off)
+        assert find(name).get("enum") == (None if key.switch else list(key.off))
 
 
 @pytest.mark.parametrize(

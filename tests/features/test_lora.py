@@ -475,7 +475,16 @@ def test_frozen_weights_wait_in_the_dtype_of_products(
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
 
 
-@pytest.mark.parametrize("more", [[], ["--float8.enable_fsdp_float8_all_gather"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--float8.enable_fsdp_float8_all_gather"],
+        ["--float8.recipe_name=mxfp8"],
+        ["--float8.recipe_name=mxfp8", TP],
+    ],
+    ids=str,
+)
 def test_the_base_may_be_in_float8(
     pool: Pools, tmp_path: Path, base: Path, more: list[str]
 ) -> None:
@@ -483,7 +492,11 @@ def test_the_base_may_be_in_float8(
     found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
     plain = pool(2).run(
-        train_seen, str(tmp_path / "c"), *flags, "--float8.enable_float8_linear=false"
+        train_seen,
+        str(tmp_path / "c"),
+        *flags,
+        "--float8.enable_float8_linear=false",
+        "--float8.recipe_name=tensorwise",
     )[0]
     assert found["rows"][0]["loss"] == whole["rows"][0]["loss"] != plain["rows"][0]["loss"]
     assert found["rows"][-1]["loss"] == pytest.approx(plain["rows"][-1]["loss"], rel=0.01)
@@ -566,7 +579,7 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
     model = [f"--model.name={family}", "--checkpoint.enable_checkpoint", *own]
     model += ["--no-validation.enable", "--training.max_norm=1e9"]
     model += ["--training.batch_size=4", "--training.global_batch_size=4"]
-    pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")
+    under = pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")[0]
     flags = [
         *model,
         "--lora.rank=4",
@@ -582,6 +595,8 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
         if "lora_b" in name:
             assert relative(two["gradients"][name], gradient) < 5e-6, name
     for found in (one, two):
+        for name, bias in under["biases"].items():
+            assert bias.any() and torch.equal(found["biases"][name], bias), name
         for name, tensor in found["end"].items():
             changed = not torch.equal(tensor, found["start"][name])
             assert changed == (name in found["adapters"]), name

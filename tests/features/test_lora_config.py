@@ -141,6 +141,11 @@ def test_planned_memory_is_that_of_the_trace(ranks: int, flags: list[str]) -> No
     assert planned.total == pytest.approx(traced.total, rel=within)
 
 
+def test_planned_memory_of_experts_is_that_of_the_trace() -> None:
+    run = read("--model.overrides.n_layers=3", NO_AC, config="mixtral_8x7b")
+    assert estimate(run, 0).peak.total == pytest.approx(trace(run, 0).peak.total, rel=0.005)
+
+
 def test_what_freezing_saves() -> None:
     runs = read(), read("--lora.rank=0")
     frozen, whole = (make_plan(run, cluster_of(run, gpu="h100-80g")) for run in runs)

@@ -37,6 +37,10 @@ WEIGHTS = {
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
     "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "deepseek_v3": {
+        "16B": "deepseek-ai/DeepSeek-V2-Lite",
+        "671B": "deepseek-ai/DeepSeek-V3-Base",
+    },
     "gpt_oss": {size: f"openai/gpt-oss-{size.lower()}" for size in ("20B", "120B")},
     "olmo2": {
         "1B": "allenai/OLMo-2-0425-1B",
@@ -92,7 +96,8 @@ def shape_table() -> str:
 
 
 def cells(a: LlamaArgs) -> list[str]:
-    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.head_dim, a.ffn_width)]
+    head_dim = getattr(a, "qk_head_dim", a.head_dim)
+    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, head_dim, a.ffn_width)]
     scaling = f"{a.rope_scaling.factor:g}" if a.rope_scaling else "no"
     window = "no" if a.window is None else f"{a.window:,}"
     every = getattr(a, "full_every", 0)

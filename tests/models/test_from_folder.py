@@ -71,6 +71,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": True,
+    },
 }
 FLAGS = [
     "--model.flavor=from_folder",

@@ -194,3 +194,18 @@ def test_windows_are_in_every_second_block() -> None:
     flops = SPEC.flops_per_token
     more = flops(ARGS, 1024) - flops(ARGS, 512)
     assert more == 12 * 4 * 8 * 512
+
+
+def test_biases_of_experts_decide_the_choice_alone_and_have_no_name_in_files() -> None:
+    args = replace(ARGS, bias_update=0.001)
+    moe = GptOssMoE(args)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]])
+    assert moe.routing.choose(logits, moe.expert_bias).experts.tolist() == [[0, 1, 2]]
+    moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
+    choice = moe.routing.choose(logits, moe.expert_bias)
+    assert choice.experts.tolist() == [[4, 0, 1]]
+    chosen = torch.tensor([[-1.0, 3.0, 2.0]]).softmax(-1)
+    torch.testing.assert_close(choice.weights, chosen)
+    for function in (SPEC.hf_names, SPEC.hf_config):
+        with pytest.raises(ValueError, match="no biases of experts"):
+            function(args)

@@ -145,12 +145,13 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
             1e-6,
         ),
         (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
+        (["--training.tensor_parallel_degree=2", "--training.loss_chunks=2"], 1e-5),
         (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
         pytest.param(
             ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
         ),
     ],
-    ids=["full", "op", "classes", "float8", "compile"],
+    ids=["full", "op", "classes", "tensor", "float8", "compile"],
 )
 def test_features_work_on_its_blocks(
     pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
@@ -161,6 +162,19 @@ def test_features_work_on_its_blocks(
         [row[0] for row in straight[:2]], rel=tolerance
     )
     assert rows != straight[:2] or tolerance < 1e-3
+
+
+def test_ranks_that_shard_resume_what_tensor_parallel_ranks_saved(
+    pool: Pools, straight: Any, tmp_path: Path
+) -> None:
+    flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
+    divided = [*flags, "--training.steps=2", "--training.tensor_parallel_degree=2"]
+    pool(2).run(train_losses, divided)
+    resumed = [*flags, "--training.steps=4", "--checkpoint.start=resume"]
+    rows = pool(2).run(train_losses, resumed)[0]
+    assert [x for row in rows for x in row] == pytest.approx(
+        [x for row in straight for x in row], rel=2e-5
+    )
 
 
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:

@@ -54,6 +54,22 @@ def test_chunks_alone_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
     check(pool, tmp_path, kind, 2, **CHUNKS)
 
 
+TP = {"training__tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_tensor_parallel_ranks_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
+    check(pool, tmp_path, kind, 2, **TP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_tensor_parallel_and_sharding_ranks_with_chunks_and_masks_are_exact(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
+    check(pool, tmp_path, kind, 4, **TP, **CHUNKS, **MASKS)
+
+
 def test_documents_matter_here() -> None:
     """A run whose attention does not stop would be noticed."""
     kind = "llama"
@@ -83,17 +99,92 @@ def test_documents_matter_here() -> None:
             "data.mask_documents",
             "sees tokens of other documents",
         ),
+        (
+            {"model_type": "opt", "word_embed_proj_dim": 64},
+            "training.tensor_parallel_degree",
+            "transformers has no plan that divides a OPTForCausalLM",
+        ),
+        (
+            {"model_type": "llama"},
+            "training.tensor_parallel_degree",
+            "does not divide num_key_value_heads = 2",
+        ),
+        (
+            {"model_type": "llama"},
+            "float8.enable_float8_linear",
+            "has no float8",
+        ),
     ],
-    ids=["bias", "alibi", "dynamic", "convolution"],
+    ids=["bias", "alibi", "dynamic", "convolution", "no plan", "heads", "float8"],
 )
 def test_a_model_that_cannot_do_it_says_why(
     tmp_path: Path, content: dict[str, Any], key: str, words: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **content}))
-    value = 3 if key == "training.loss_chunks" else "true"
+    value = "true"
+    if key == "training.loss_chunks":
+        value = "3"
+    if "tensor" in key:
+        value = "4"
     flags = [f"--model.hf_config={tmp_path}", "--training.seq_len=32", f"--{key}={value}"]
+    ranks = 4
+    if key.startswith("float8"):
+        flags += ["--training.tensor_parallel_degree=2"]
     with pytest.raises(ConfigError) as caught:
-        check_config([f"--job.config_file={TOML}", *flags], 1, training=False)
+        check_config([f"--job.config_file={TOML}", *flags], ranks, training=False)
     (problem,) = caught.value.problems
     assert problem.key == key
     assert words in problem.message
+
+
+COMPILED = {"training__compile": "true"}
+BY_OP = {
+    "activation_checkpoint__mode": "selective",
+    "activation_checkpoint__selective_ac_option": "op",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("gemma3_text", {**MASKS}),
+        ("qwen3", {**TP, **MASKS}),
+        pytest.param("olmo2", {**TP, **BY_OP, **MASKS}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {**TP, **CHUNKS, **MASKS}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama", {**TP, "activation_checkpoint__mode": "full"}, marks=pytest.mark.slow
+        ),
+        pytest.param("gpt_neox", {**MASKS, **BY_OP}, marks=pytest.mark.slow),
+        pytest.param("cohere", {"compile__backend": "inductor", **MASKS}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", {"compile__backend": "inductor", **TP, **MASKS}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_are_exact(
+    pool: Pools, tmp_path: Path, kind: str, keys: dict[str, Any]
+) -> None:
+    check(pool, tmp_path, kind, 2, **COMPILED, **keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("gemma3_text", {**MASKS}),
+        ("qwen3", {**TP, **CHUNKS, **MASKS}),
+        pytest.param("gemma2", {**TP}, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {**TP, **MASKS}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_recomputation_by_operator_changes_no_bit(
+    pool: Pools, tmp_path: Path, kind: str, keys: dict[str, Any]
+) -> None:
+    documents = "data__mask_documents" in keys
+    plain, again = (
+        pool(2).run(on_ranks, flags_of(tmp_path, kind, **keys, **more), documents)[0]
+        for more in ({}, BY_OP)
+    )
+    assert again.loss == plain.loss
+    assert all(gradient.equal(again.gradients[n]) for n, gradient in plain.gradients.items())

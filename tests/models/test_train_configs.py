@@ -37,6 +37,7 @@ SIZES = {
     "gemma3_4b": ("gemma3", "4B"),
     "qwen3_30b_a3b": ("qwen3_moe", "30B-A3B"),
     "mixtral_8x7b": ("mixtral", "8x7B"),
+    "deepseek_v3_16b": ("deepseek_v3", "16B"),
     "gpt_oss_20b": ("gpt_oss", "20B"),
     "gpt_oss_120b": ("gpt_oss", "120B"),
 }

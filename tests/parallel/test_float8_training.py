@@ -29,11 +29,32 @@ from tests.support.float8_runs import (
 from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
 from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
+from titanlite.models.deepseek_args import DeepSeekV3Args
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.slow
 FOUR = replace(TINY, n_layers=4)
 PP: dict[str, Any] = {"pipeline": 2, "args": FOUR}
+#: Latents are made of each rank's part of the sequence.
+LATENT: dict[str, Any] = {
+    "tensor": 2,
+    "family": "deepseek_v3",
+    "args": DeepSeekV3Args(
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        ffn_dim=96,
+        vocab_size=192,
+        max_seq_len=64,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        expert_width=32,
+        n_experts=4,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +84,7 @@ def test_losses_stay_within_the_spread_of_seeds(
             changed(EMULATED, filter_fqns=["wk", "w2"]), {"tensor": 2}, 2, id="tp 2, some kept"
         ),
         pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, gathered"),
+        pytest.param(EMULATED, LATENT, 2, id="tp 2, latent attention"),
         pytest.param(PRECOMPUTED, PP, 2, id="pp 2"),
         # Rows of activations are scaled one by one, so nothing depends on how they are divided.
         pytest.param(recipe("rowwise"), {}, 2, id="rowwise"),

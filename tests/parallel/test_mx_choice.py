@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from tests.support.mx_runs import MX
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
 from titanlite.features import float8_of
 from titanlite.features.float8.choice import Float8Choice
 from titanlite.features.mx import package
+from titanlite.features.mx.convert import apply_mx
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
+from titanlite.parallel import ParallelismError
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config
 from titanlite.start.preflight import check_machine
@@ -60,6 +64,26 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     assert parts["feed_forward.w1"].reason == "N = 48 is not a multiple of 32"
     assert parts["feed_forward.w2"].reason == "K = 48 is not a multiple of 32"
     assert parts["attention.wo"].converted
+
+
+def test_weights_that_tensor_parallelism_leaves_whole_stay() -> None:
+    """Their products sum over tokens of several ranks."""
+    spec = get_spec("deepseek_v3")
+    args = resolve_args("deepseek_v3", "16B")
+    feature = float8_of(MX)
+    assert feature is not None
+    alone, parts = (feature.choices(linears_of(spec, args, ranks)) for ranks in (1, 2))
+    kept = {choice.kind for choice in parts if choice.reason.startswith("tensor parallelism does")}
+    assert "attention.wkv_a" in kept
+    assert all(choice.converted for choice in alone if choice.kind in kept)
+    assert {choice.kind for choice in parts if choice.converted} >= {"attention.wq", "attention.wo"}
+
+
+def test_a_plan_that_leaves_such_a_weight_whole_is_refused() -> None:
+    model = nn.ModuleDict({"w": nn.Linear(32, 32)})
+    apply_mx(model, ["w"], "mxfp8", emulate=True)
+    with pytest.raises(ParallelismError, match="divided as colwise, gathered, rowwise, and not as"):
+        model["w"].tensor_style("sequence", None, None)
 
 
 @pytest.mark.parametrize(

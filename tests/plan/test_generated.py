@@ -43,9 +43,11 @@ HARDWARE = {
     "llama3_2_1b": [(1, "l40s-48g")],
     "llama3_2_3b": [(8, "a100-40g"), (2, "a100-80g")],
     **dict.fromkeys(("mixtral_8x7b", "qwen3_30b_a3b"), [(16, "h100-80g")]),
+    "deepseek_v3_16b": [(8, "h100-80g")],
     "gpt_oss_20b": [(8, "h100-80g")],
     "gpt_oss_120b": [(64, "h100-80g")],
     "debug_model": [(2, "l4-24g")],
+    "debug_deepseek_v3": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],
     "llama3_1_8b_lora": [(1, "l4-24g")],
 }

@@ -71,6 +71,8 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
         (8, "llama3_1_8b.toml", {}),
         (8, "llama3_1_8b.toml", {"activation_checkpoint.mode": "full", "training.loss_chunks": 8}),
         (8, "llama3_1_8b.toml", {"training.tensor_parallel_degree": 2}),
+        (8, "olmo3_7b.toml", {"training.tensor_parallel_degree": 2}),
+        (8, "gemma3_4b.toml", {"activation_checkpoint.mode": "full"}),
         (
             64,
             "mixtral_8x7b.toml",

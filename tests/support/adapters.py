@@ -109,6 +109,7 @@ def train_seen(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer = make_trainer(world, folder, *flags)
     seen = Seen()
     trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, seen])
+    model = trainer.parts.model
     found = outcome_of(trainer, folder)
     return {
         **found,
@@ -116,8 +117,9 @@ def train_seen(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         "gradients": seen.gradients,
         "batches": seen.batches,
         "without": seen.without,
-        "end": weights_of(trainer.parts.model),
-        "adapters": adapter_names(trainer.parts.model),
+        "end": weights_of(model),
+        "biases": {name: one.clone() for name, one in model.named_buffers() if "bias" in name},
+        "adapters": adapter_names(model),
         "held": sum(len(group["params"]) for group in trainer.parts.optimizer.param_groups),
     }
 

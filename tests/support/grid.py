@@ -51,9 +51,9 @@ SHARED = {
 FSDP = "training.data_parallel_shard_degree"
 REPLICAS = "training.data_parallel_replicate_degree"
 TP = "training.tensor_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
 CP = "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_degree"
-EP = "parallelism.expert_parallel_degree"
 RESHARD = "training.reshard_after_forward"
 SYNC = "training.gradient_sync"
 SCHEDULE = "experimental.pipeline_parallel_schedule"
@@ -326,6 +326,16 @@ MORE |= {
     "qwen3_moe, cp 2": (Row(2, {CP: 2, **QWEN3_MOE, **EVERY_2ND}), 1),
     "qwen3_moe, pp 2": (Row(2, {PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}), 2),
     "qwen3_moe, ep 2": (Row(2, {EP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, tp 2": (Row(2, {TP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, tp 2, fsdp 2, recomputed": (
+        Row(4, {TP: 2, FSDP: 2, MODE: "full", **QWEN3_MOE, **EVERY_2ND}),
+        1,
+    ),
+    "qwen3_moe, pp 2, tp 2, compiled": (
+        Row(4, {PP: 2, TP: 2, **QWEN3_MOE, **GRAPH, **FOUR}),
+        2,
+    ),
+    "qwen3_moe, cp 2, tp 2": (Row(4, {CP: 2, TP: 2, **QWEN3_MOE}), 1),
     "qwen3_moe, ep 2, fsdp 2, recomputed": (
         Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
         1,

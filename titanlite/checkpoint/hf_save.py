@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
+from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
 from titanlite.checkpoint.weights import total_bytes
@@ -243,8 +244,12 @@ def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
-    """Return config.json's entries for the type of the weights, if all have one type."""
-    types = {entries[name][0] for file in files for name in file.names}
+    """Return config.json's entries for the type of the weights, if all have one type.
+
+    Biases of experts have their own.
+    """
+    names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
+    types = {entries[name][0] for name in names}
     if len(types) != 1:
         return {}
     dtype = types.pop()

@@ -35,6 +35,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint.dcp_index import dtype_name, read_index
+from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
     INDEX,
@@ -57,8 +58,6 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
-#: Ending of the names of biases that balance experts.
-EXPERT_BIAS = ".expert_bias"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)

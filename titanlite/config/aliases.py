@@ -67,6 +67,9 @@ MX = "quantize.linear.mx"
 
 
 def _converters(value: list[str]) -> bool:
+    for item in value:
+        if item in NAMES["converters"]:
+            raise Refused(f"{item}: {NAMES['converters'][item]}")
     known = ("float8", FLOAT8, MX)
     if unknown := [quote(item) for item in value if item not in known]:
         raise Refused(f"no converter {', '.join(unknown)}; there are {', '.join(known)}")
@@ -215,6 +218,7 @@ def normalized(name: str, value: Any) -> Any:
 VALUE_NAMES: dict[tuple[str, str], str] = {
     ("activation_checkpoint.mode", "memory_budget"): "budget",
     ("metrics.log_style", "fsdp"): "aws_fsdp",  # its first name here
+    ("model.name", "transformers_modeling_backend"): "hf",
     ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
     ("training.dataset", "c4_mini"): "c4_test",
 }
@@ -230,10 +234,6 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
 
 _DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
 _FLOAT16 = "float16 needs loss scaling, which titanlite does not do; take bfloat16"
-_ATTENTION = (
-    "attention within each document is data.mask_documents = true, with the flavor of this name "
-    "without its ending"
-)
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     **{
         (f"float8.scaling_type_{name}", "delayed"): _DELAYED
@@ -243,10 +243,6 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
     **{
         (f"training.{k}", "float16"): _FLOAT16
         for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")
-    },
-    **{
-        ("model.flavor", flavor): _ATTENTION
-        for flavor in ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
     },
 }
 """(key, value) → why a value that other trainers know is not taken."""

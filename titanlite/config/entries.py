@@ -16,7 +16,7 @@ from titanlite.config.errors import COMMAND_LINE, Problem, Source
 from titanlite.config.key_types import base, choices, members
 from titanlite.config.keys import fits, keys, table_of, type_of
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
-from titanlite.config.unsupported_keys import UNSUPPORTED, unsupported_type
+from titanlite.config.unsupported_keys import OTHER_MODELS, UNSUPPORTED, unsupported_type
 from titanlite.utils import parse_json
 
 
@@ -53,8 +53,15 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     try:
         tree = loads(text)
     except TOMLDecodeError as error:
-        return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
+        from titanlite.config.other_files import broken
+
+        return [], [broken(text, file, error)]
     _, lines = scan(text)
+    model = tree.get("model")
+    if isinstance(model, dict) and str(model.get("name")) in OTHER_MODELS:
+        from titanlite.config.other_files import other_model
+
+        return [], [other_model(str(model["name"]), file, lines.get("model.name"))]
     found = _FileEntries(file, lines)
     for name, value in tree.items():
         found.add(quote_key(name), value, is_top=True)

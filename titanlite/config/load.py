@@ -37,7 +37,7 @@ from titanlite.config.trust import (
     Origin,
     refusals,
 )
-from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
+from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.config.variables import is_deferred, names_in, resolved
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
@@ -196,6 +196,8 @@ class Layers:
     values: dict[str, _Value] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: Unsupported keys by name.
+    idle: dict[str, Entry] = field(default_factory=dict)
     #: What `model.converters` says, and values under names that count only with one of them.
     converters: _Value | None = None
     of_mx: dict[str, _Value] = field(default_factory=dict)
@@ -307,7 +309,7 @@ class Layers:
     def _checked(self, entry: Entry, file: Path | None) -> _Value | None:
         """Return an entry as the key's own kind of value.
 
-        None: it is wrong, and its problems are noted; or it is an unsupported key that is off.
+        None: it is wrong, and its problems are noted; or it is an unsupported key.
         """
         name = entry.name
         misplaced = _ONLY_FLAGS if file else _ONLY_FILES
@@ -315,11 +317,8 @@ class Layers:
             self._refuse(entry, misplaced[name], code="misplaced")
             return None
         if name in UNSUPPORTED:
-            if not is_off(name, entry.value):
-                off = " or ".join(map(quote, UNSUPPORTED[name].off))
-                message = f"{quote(entry.value)} is not supported: {UNSUPPORTED[name].reason}"
-                hint = f"remove it, or leave it at {off}"
-                self._refuse(entry, message, hint, code="unsupported")
+            # Whether it matters is known with the values of all layers.
+            self.idle[name] = entry
             return None
         try:
             value = self._converted(entry, file)
@@ -398,6 +397,10 @@ class Layers:
             from titanlite.config.converters import settle
 
             settle(self)
+        if self.idle:
+            from titanlite.config import idle_names
+
+            idle_names.settle(self)
         sources: dict[str, Source] = {}
         deferred: dict[str, Any] = {}
         claims: list[Claim] = []

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from titanlite.models import llama_hf
-from titanlite.models.deepseek_v3 import DeepSeekV3Args
+from titanlite.models.deepseek_args import DeepSeekV3Args
 from titanlite.models.expert_hf import feed_forward_names
 from titanlite.models.hf_names import HFName, entry_of
 

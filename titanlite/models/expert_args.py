@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama
 from titanlite.models.llama_args import LlamaArgs, block_names
-from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
+from titanlite.models.spec import Misfit, ShapeError, Size
 
 if TYPE_CHECKING:
-    from torch import nn
     from typing_extensions import Self
 
 #: How a router makes scores of its logits.
@@ -236,45 +232,6 @@ class ExpertArgs(LlamaArgs):
         router = (self.dim + self.router_bias) * self.n_experts
         every = router + 3 * self.dim * self.shared_width
         return self.n_experts * expert + every, self.top_k * expert + every
-
-
-_MATRIX = re.compile(
-    r"layers\.(\d+)\.feed_forward\."
-    r"(?:gate\.(weight|bias)|experts\.(w[123])|shared\.(w[123])\.weight)"
-)
-
-
-def init_rule(name: str, args: ExpertArgs) -> Init:
-    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
-    router as w1, its bias as zero.
-    """
-    match = _MATRIX.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return llama.init_rule(name, args)
-    if match[2] == "bias":
-        return Init("zeros")
-    is_residual = (match[3] or match[4]) in ("w2", "w3")
-    return llama.linear_init(int(match[1]) if is_residual else None)
-
-
-def _build(args: ExpertArgs) -> nn.Module:
-    from titanlite.models.moe import MoEDecoder
-
-    return MoEDecoder(args)
-
-
-def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
-    """Return the spec of a family of decoders with experts.
-
-    different: fields of `ModelSpec` that are not as Mixtral's.
-    """
-    common = {
-        "build": _build,
-        "init_rule": init_rule,
-        "tensor_plan": None,
-        "experts": experts_of,
-    }
-    return llama.decoder_spec(name, flavors, **{**common, **different})
 
 
 def experts_of(args: ExpertArgs) -> dict[str, int]:

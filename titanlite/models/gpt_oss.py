@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_args, llama
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models import expert_family, llama
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
@@ -33,6 +34,8 @@ class GptOssArgs(ExpertArgs):
 
     top_k: int = 4
     aux_loss: float = 0.001
+    #: Step by which each expert's bias moves after an update; 0: there are no biases.
+    bias_update: float = 0.0
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 64
     #: Tokens that a token attends to in the first, third, … block, itself and those before it. In
@@ -107,7 +110,7 @@ def init_rule(name: str, args: GptOssArgs) -> Init:
     """
     match = _OWN.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_args.init_rule(name, args)
+        return expert_family.init_rule(name, args)
     if name.endswith(("bias", "sinks.weight")):
         return Init("zeros")
     if name.endswith("experts.down"):
@@ -149,6 +152,8 @@ def hf_names(args: GptOssArgs) -> dict[str, Any]:
     """Return our parameter name → Hugging Face's."""
     from titanlite.models import llama_hf
 
+    _check_bias(args)
+
     experts: dict[str, HFName] = {
         "feed_forward.gate.weight": "mlp.router.weight",
         "feed_forward.gate.bias": "mlp.router.bias",
@@ -183,6 +188,7 @@ def hf_config(args: GptOssArgs) -> dict[str, Any]:
     """
     from titanlite.models import llama_hf
 
+    _check_bias(args)
     return llama_hf.hf_config(args, "gpt_oss") | {
         "architectures": ["GptOssForCausalLM"],
         **_FIXED,
@@ -195,6 +201,14 @@ def hf_config(args: GptOssArgs) -> dict[str, Any]:
         "sliding_window": args.window or GptOssArgs.window,
         "layer_types": _layer_types(args),
     }
+
+
+def _check_bias(args: GptOssArgs) -> None:
+    if args.expert_bias:
+        raise ValueError(
+            f"bias_update is {args.bias_update}, and GPT-OSS in `transformers` has no biases of "
+            "experts"
+        )
 
 
 def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.autograd import RMSNorm
-from titanlite.models.deepseek_v3 import LATENT_NORM_EPS, DeepSeekV3Args
+from titanlite.models.deepseek_args import LATENT_NORM_EPS, DeepSeekV3Args
 from titanlite.models.layers import SdpaAttention
 from titanlite.models.moe import MoEBlock, MoEDecoder
 from titanlite.models.rope import Rotation

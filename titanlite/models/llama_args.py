@@ -183,7 +183,7 @@ class LlamaArgs:
 
     @property
     def is_latent(self) -> bool:
-        """Return whether keys and values come from a latent (`deepseek_v3`)."""
+        """Return whether keys and values come from a latent (`deepseek_args`)."""
         return False
 
     @property

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:

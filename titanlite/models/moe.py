@@ -44,8 +44,6 @@ class MoE(nn.Module):
     way.
     """
 
-    expert_bias: Tensor | None
-
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__()
         self.routing = Routing.of(args)

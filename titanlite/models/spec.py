@@ -139,9 +139,6 @@ class ModelSpec:
     #: expert parallelism the module that holds their parameters [experts, …] has an attribute
     #: `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
-    #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
-    #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
-    why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
     #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names:
@@ -153,6 +150,12 @@ class ModelSpec:
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
+    #: Whether tensor-parallel ranks hold whole activations between products: `tensor_plan` then has
+    #: the kinds of `titanlite.parallel.tensor_whole`.
+    whole_activations: bool = False
+    #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
+    #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
+    why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
 
     def build_on_meta(self, args: Any) -> nn.Module:
         """Build the module on the meta device, in float32 (the masters of mixed precision) with

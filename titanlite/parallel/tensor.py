@@ -86,15 +86,15 @@ def apply_tp(
     Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a
     parameter that no module of the plan covers.
     """
-    shared = _shared_parameters(model)
+    shared = shared_parameters(model)
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}
     parallelize_module(model, mesh, _styles(modules, kinds, mesh, shard_logits))
     _hook(modules, kinds, mesh)
     for first, *others in shared:
         for name in others:
-            _tie(model, first, name)
-    _check_all_divided(model)
+            tie(model, first, name)
+    check_all_divided(model)
 
 
 def _styles(
@@ -133,7 +133,8 @@ def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceM
             modules[name].register_forward_hook(lambda module, args, output: output.clone())
 
 
-def _check_all_divided(model: nn.Module) -> None:
+def check_all_divided(model: nn.Module) -> None:
+    """Raise ParallelismError for a parameter that no plan has made a DTensor."""
     parameters = model.named_parameters()
     left = [name for name, parameter in parameters if not isinstance(parameter, DTensor)]
     if left:
@@ -254,7 +255,7 @@ class _Placed(ParallelStyle):
         return distribute_module(module, device_mesh, place)
 
 
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
+def shared_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has more than one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -262,7 +263,7 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _tie(model: nn.Module, first: str, name: str) -> None:
+def tie(model: nn.Module, first: str, name: str) -> None:
     """Make parameter `name` be parameter `first` again: each module has got a divided one of its
     own.
     """

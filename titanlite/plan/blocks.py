@@ -14,7 +14,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
-    from titanlite.models.deepseek_v3 import DeepSeekV3Args
+    from titanlite.models.deepseek_args import DeepSeekV3Args
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class Shape:
     def gradient(self, size: int) -> int:
         """Return the bytes of the gradient of a weight of `size` bytes."""
         return size if self.products.trains else 0
+
+    def input_of(self, x: str) -> tuple[str, ...]:
+        """Return what a product keeps of its input, for the gradient of its weight."""
+        return (x,) if self.products.trains else ()
 
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""

@@ -76,7 +76,10 @@ def _products(step: StepSizes) -> float:
     for linear in step.linears:
         size = linear.size
         peak = step.products.peak(linear)
-        one = step.rates.product(step.tokens, size.in_features, size.out_features, peak)
+        tokens = step.tokens
+        if step.mesh.tensor > 1 and step.tensor_plan.get(linear.names[0]) == "sequence":
+            tokens //= step.mesh.tensor
+        one = step.rates.product(tokens, size.in_features, size.out_features, peak)
         seconds += len(linear.names) * one
     return seconds
 

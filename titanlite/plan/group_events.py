@@ -50,7 +50,8 @@ class GroupEvents:
         yield Alloc("gathered weights", group, self._whole(group))
         # Some are put in order by a copy.
         copied = self._whole(group, copied=True)
-        yield Run(phase, first, {"communication": buffer + copied})
+        # torch still holds the buffer before while it copies.
+        yield Run(phase, first, {"communication": held + buffer + copied})
 
     def free(self, group: Group) -> Iterator[Event]:
         """Free a group's whole weights, if they are there."""

@@ -282,9 +282,11 @@ class StepSizes:
     def left_out(self) -> float:
         """Share of a block's products that recomputation leaves out.
 
-        Experts save the result of their last product. Blocks of transformers may end in a norm.
+        Experts save the result of their last product. Blocks of transformers may end in a norm, as
+        do those of families with norms after.
         """
-        ends_in_product = not self.experts.flops and self.spec.name != "hf"
+        has_last_norm = getattr(self.args, "norm_placement", "before") != "before"
+        ends_in_product = not self.experts.flops and self.spec.name != "hf" and not has_last_norm
         if not self.linears or not ends_in_product or not self.stops_early:
             return 0.0
         sizes = [linear.weights for linear in self.linears]

@@ -176,5 +176,9 @@ def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
         matrices["feed_forward.gate"] = shape.experts.router
     for name, (rows, columns) in matrices.items():
         yield Weight(rows, columns, shards, (rows, columns), shape.products.gathered_bytes(name))
-    for length in (*args.block_norms().values(), *args.attention_extras().values()):
+    for length in args.block_norms().values():
         yield Weight(length, 1, shards)
+    # A norm over all heads is divided as they are.
+    divided = mesh.tensor if args.qk_norm_whole else 1
+    for length in args.attention_extras().values():
+        yield Weight(length // divided, 1, shards)

@@ -95,6 +95,11 @@ def refused_keys(args: Any, run: RunConfig) -> Iterator[Finding]:
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
+        _TP: run.mesh.tensor > 1,
+        "float8.enable_float8_linear": run.float8.enable_float8_linear,
+        "experimental.enable_async_tensor_parallel": (
+            run.experimental.enable_async_tensor_parallel
+        ),
     }
     for key, is_on in keys.items():
         reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""

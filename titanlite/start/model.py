@@ -163,11 +163,13 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
-    if getattr(parts.args, "bias_update", 0.0) and run.spec.experts is not None:
+    # Beside adapters the biases are frozen, as all that no checkpoint holds.
+    moves = 0.0 if run.lora.rank else getattr(parts.args, "bias_update", 0.0)
+    if moves and run.spec.experts is not None:
         from titanlite.features.experts.balance import ExpertBalance
 
         experts = run.spec.experts(parts.args)
-        train_step.balance = ExpertBalance(model, experts, parts.args.bias_update, device)
+        train_step.balance = ExpertBalance(model, experts, moves, device)
     float8 = float8_of(run.float8)
     if float8 is not None:
         train_step.after_update = float8.after_update(model, parts.mesh)

@@ -85,7 +85,10 @@ class ContextParallel(Feature):
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Keys and values are gathered, and their gradients scattered."""
         mesh = step.mesh
-        heads = getattr(step.args, "kv_heads", 0) * getattr(step.args, "head_dim", 0)
+        args = step.args
+        # Values of latent attention are filled up to the width of keys.
+        width = getattr(args, "qk_head_dim", getattr(args, "head_dim", 0))
+        heads = getattr(args, "kv_heads", 0) * width
         size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
         one = step.rates.collective(size, mesh.context, mesh.tensor)
         return {"context traffic": step.blocks * (2 + step.recomputed) * one}

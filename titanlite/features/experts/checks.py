@@ -22,8 +22,8 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     ranks = run.mesh.expert
     if run.mesh.tensor > 1:
         message = (
-            f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them "
-            "more than once"
+            f"is {ranks}: tensor-parallel ranks have all experts each, and cannot share them with "
+            "others"
         )
         yield "conflict", DEGREE, message, f"set {_TP} = 1, or this key"
     if run.activation_checkpoint.mode == "budget":

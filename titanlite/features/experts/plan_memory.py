@@ -118,10 +118,10 @@ class ExpertMemory:
         outer = rows * a.dim * s.size
         weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         return [
-            Op("g", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
-            Op("u", inner, reads=(x,), saves=(x,), weight=weight, kind="matmul"),
+            Op("g", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
+            Op("u", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
             Op("m", inner, reads=("g", "u"), saves=("g", "u")),
-            Op("e", outer, reads=("m",), saves=("m",), weight=weight, kind="matmul", holds=(x,)),
+            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
         ]
 
     def matrices(self) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ class Float8Feature(Feature):
         return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
 
     def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.misfits(run, args, self.multiple)
+        return checks.misfits(run, args, self.choices, self.multiple)
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         return checks.wide_filters(run)

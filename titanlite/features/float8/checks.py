@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, contains, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
-from titanlite.features.float8.choice import MULTIPLE, Float8Choice, choose_linears, name_filters
+from titanlite.features.float8.choice import Float8Choice, name_filters
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ShapeError
 from titanlite.parallel import ParallelismError
@@ -78,7 +78,11 @@ EXCLUDES = [
 # The model on its ranks
 
 
-def misfits(run: RunConfig, args: Any, multiple: int = MULTIPLE) -> Iterator[Finding]:
+#: Decides for all linears of a model.
+Choose = Callable[[Linears], list[Float8Choice]]
+
+
+def misfits(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterator[Finding]:
     """Check that float8 can take the products of the model, and that it takes some.
 
     multiple: each dimension of a product must be one of it.
@@ -86,7 +90,7 @@ def misfits(run: RunConfig, args: Any, multiple: int = MULTIPLE) -> Iterator[Fin
     # A head of any size stays.
     known = replace(args, vocab_size=args.vocab_size or 1)
     linears = linears_of(run.spec, known, run.mesh.tensor)
-    choices = choose_linears(linears, run.float8, multiple)
+    choices = choose(linears)
     unknown = list(_unknown_filters(run.float8, linears))
     yield from unknown
     if not unknown:

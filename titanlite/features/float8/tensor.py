@@ -37,7 +37,7 @@ def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyl
     if kind == "rowwise":
         made = styles["rowwise"](output_layouts=output)
     elif kind == "gathered":
-        made = styles["colwise"](input_layouts=Shard(1))
+        made = styles["gathered"](input_layouts=Shard(1))
     else:
         made = styles["colwise"]()
     return cast(ParallelStyle, made)
@@ -64,6 +64,10 @@ def _styles(sends: bool) -> dict[str, Any]:
     class Colwise(colwise):
         _prepare_input_fn = _prepare_input(colwise, ColwiseParallel)
 
+    class Gathered(colwise):
+        # torchao casts the input and then gathers it.
+        _prepare_input_fn = _prepare_input(colwise if sends else ColwiseParallel, ColwiseParallel)
+
     class Rowwise(rowwise):
         _prepare_input_fn = _prepare_input(rowwise, RowwiseParallel)
 
@@ -75,7 +79,7 @@ def _styles(sends: bool) -> dict[str, Any]:
             style: Any = rowwise if sends else RowwiseParallel
             return style._prepare_output_fn(output_layouts, use_local, module, outputs, mesh)
 
-    return {"colwise": Colwise, "rowwise": Rowwise}
+    return {"colwise": Colwise, "gathered": Gathered, "rowwise": Rowwise}
 
 
 # One function for all blocks: `titanlite.parallel.tensor` makes one class for each.

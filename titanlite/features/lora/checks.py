@@ -128,7 +128,7 @@ def _not_divided(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Find
         message = f"is {run.lora.dropout:g}, and the ranks of {_TP} would drop alike in {kinds}"
         hint = f"set it to 0, leave them out of {TARGETS}, or set {_TP} = 1"
         yield "conflict", "lora.dropout", message, hint
-    if run.float8.enable_float8_linear:
+    if run.float8.enable_float8_linear and not run.float8.is_mx:
         message = f"excludes float8.enable_float8_linear with {_TP} = {run.mesh.tensor}"
         hint = (
             "there linears get their inputs in float8 alone, and adapters compute in high "

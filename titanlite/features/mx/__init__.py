@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
+    from titanlite.features.float8.choice import Float8Choice
     from titanlite.features.mx.plan_memory import MXMemory
     from titanlite.features.mx.plan_speed import MXSpeed
     from titanlite.models.linears import Linears
@@ -37,6 +38,9 @@ class MXFeature(Float8Feature):
     """
 
     multiple = checks.BLOCK
+
+    def choices(self, linears: Linears) -> list[Float8Choice]:
+        return [checks.divided(choice, linears) for choice in super().choices(linears)]
 
     # Before the ranks start
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.config.rules import Finding, Rule, contains
 from titanlite.config.sections import AUTO_FILTER
 from titanlite.features.float8.checks import FILTERS, GATHER, PRECOMPUTE, RECIPE
+from titanlite.features.float8.choice import Float8Choice
+from titanlite.models.linears import Linears
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
@@ -16,6 +19,8 @@ DTYPE = "training.mixed_precision_param"
 #: Numbers that share a scale, along the dimension that a product sums over (OCP Microscaling
 #: Formats 1.0, section 5.2).
 BLOCK = 32
+#: Ways of tensor parallelism that divide a weight.
+DIVIDED = ("colwise", "gathered", "rowwise")
 #: Where the scale of a block lies beside the largest number over the largest of E4M3, by recipe.
 ROUNDED = {"mxfp8": "up", "mxfp8_floor": "down"}
 
@@ -35,6 +40,17 @@ EXCLUDES = [
 
 
 # The model on its ranks
+
+
+def divided(choice: Float8Choice, linears: Linears) -> Float8Choice:
+    """Return the decision for a kind of linear, where ranks of tensor parallelism share the work.
+
+    Each rank rounds its part of a weight. A whole weight has tokens of several ranks, and blocks of
+    them.
+    """
+    if choice.reason or linears.tensor == 1 or linears.plan.get(choice.names[0]) in DIVIDED:
+        return choice
+    return replace(choice, reason="tensor parallelism does not divide it")
 
 
 def high_precision(run: RunConfig) -> Iterator[Finding]:

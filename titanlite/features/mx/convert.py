@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from titanlite.features.float8.rounded import RoundedLinear
+from titanlite.features.mx.checks import DIVIDED
 from titanlite.features.mx.package import Product, product
 from titanlite.parallel import ParallelismError
 
@@ -53,6 +55,12 @@ class MXLinear(RoundedLinear):
             return F.linear(input, self.exact(), self.bias)
         output = self._product(input)
         return output if self.bias is None else output + self.bias
+
+    def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> None:
+        """Take torch's style. Raises ParallelismError for one that leaves the weight whole."""
+        if kind not in DIVIDED:
+            known = ", ".join(DIVIDED)
+            raise ParallelismError(f"a linear in MXFP8 is divided as {known}, and not as {kind}")
 
     def _product(self, input: Tensor) -> Tensor:
         if isinstance(self.weight, DTensor):

@@ -5,6 +5,8 @@
     skeleton.py      facts, read from the model on the meta device
     chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
     documents.py     attention within documents, for `data.mask_documents`
+    tensor.py        the plan of tensor parallelism
+    extras.py        what the module asks of chunks.py and documents.py
 
 Parameters have the names of `transformers`. All that the spec says is read from the model itself,
 built on the meta device. `transformers` and torch are imported when such a model is asked for.
@@ -22,6 +24,7 @@ from titanlite.models.hf.counts import (
     fsdp_units,
     hf_names,
     linears,
+    sublayer_names,
 )
 from titanlite.models.hf.skeleton import HEAD
 from titanlite.models.spec import ModelSpec
@@ -31,17 +34,41 @@ __all__ = ["HFArgs", "SPEC", "args_from_hf", "config_file", "read_args", "read_c
 
 def _build(args: HFArgs) -> Any:
     from titanlite.models.hf.causal import causal_model
+    from titanlite.models.hf.extras import Extras
 
-    return causal_model(args.skeleton.config, (args.config, args.vocab_size))
+    return causal_model(args.skeleton.config, Extras(args))
+
+
+def _tensor_plan(args: HFArgs) -> dict[str, str]:
+    from titanlite.models.hf.tensor import plan_of
+
+    return dict(plan_of(args))
+
+
+def _tensor_sizes(args: HFArgs) -> dict[str, int]:
+    from titanlite.models.hf.tensor import tensor_sizes
+
+    return tensor_sizes(args)
 
 
 def _why_not(args: HFArgs, key: str, tensor: int) -> str:
+    """Return why a model cannot do what a key asks for; "": it can."""
     if key == "training.loss_chunks":
         from titanlite.models.hf.chunks import why_no_chunks
 
-        return why_no_chunks(args.skeleton)
+        return why_no_chunks(args)
     if key == "data.mask_documents":
-        return args.skeleton.way[1]
+        from titanlite.models.hf.documents import way_of
+
+        return way_of(args)[1]
+    if key == "training.tensor_parallel_degree":
+        from titanlite.models.hf.tensor import why_no_tensor
+
+        return why_no_tensor(args, tensor)
+    if key == "float8.enable_float8_linear" and tensor > 1:
+        return "tensor parallelism of a model of transformers has no float8"
+    if key == "experimental.enable_async_tensor_parallel":
+        return "ranks hold whole activations, and gather none that could overlap"
     return ""
 
 
@@ -58,6 +85,10 @@ SPEC = ModelSpec(
     head=HEAD,
     fsdp_units=fsdp_units,
     linears=linears,
+    tensor_plan=_tensor_plan,
+    tensor_sizes=_tensor_sizes,
+    whole_activations=True,
+    sublayer_names=sublayer_names,
     why_not=_why_not,
     tied=lambda args: dict(args.skeleton.tied),
     hf_names=hf_names,

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The arguments of `titanlite.models.hf.skeleton.skeleton_of`: content of config.json, vocab_size.
-Key = tuple[str, int]
+    from titanlite.models.hf.extras import Extras
 
 
-def causal_model(config: Any, key: Key | None = None) -> Any:
+def causal_model(config: Any, extras: Extras | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    key: where its skeleton is found, for what a run of plain logits does not need.
+    extras: for documents, and for a head that computes the loss.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -29,7 +28,7 @@ def causal_model(config: Any, key: Key | None = None) -> Any:
         model = make(attn_implementation="eager")
     cls: Any = type(model)
     model.__class__ = _logits_class(cls)
-    model.skeleton_key = key
+    model.extras = extras
     return model
 
 
@@ -54,9 +53,7 @@ def _logits_class(cls: Any) -> Any:
             """
             if labels is None or loss is None:
                 return _logits(self, tokens, doc_ids)
-            from titanlite.models.hf.chunks import loss_of_head
-
-            return loss_of_head(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
+            return self.extras.loss(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
 
         def init_buffers(self) -> None:
             """Compute the buffers by the model's own rules, which leave marked parameters as they
@@ -76,22 +73,10 @@ def _logits_class(cls: Any) -> Any:
 
 def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the logits as the class of `transformers` computes them."""
-    context = _unpacked() if doc_ids is None else _packed(model, doc_ids)
+    context = _unpacked() if doc_ids is None else model.extras.packed(model, doc_ids)
     with context as more:
         logits: Tensor = model.plain_forward(input_ids=tokens, use_cache=False, **more).logits
     return logits
-
-
-def _packed(model: Any, doc_ids: Tensor) -> Any:
-    from titanlite.models.hf import documents
-    from titanlite.models.hf.skeleton import skeleton_of
-
-    way, reason = skeleton_of(*model.skeleton_key).way
-    if not way:
-        raise ValueError(f"attention cannot stop at documents: {reason}")
-    if way == documents.VARLEN and model.config._attn_implementation != documents.NAME:
-        documents.exchange(model)
-    return documents.within(doc_ids, way)
 
 
 @contextlib.contextmanager

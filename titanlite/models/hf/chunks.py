@@ -7,16 +7,17 @@ logits after the head, as a soft cap, becomes a part of the loss: see `Tail`.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.hf.skeleton import HEAD, skeleton_of
+from titanlite.models.hf.skeleton import HEAD
 
 if TYPE_CHECKING:
-    from titanlite.models.hf.skeleton import Skeleton
+    from titanlite.models.hf.args import HFArgs
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -96,8 +97,15 @@ def find_tail(model: Any) -> Tail | None:
     return tail
 
 
-def why_no_chunks(known: Skeleton) -> str:
+@functools.lru_cache(maxsize=8)
+def tail_of(args: HFArgs) -> Tail | None:
+    """Return what a model does to its logits; None: nothing. Raises as `find_tail`."""
+    return find_tail(args.skeleton.model)
+
+
+def why_no_chunks(args: HFArgs) -> str:
     """Return why the loss of a model cannot be computed in chunks; "": it can."""
+    known = args.skeleton
     name = type(known.model).__name__
     head: Any = known.model.get_output_embeddings()
     if known.head != HEAD:
@@ -105,7 +113,7 @@ def why_no_chunks(known: Skeleton) -> str:
     if type(head) is not nn.Linear or head.bias is not None:
         return f"the head of {name} is no plain linear without bias: {head}"
     try:
-        _ = known.tail
+        tail_of(args)
     except Exception as error:  # code of `transformers` raises any class
         return (
             f"what {name} does to its logits after the head cannot be run by chunks: "
@@ -115,13 +123,17 @@ def why_no_chunks(known: Skeleton) -> str:
 
 
 def loss_of_head(
-    model: Any, run: Callable[[], Tensor], labels: Tensor, loss: LossFunction
+    model: Any,
+    tail: Tail | None,
+    run: Callable[[], Tensor],
+    labels: Tensor,
+    loss: LossFunction,
 ) -> Tensor:
     """Return the loss that the head of `model` computes while `run` runs the model.
 
-    labels: [batch, seq] int64. loss: of logits as the model returns them.
+    tail: what the model does to its logits. labels: [batch, seq] int64. loss: of logits as the
+    model returns them.
     """
-    tail = skeleton_of(*model.skeleton_key).tail
 
     def of_head(logits: Tensor, labels: Tensor) -> Tensor:
         return loss(logits if tail is None else tail(logits), labels)

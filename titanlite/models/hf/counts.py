@@ -20,6 +20,18 @@ def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
     return [(known.embedding,), *blocks, (known.head,)]
 
 
+def sublayer_names(args: HFArgs) -> list[str]:
+    """Return the parts of each block that have linears, as attention and feed-forward."""
+    from torch import nn
+
+    names = []
+    for block in args.skeleton.blocks:
+        for name, part in args.skeleton.model.get_submodule(block).named_children():
+            if any(isinstance(module, nn.Linear) for module in part.modules()):
+                names.append(f"{block}.{name}")
+    return names
+
+
 def linears(args: HFArgs) -> dict[str, Size]:
     """Return name → size of every linear, but not of a head with another name than `lm_head`."""
     from torch import nn

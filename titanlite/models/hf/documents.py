@@ -8,10 +8,11 @@ the positions, [batch, 1, seq, seq].
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,11 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import document_begins, document_positions
 from titanlite.models.document_attention import DocumentMask, document_mask
+from titanlite.models.hf.causal import causal_model
+
+if TYPE_CHECKING:
+    from titanlite.models.hf.args import HFArgs
+    from titanlite.models.hf.skeleton import Skeleton
 
 #: How a model's attention stops at documents.
 VARLEN = "varlen"
@@ -163,11 +169,10 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
 # Which way a model can go
 
 
-def find_way(known: Any) -> tuple[str, str]:
-    """Return how attention of a model stops at documents, or "" and why it cannot.
-
-    known: the `Skeleton` of the model.
-    """
+@functools.lru_cache(maxsize=8)
+def way_of(args: HFArgs) -> tuple[str, str]:
+    """Return how attention of a model stops at documents, or "" and why it cannot."""
+    known = args.skeleton
     reason = _excluded(known)
     if reason:
         return "", reason
@@ -178,7 +183,7 @@ def find_way(known: Any) -> tuple[str, str]:
     return "", reason
 
 
-def _excluded(known: Any) -> str:
+def _excluded(known: Skeleton) -> str:
     """Return what carries more from document to document than attention does; "": nothing."""
     model = known.model
     name = type(model).__name__
@@ -203,10 +208,8 @@ def _takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(forward).parameters
 
 
-def _tried(known: Any, way: str) -> str:
+def _tried(known: Skeleton, way: str) -> str:
     """Run the model on the meta device; return why a block gets no mask, "" if all do."""
-    from titanlite.models.hf.causal import causal_model
-
     with torch.device("meta"):
         model = causal_model(known.config)
     if way == VARLEN:

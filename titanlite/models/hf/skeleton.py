@@ -16,8 +16,6 @@ from titanlite.models.spec import Init
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.models.hf.chunks import Tail
-
 
 #: Name of the linear that computes the logits, in all but a few models.
 HEAD = "lm_head"
@@ -37,23 +35,6 @@ class Skeleton:
     #: Names of the embedding of tokens and of the head.
     embedding: str
     head: str
-
-    @functools.cached_property
-    def tail(self) -> Tail | None:
-        """What the model does to its logits after the head; None: nothing.
-
-        Raises what `titanlite.models.hf.chunks.find_tail` raises.
-        """
-        from titanlite.models.hf.chunks import find_tail
-
-        return find_tail(self.model)
-
-    @functools.cached_property
-    def way(self) -> tuple[str, str]:
-        """How attention stops at documents, or "" and why it cannot."""
-        from titanlite.models.hf.documents import find_way
-
-        return find_way(self)
 
 
 @functools.lru_cache(maxsize=8)

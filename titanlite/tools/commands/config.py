@@ -18,7 +18,7 @@ from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
-from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
@@ -303,9 +303,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     if name in sections():
         return _explain_section(config, name, style)
     if name in UNSUPPORTED:
-        off, reason = UNSUPPORTED[name]
-        head = f"{style.bold(name)} is a key of other trainers without effect here."
-        return f"{head}\n  accepted  {' or '.join(map(quote, off))}\n  otherwise refused: {reason}"
+        return _explain_unsupported(name, style)
     name = table_of(name) or name
     if key_of(name) not in keys():
         problem = unknown(name, COMMAND_LINE)
@@ -321,6 +319,15 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     return "\n".join(lines)
 
 
+def _explain_unsupported(name: str, style: Style) -> str:
+    key = UNSUPPORTED[name]
+    head = f"{style.bold(name)} is a key of other trainers without effect here."
+    accepted = " or ".join(map(quote, key.off))
+    if key.switch:
+        accepted = f"{accepted}; any value while {key.switch} leaves it off"
+    return f"{head}\n  accepted  {accepted}\n  otherwise refused: {key.reason}"
+
+
 def _facts(key: Key) -> Iterator[tuple[str, str]]:
     """Yield what is true of a key in every config: a label, and its text."""
     yield "type", key.expected
@@ -331,10 +338,10 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         files = "for a file that says so or uses later names of older keys"
         yield "dialect 2026", f"default {default}, {files}"
     if key.name == "model.flavor":
-        flavors = []
-        for there, (here, _) in LATER_FLAVORS.items():
-            flavors.append(f"{quote(there)} is {quote(here)}")
-        yield "dialect 2026", f"of llama3 {', '.join(flavors)}, in such a file"
+        models = []
+        for (name, flavor), later in LATER_MODELS.items():
+            models.append(f"{name} {flavor} is {later.name or name} {later.flavor}")
+        yield "dialect 2026", f"in such a file {', '.join(models)}"
     for other in names_of(key.name):
         yield "also", f"{other.name} ({other.relation})"
     entry = NOT_IMPLEMENTED.get(key.name)

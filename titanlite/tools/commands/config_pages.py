@@ -17,12 +17,12 @@ from titanlite.config.aliases import (
     Alias,
     names_of,
 )
-from titanlite.config.dialect import LATER_DEFAULTS, LATER_FLAVORS
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.toml import quote
-from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
 from titanlite.tools import render_page
 
@@ -89,14 +89,24 @@ def markdown() -> str:
             (_code(key), _value(there), _value(keys()[key].default))
             for key, there in LATER_DEFAULTS.items()
         ],
-        flavors=[
-            (_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()
-        ],
-        off=[
-            (_code(name), " or ".join(map(_value, key.off)), key.reason)
-            for name, key in UNSUPPORTED.items()
-        ],
+        models=[_later_model(model) for model in LATER_MODELS],
+        off=[(_code(name), _accepted(key), key.reason) for name, key in UNSUPPORTED.items()],
     ).rstrip()
+
+
+def _later_model(model: tuple[str, str]) -> tuple[str, str, str, str]:
+    """Return the row of a model of torchtitan 0.2.x."""
+    name, flavor = model
+    later = LATER_MODELS[model]
+    keys_ = ", ".join(f"{_code(key)} = {_value(value)}" for key, value in later.settings.items())
+    there = f"{_code(name)} {_code(flavor)}"
+    return there, f"{_code(later.name or name)} {_code(later.flavor)}", later.difference, keys_
+
+
+def _accepted(key: Unsupported) -> str:
+    """Return the values of an unsupported key that are accepted."""
+    values = " or ".join(map(_value, key.off))
+    return f"{values}; any while {_code(key.switch)} is off" if key.switch else values
 
 
 def _row(key: Key) -> tuple[str, str, str, str]:
@@ -156,9 +166,12 @@ def json_schema() -> Schema:
     }
     for alias in ALIASES.values():
         _place(found, alias.name, _alias(alias))
-    for name, (off, reason) in UNSUPPORTED.items():
-        description = f"Without effect here, accepted switched off: {reason}."
-        _place(found, name, {"description": description, "deprecated": True, "enum": list(off)})
+    for name, key in UNSUPPORTED.items():
+        description = f"Without effect here, accepted switched off: {key.reason}."
+        entry: Schema = {"description": description, "deprecated": True}
+        if not key.switch:
+            entry["enum"] = list(key.off)
+        _place(found, name, entry)
     return found
 
 

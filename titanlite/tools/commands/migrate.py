@@ -21,7 +21,6 @@ from titanlite.config.aliases import (
     key_of,
     normalized,
 )
-from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, read_text
@@ -275,8 +274,9 @@ class _Rewriter:
             raw = quote(value)
         old = f"{name} = {' '.join(raw.split())}"
         reason = self._reason(name)
-        if name in UNSUPPORTED and is_off(name, value):
-            reason = f"{UNSUPPORTED[name].reason} (it was off)"
+        if name in UNSUPPORTED and not reason:
+            state = "it was off" if is_off(name, value) else "it had no effect"
+            reason = f"{UNSUPPORTED[name].reason} ({state})"
         if reason:
             self._change("without equivalent", line, f"{old}: no equivalent: {reason}")
             return "", [f"# no equivalent: {reason}", _commented(f"{name} = {raw}")]
@@ -305,8 +305,9 @@ class _Rewriter:
     def _new_text(self, name: str, value: Any, raw: str) -> str:
         """Return a value as titanlite writes it. raw: its text in the file."""
         key = key_of(name)
-        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
-        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
+        is_model = key in ("model.name", "model.flavor")
+        is_other_model = is_model and self.before.source(key).written != name
+        if is_other_model or (name in ALIASES and ALIASES[name].convert):
             return escaped(quote(self.before.value(key)))
         if isinstance(value, str) and (name in COMMA_LISTS or (key, value) in VALUE_NAMES):
             # Its environment variables stay.
@@ -318,15 +319,16 @@ class _Rewriter:
         last statement.
         """
         self.here.body += self.gap
-        for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling", "float8.recipe_name"):
-            source = self.before.source(key)
-            text = quote(self.before.value(key))
-            if (source.kind, source.file) == ("dialect", self.file):
-                self._change("defaults written out", source.line or 0, f"{key} = {text}")
-                self.section(key).body.append(
-                    f"{key.partition('.')[2]} = {text}  # default of the later dialect"
-                )
-                self.section(key).has_keys = True
+        values = dict(self.before.entries())
+        for key, source in self.before.sources.items():
+            if (source.kind, source.file) != ("dialect", self.file) or key not in values:
+                continue
+            text = quote(values[key])
+            self._change("defaults written out", source.line or 0, f"{key} = {text}")
+            self.section(key).body.append(
+                f"{key.partition('.')[2]} = {text}  # default of the later dialect"
+            )
+            self.section(key).has_keys = True
 
     def text(self) -> str:
         """Return the new text."""

@@ -1,0 +1,367 @@
+"""Every TOML file of torchtitan's releases 0.1.0 to 0.2.2 is read, or refused for a reason.
+
+TORCHTITAN.md has the same as a table (`python tests/config/test_torchtitan_files.py --write` renews
+it).
+
+torchtitan_files.json has the keys and values of those files, written by `python
+scripts/check_configs.py FOLDER --keys`, where each folder in FOLDER is a release.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import read_text
+from titanlite.config.toml import quote
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import fitted, smallest_world
+from titanlite.tools.commands.migrate import migrate_text
+
+ROOT = Path(__file__).parents[2]
+FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "torchtitan_files.json").read_text())
+COMMON: dict[str, Any] = FOUND["common"]
+FILES: dict[str, dict[str, Any]] = FOUND["files"]
+#: What matters of the config.json that files for a model of transformers name by its id on the hub.
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+#: Families to come: a part of their files' names.
+WAITING = ("/llama4/",)
+#: A part of a file's name → why the file is refused.
+REFUSED = {
+    "/flux/": "model.name: .*makes images",
+    "/vlm/": "model.name: .*reads images",
+    "/llama3_ft/": "fault_tolerance.enable: true is not supported",
+    "deepseek_v2.toml": "model.name: .*prototype of torchtitan 0.1.0",
+    # torch's 1F1B refuses it in torchtitan, too.
+    "llama4_17bx128e.toml": "1F1B needs one for each of the 4 stages",
+}
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    entry = FILES[name]
+    kept = {key: value for key, value in COMMON.items() if key not in entry["without"]}
+    return kept | entry["keys"]
+
+
+def text_of(name: str) -> str:
+    return "".join(f"{key} = {quote(value)}\n" for key, value in keys_of(name).items())
+
+
+def run_of(text: str) -> RunConfig:
+    config, problems = read_text(text, Path("run.toml"))
+    if problems:
+        raise ConfigError(problems)
+    return fitted(config, smallest_world(config))
+
+
+def reason_of(name: str) -> str | None:
+    for part, reason in REFUSED.items():
+        if part in name:
+            return reason
+    return None
+
+
+#: (`model.name`, `model.flavor`) there → parameters of torchtitan 0.2.2's own model, which its code
+#: built on the meta device.
+SIZES = {
+    ("llama3", "debugmodel"): 6_163_712,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("qwen3", "debugmodel"): 31_987_968,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "debugmodel_moe"): 315_758_848,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+    ("deepseek_v3", "debugmodel"): 33_014_016,
+    ("deepseek_v3", "debugmodel_flex_attn"): 33_014_016,
+    ("deepseek_v3", "16B"): 15_706_484_224,
+    ("deepseek_v3", "236B"): 235_741_434_880,
+    ("deepseek_v3", "671B"): 671_026_404_352,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
+}
+#: Vocabulary of torchtitan's debug models.
+VOCABULARY = 2048
+RIGHT = [name for name in FILES if reason_of(name) is None]
+HERE_NOW = [name for name in RIGHT if not any(part in name for part in WAITING)]
+
+
+@pytest.fixture(autouse=True)
+def _model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the model of transformers that files name into the working directory."""
+    write_hub_model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def write_hub_model(folder: Path) -> None:
+    config = folder / "Qwen" / "Qwen3-4B-Instruct-2507" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(QWEN3_4B))
+
+
+def test_the_files_are_those_of_four_releases() -> None:
+    releases = [name.split("/")[0] for name in FILES]
+    assert {release: releases.count(release) for release in releases} == {
+        "0.1.0": 11,
+        "0.2.0": 20,
+        "0.2.1": 23,
+        "0.2.2": 23,
+    }
+    assert all(any(part in name for name in FILES) for part in REFUSED)
+
+
+def model_run(name: str, flavor: str, seq_len: int = 2048) -> RunConfig:
+    keys = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "training.local_batch_size": 1,
+        "training.seq_len": seq_len,
+    }
+    return run_of("".join(f"{key} = {quote(value)}\n" for key, value in keys.items()))
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_a_model_has_as_many_parameters_as_in_torchtitan(model: tuple[str, str]) -> None:
+    run = model_run(*model)
+    args = run.model_args()
+    if "debugmodel" in model[1]:
+        args = replace(args, vocab_size=VOCABULARY)
+    assert run.spec.count_parameters(args) == SIZES[model]
+
+
+def test_the_debug_model_of_gpt_oss_has_as_many_parameters_as_in_torchtitan() -> None:
+    """There it has the vocabulary of the large ones."""
+    run = model_run("gpt_oss", "debugmodel")
+    args = replace(run.model_args(), vocab_size=201088)
+    assert run.spec.count_parameters(args) == 183_397_920
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "16B", "671B"])
+def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> None:
+    """0.2.2, models/deepseek_v3/model/model.py: neither YaRN nor mscale up to the original
+    length.
+    """
+    short = model_run("deepseek_v3", flavor, 4096).model_args()
+    assert short.rope_scaling is None
+    assert short.score_factor == 1
+    long = model_run("deepseek_v3", flavor, 4097).model_args()
+    mscale = 1.0 if flavor == "671B" else 0.7
+    assert long.score_factor == pytest.approx((0.1 * mscale * math.log(40) + 1) ** 2)
+    assert (long.rope_scaling.factor, long.rope_scaling.beta_fast) == (40, 32)
+    keys = {"model.name": "deepseek_v3", "model.flavor": flavor, "training.local_batch_size": 1}
+    text = "".join(f"{key} = {quote(value)}\n" for key, value in keys.items())
+    own = run_of(f'{text}model.rope_scaling = {{rope_type = "linear", factor = 2.0}}\n')
+    assert own.model_args().rope_scaling.rope_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (("qwen3", "30B-A3B"), ("softmax", True, 1.0, 1, 8, 128, 0, 0.0, range(48))),
+        (("qwen3", "debugmodel_moe"), ("softmax", True, 1.0, 1, 8, 64, 0, 0.0, range(8))),
+        # The same numbers as a softmax of all, divided by the sum of the chosen.
+        (("gpt_oss", "debugmodel"), ("softmax_of_chosen", True, 1.0, 1, 4, 8, 0, 1e-3, range(4))),
+        (("gpt_oss", "20b"), ("softmax_of_chosen", True, 1.0, 1, 4, 32, 0, 1e-3, range(24))),
+        (("deepseek_v3", "debugmodel"), ("softmax", False, 1.0, 1, 3, 8, 2, 1e-3, range(1, 6))),
+        (("deepseek_v3", "16B"), ("softmax", False, 1.0, 1, 6, 64, 2, 1e-3, range(1, 27))),
+        (("deepseek_v3", "671B"), ("sigmoid", True, 2.5, 8, 8, 256, 1, 1e-3, range(3, 61))),
+    ],
+)
+def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[Any, ...]) -> None:
+    """Scores, whether they are divided by their sum, scale, groups, experts of a token, all, shared
+    ones, the step of the biases, and the blocks with experts. There is no auxiliary loss.
+    """
+    args = model_run(*model).model_args()
+    sparse = [index for index in range(args.n_layers) if args.of_block(index).n_experts]
+    block = args.of_block(sparse[0])
+    found = (block.score, block.norm_topk, block.route_scale, block.n_groups, block.top_k)
+    found += (block.n_experts, block.n_shared_experts, block.bias_update)
+    assert (*found, sparse) == (*wanted[:-1], list(wanted[-1]))
+    assert block.aux_loss == 0
+    assert not block.scales_input
+
+
+@pytest.mark.parametrize("name", HERE_NOW)
+def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_migrated(
+    name: str,
+) -> None:
+    keys = keys_of(name)
+    run = run_of(text_of(name))
+    assert run.batch.seq_len == keys["training.seq_len"]
+    assert run.batch.micro_batch_size == keys["training.local_batch_size"]
+    assert run.schedule.warmup_steps == keys["lr_scheduler.warmup_steps"]
+    assert run.schedule.total_steps == keys["training.steps"]
+    assert run.schedule.decay_type == keys.get("lr_scheduler.decay_type", "linear")
+    assert run.schedule.style == "titan-0.2"
+    assert run.optimizer.lr == keys["optimizer.lr"]
+    assert run.optimizer.eps == keys["optimizer.eps"]
+    assert run.mesh.tensor == keys["parallelism.tensor_parallel_degree"]
+    assert run.mesh.expert == keys.get("parallelism.expert_parallel_degree", 1)
+    again = run_of(migrate_text(text_of(name), Path("run.toml")).text)
+    assert again.model == run.model
+    assert (again.batch, again.schedule, again.mesh) == (run.batch, run.schedule, run.mesh)
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in HERE_NOW])
+def test_a_file_of_a_family_to_come_lacks_that_family_alone(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(text_of(name))
+    (problem,) = error.value.problems
+    assert problem.key == "model.name"
+    assert problem.message.startswith("no model ")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "entries"),
+    [
+        ("debugmodel", (256, 2, 16, 16, 16, 768)),
+        ("full", (4096, 32, 32, 8, 128, 11008)),
+    ],
+)
+def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_torchtitan(
+    flavor: str, entries: tuple[int, ...]
+) -> None:
+    """0.2.2, experiments/transformers_modeling_backend: the flavor's arguments are laid over the
+    config.json.
+    """
+    (name,) = [
+        n
+        for n in FILES
+        if n.startswith("0.2.2") and f"configs/{flavor[:4]}" in n and "/transformers_" in n
+    ]
+    args = run_of(text_of(name)).model_args()
+    config = json.loads(args.config)
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    names += ["head_dim", "intermediate_size"]
+    assert tuple(config[name] for name in names) == entries
+    assert args.skeleton.config.rope_parameters["rope_theta"] == 10000
+    assert args.skeleton.config.rms_norm_eps == 1e-5
+    assert args.skeleton.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name not in RIGHT and "llama4" not in name]
+)
+def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(text_of(name))
+    assert len(error.value.problems) == 1
+    assert error.match(reason_of(name) or "")
+
+
+def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path: Path) -> None:
+    names = ["0.2.2/torchtitan/models/llama3/train_configs/llama3_8b.toml"]
+    names.append("0.2.2/torchtitan/models/flux/train_configs/debug_model.toml")
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        (tmp_path / "in" / name).write_text(text_of(name))
+    (tmp_path / "in" / "pyproject.toml").write_text("[project]\n")
+    command = [sys.executable, "scripts/check_configs.py", str(tmp_path / "in")]
+    command += ["--ranks", "64", "--keys", str(tmp_path / "keys.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    flux, llama, count = done.stdout.splitlines()
+    assert "flux/train_configs/debug_model.toml: refused: model.name:" in flux
+    assert llama.endswith(
+        "llama3 3.1-8B, 32 layers, 64 x 8192 tokens on 64 ranks, warm-up 200, linear decay"
+    )
+    assert count == "2 files, 1 refused"
+    written = json.loads((tmp_path / "keys.json").read_text())
+    for name in names:
+        entry = written["files"][name]
+        kept = {
+            key: value for key, value in written["common"].items() if key not in entry["without"]
+        }
+        assert kept | entry["keys"] == keys_of(name)
+
+
+PAGE = Path(__file__).parent / "TORCHTITAN.md"
+TABLE = re.compile(r"(<!-- all: .*? -->\n)(.*?)(<!-- /all -->)", re.DOTALL)
+
+
+def row_of(name: str) -> tuple[str, ...]:
+    """What a run of a file trains, on the fewest ranks that it fits; or why it is refused."""
+    try:
+        run = run_of(text_of(name))
+    except ConfigError as error:
+        problem = error.problems[0]
+        return f"refused: `{problem.key}` {problem.message}", "", "", ""
+    args = run.model_args()
+    model = f"`{run.model.name}` `{run.model.flavor}`"
+    layers = str(getattr(args, "n_layers", "those of the config.json"))
+    experts = getattr(args, "n_experts", 0)
+    if experts:
+        layers += f", {args.top_k} of {experts} experts"
+    masked = ", masked" if run.data.mask_documents else ""
+    batch = f"{run.batch.micro_batch_size} x {run.batch.seq_len}{masked}"
+    schedule = (
+        f"{run.schedule.warmup_steps}, {run.schedule.decay_type} to {run.schedule.total_steps}"
+    )
+    return model, layers, batch, schedule
+
+
+def table() -> str:
+    """A row for each file, those of several releases together where they mean the same."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in FILES:
+        release, _, path = name.partition("/")
+        family, file = path.split("/")[-3], path.split("/")[-1]
+        if "/experiments/" in path or "/models/" in path:
+            file = f"{family}/{file}"
+        rows.setdefault((file, *row_of(name)), []).append(release)
+    heads = [
+        "file",
+        "releases",
+        "model here",
+        "layers",
+        "micro-batch of a rank",
+        "warm-up and decay",
+    ]
+    lines = [heads, ["---"] * len(heads)]
+    for (file, *found), releases in sorted(rows.items()):
+        lines.append([f"`{file}`", ", ".join(releases), *found])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def test_the_table_of_all_files_equals_the_code() -> None:
+    match = TABLE.search(PAGE.read_text())
+    assert match and match[2] == table(), (
+        "run: python tests/config/test_torchtitan_files.py --write"
+    )
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    with tempfile.TemporaryDirectory() as folder:
+        write_hub_model(Path(folder))
+        os.chdir(folder)
+        PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))

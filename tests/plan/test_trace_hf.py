@@ -1,0 +1,73 @@
+"""`titanlite plan --exact` of models of transformers against their real steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hf import TOML
+from tests.support.hf_compare import flags_of
+from tests.support.pool import Pools
+from tests.support.tiny import KEPT_TOKENS
+from titanlite import build, load_config
+from titanlite.data.loader import to_device
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.plan.parts import RankMemory
+from titanlite.start.fit import check_config
+from titanlite.tools.plan.memory_meter import MemoryMeter
+from titanlite.tools.plan.trace import trace
+
+SIZES = {"model__vocab_size": 2304, "training__seq_len": 128, "training__batch_size": 2}
+TP = {"training__tensor_parallel_degree": 2}
+MASKS = {"data__mask_documents": "true"}
+CHUNKS = {"training__loss_chunks": 4}
+BY_OP = {
+    "activation_checkpoint__mode": "selective",
+    "activation_checkpoint__selective_ac_option": "op",
+}
+
+
+def measure(world: DistEnv, flags: list[str]) -> RankMemory:
+    """Measure the second of two real steps."""
+    run = load_config(TOML, world.size, flags)
+    parts = build(run, world)
+    try:
+        parts.train_step(to_device(parts.loader.next_step(), world.device), 1, 1e-3)
+        batches = to_device(parts.loader.next_step(), world.device)
+        blocks = run.spec.block_names(parts.args)
+        meter = MemoryMeter(parts.model, parts.optimizer, blocks, run.spec.head)
+        parts.train_step.phase = meter.phase
+        for tensor in (t for batch in batches for t in batch if t is not None):
+            meter.track(tensor)
+        meter.restart()
+        with meter:
+            parts.train_step(batches, 2, 1e-3)
+        return RankMemory(world.rank, meter.moments())
+    finally:
+        parts.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("qwen3", {**TP, **MASKS}),
+        pytest.param("llama", TP, marks=pytest.mark.slow),
+        pytest.param("llama", {**CHUNKS, **MASKS}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {**TP, **CHUNKS, **MASKS}, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {**TP, **BY_OP, **MASKS}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_peak_is_that_of_the_real_run(
+    pool: Pools, tmp_path: Path, kind: str, keys: dict[str, Any]
+) -> None:
+    flags = [*flags_of(tmp_path, kind, **SIZES, **keys), KEPT_TOKENS]
+    real = pool(2).run(measure, flags)[1].peak
+    run = check_config([f"--job.config_file={TOML}", *flags], 2, training=False)[1]
+    traced = trace(run, 1, "cpu").peak
+    assert traced.total == pytest.approx(real.total, rel=0.05)
+    assert traced.phase == real.phase
+    for part, size in real.parts.items():
+        assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part

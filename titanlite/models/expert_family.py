@@ -1,0 +1,99 @@
+"""What families of decoders with experts share: initial weights, and how they are divided.
+
+No torch here. `titanlite.models.expert_args` has the arguments, `moe` the modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from titanlite.models import llama
+from titanlite.models.expert_args import ExpertArgs, experts_of
+from titanlite.models.spec import Init, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MATRIX = re.compile(
+    r"layers\.(\d+)\.feed_forward\."
+    r"(?:gate\.(weight|bias)|experts\.(w[123])|shared\.(w[123])\.weight)"
+)
+
+
+def init_rule(name: str, args: ExpertArgs) -> Init:
+    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
+    router as w1, its bias as zero.
+    """
+    match = _MATRIX.fullmatch(name)
+    if match is None or int(match[1]) >= args.n_layers:
+        return llama.init_rule(name, args)
+    if match[2] == "bias":
+        return Init("zeros")
+    is_residual = (match[3] or match[4]) in ("w2", "w3")
+    return llama.linear_init(int(match[1]) if is_residual else None)
+
+
+#: How the mixture of a block is divided: each rank has all experts. They take its part of the
+#: sequence.
+_MIXTURE = {
+    "feed_forward": "tokens",
+    "feed_forward.gate": "heads",
+    "feed_forward.experts": "whole",
+}
+
+
+def feed_forward_plan(args: ExpertArgs) -> dict[str, str]:
+    """Return module name in a block → how tensor parallelism divides it, of the feed-forward.
+
+    args: of that block.
+    """
+    if args.n_experts:
+        shared = dict.fromkeys(args.feed_forward_linears(), "heads")
+        return {**_MIXTURE, **shared}
+    dense = llama.block_plan(args)
+    return {name: kind for name, kind in dense.items() if name.startswith("feed_forward")}
+
+
+def block_plan(args: ExpertArgs) -> dict[str, str]:
+    """Return module name in a block → how tensor parallelism divides it. args: of that block."""
+    kinds = {}
+    for name, kind in llama.block_plan(args).items():
+        if not name.startswith("feed_forward"):
+            kinds[name] = kind
+    return {**kinds, **feed_forward_plan(args)}
+
+
+def tensor_plan(args: ExpertArgs) -> dict[str, str]:
+    """Return module name → how tensor parallelism divides it, in the order the modules run."""
+    return llama.tensor_plan(args, block_plan)
+
+
+def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
+    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    sizes = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+    if len(experts_of(args)) < args.n_layers:
+        sizes["the feed-forward's width"] = args.ffn_width
+    return sizes
+
+
+def _build(args: ExpertArgs) -> nn.Module:
+    from titanlite.models.moe import MoEDecoder
+
+    return MoEDecoder(args)
+
+
+def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
+    """Return the spec of a family of decoders with experts.
+
+    different: fields of `ModelSpec` that are not as Mixtral's.
+    """
+    common = {
+        "build": _build,
+        "init_rule": init_rule,
+        "tensor_plan": tensor_plan,
+        "tensor_sizes": tensor_sizes,
+        "experts": experts_of,
+    }
+    return llama.decoder_spec(name, flavors, **{**common, **different})
