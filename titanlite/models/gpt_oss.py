@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import expert_args, llama
-from titanlite.models.expert_args import ExpertArgs, expert_spec
+from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.expert_family import expert_spec
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
