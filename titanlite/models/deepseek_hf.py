@@ -114,6 +114,16 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
     }
 
 
+def why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
+    """Return why weights cannot be written for `transformers`, see `ModelSpec.why_not`."""
+    if key != "checkpoint.last_save_in_hf" or args.score == "sigmoid" or not args.expert_bias:
+        return ""
+    return (
+        "DeepSeek-V2 in `transformers` has no biases of experts: train with "
+        'model.overrides.bias_update = 0, or model.overrides.score = "sigmoid"'
+    )
+
+
 def _check_epsilons(args: DeepSeekV3Args) -> None:
     if args.latent_norm_eps != LATENT_NORM_EPS:
         raise ValueError(
