@@ -24,6 +24,7 @@ COMMANDS = {
     "data": "titanlite.tools.commands.data:add_commands",
     "plan": "titanlite.tools.plan.plan:add_command",
     "lr": "titanlite.tools.commands.learning_rate:add_command",
+    "mup": "titanlite.tools.mup.command:add_commands",
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
     "export": "titanlite.tools.commands.exchange:add_commands",
     "import": "titanlite.tools.commands.exchange:add_commands",
