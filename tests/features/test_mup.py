@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import unequal
+from tests.support.harness import full
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
-from tests.support.whole_runs import losses_of, train_run
+from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Mup
 from titanlite.features.mup import MupFeature, scales_of
@@ -25,12 +26,17 @@ from titanlite.features.mup.rules import Rules
 from titanlite.features.mup.table import summary
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SPECS
+from titanlite.optim.groups import Scale
 from titanlite.optim.optimizer import build_optimizer, set_rates
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import init_weights
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
 
 FAMILIES = [name for name in SPECS if name != "hf"]
+
+
+HALF = math.sqrt(0.5)
 
 
 def args_of(family: str, **changes: Any) -> Any:
@@ -244,6 +250,18 @@ class Multiplied:
         return next((by for pattern, by in self.held if re.search(pattern, name)), 1.0)
 
 
+def scale_without_multipliers(rules: Rules, name: str, is_muon: bool) -> Scale:
+    ratios = rules.ratios(name)
+    embedding = rules.args.embedding_scale / rules.base.embedding_scale
+    held = 1 / embedding if name == "tok_embeddings.weight" else 1.0
+    if is_muon:
+        return Scale(math.sqrt(ratios.outputs / ratios.inputs / ratios.largest))
+    eps = 1.0 if ratios.outputs == 1 else rules.base.dim / rules.args.dim
+    if name.startswith("layers."):
+        eps *= rules.base.n_layers / rules.args.n_layers
+    return Scale(held / ratios.inputs, eps / held)
+
+
 def times(factor: float) -> Callable[..., Any]:
     return lambda module, inputs, output: output * factor
 
@@ -342,11 +360,9 @@ def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer
     settings = Optimizer(name=optimizer, lr=3e-3, eps=1e-4, weight_decay=decay)
     plain = scales_of(one.rules)
 
-    def explicit(parameter: str, is_muon: bool) -> Any:
-        """The scale of a model with multipliers: without what ours hold."""
-        scale = plain(parameter, is_muon)
-        by = one.held_by(parameter)
-        return scale._replace(rate=scale.rate / by, eps=scale.eps if is_muon else scale.eps * by)
+    def explicit(parameter: str, is_muon: bool) -> Scale:
+        """The scale in a model with multipliers, by the papers' tables."""
+        return scale_without_multipliers(one.rules, parameter, is_muon)
 
     def run(make: Callable[[], Any], scales: Any, held: bool) -> torch.Tensor:
         model = make()
@@ -406,6 +422,21 @@ def test_muon_has_rates_of_its_own_for_matrices_in_blocks() -> None:
 
 # Whole runs
 
+
+def _first_weights(world: DistEnv, folder: str) -> dict[str, float]:
+    """Standard deviations of a run's initial weights."""
+    trainer = make_trainer(world, folder, *MUP)
+    return {name: full(one).std().item() for name, one in trainer.parts.model.named_parameters()}
+
+
+def test_a_builder_draws_scaled_weights(pool: Pools, tmp_path: Path) -> None:
+    found = pool(1).run(_first_weights, str(tmp_path))[0]
+    assert found["layers.0.attention.wk.weight"] == pytest.approx(0.0197 * HALF, rel=0.05)
+    # Heads are twice as wide, too.
+    assert found["layers.0.attention.wq.weight"] == pytest.approx(0.0197 / 2, rel=0.05)
+    assert found["output.weight"] == pytest.approx(0.9866 * 32**-0.5 / 2, rel=0.05)
+
+
 SIX = [
     "--training.steps=6",
     "--model.overrides.n_kv_heads=2",
@@ -429,6 +460,7 @@ def test_the_base_model_itself_trains_bit_by_bit_as_without(pool: Pools, tmp_pat
     assert not unequal(*folders)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_path: Path) -> None:
     alone = losses(pool, tmp_path, 1, *MUP)
     without = losses(pool, tmp_path, 1, *SIX)
@@ -446,6 +478,7 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_pat
         )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_run(pool: Pools, tmp_path: Path) -> None:
     flags = [flag for flag in MUP if "checkpoint" not in flag]
     flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3"]

@@ -316,8 +316,8 @@ class Mup(Section, frozen=True):
     """Maximal update parametrization: what was tuned on a narrow model holds for a wide one."""
 
     base_dim: Natural = 0
-    """Width of the base model, whose learning rate and other settings this file has (docs/mup.md);
-    initial weights and rates are scaled from there. 0: off.
+    """Width of the base model, whose learning rate and other settings this file has. Initial
+    weights and rates are scaled from there (docs/mup.md). 0: off.
     """
     base: dict[str, Any] = {}
     """Table of the base model's other arguments, as `[model.overrides]` has them: n_heads, ffn_dim,

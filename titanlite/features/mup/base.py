@@ -32,8 +32,8 @@ def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
 
     args: the model's. dim: of the base model. given: its other arguments, as `mup.base` has them.
 
-    Those that are not given follow: heads are as wide as the model's, the feed-forward, experts and
-    latents are as much narrower as `dim`, and the depth is the same. Raises ShapeError, whose
+    Those that are not given follow. Heads are as wide as the model's, and the depth is the same.
+    The feed-forward, experts and latents are as much narrower as `dim`. Raises ShapeError, whose
     fields are those of `mup.base`.
     """
     known = [name for name in NAMES if name in {field.name for field in fields(args)}]

@@ -23,9 +23,9 @@ Some rules are multipliers:
     what a block adds     base depth / depth               Dey et al. 2025, arXiv:2505.01618
 
 The last is CompleteP's, with alpha = 1. A weight beside each multiplier takes it in. A multiplier c
-is the same as an initial value, a rate and 1 / epsilon times c (lemma J.1 of Tensor Programs V):
-Adam and Muon do not see the scale of a gradient. So the forward pass is the same as without muP,
-and every file of the weights is one of an ordinary model.
+does what an initial value, a rate and 1 / epsilon times c do (lemma J.1 of Tensor Programs V). For
+Adam and Muon ignore the scale of a gradient. So the forward pass is that without muP, and every
+file of the weights is one of an ordinary model.
 
 Rate times weight decay stays that of the base model, as in `mup` and CompleteP. Epsilon shrinks
 with the gradients (CompleteP, equation 40).

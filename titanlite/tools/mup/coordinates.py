@@ -91,8 +91,8 @@ class Task:
         """Return the activations of the first batch by kind, in the order of blocks."""
         with _caught(model) as found:
             logits = model(self.batches[0][0]).float()
-        # Those of the targets. The rest of a vocabulary moves by chance, and less in wide models,
-        # which would hide what the first steps learn.
+        # Those of the targets. The rest of a vocabulary moves by chance, and less in wide models:
+        # that would hide what is learned.
         targets = self.batches[0][1].unsqueeze(-1)
         found["target logits"] = [logits.gather(-1, targets)]
         return {kind: found[kind] for kind in KINDS if kind in found}

@@ -15,8 +15,8 @@ from titanlite.models.spec import ShapeError
 #: Widths that are tried where none are given; the first of them that models can have are taken.
 _CANDIDATES = (64, 128, 256, 512, 1024, 2048)
 _COUNT = 4
-#: Ids are taken modulo this: the vocabulary has the same size at all widths, and large heads would
-#: take most of the time.
+#: Ids are taken modulo this. The vocabulary has one size at all widths, and large heads would take
+#: most of the time.
 MOST_IDS = 4096
 
 

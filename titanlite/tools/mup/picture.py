@@ -1,5 +1,5 @@
-"""The picture of a coordinate check: a small panel for each kind of activation, with muP above and
-without it below (matplotlib, the extra `plots`).
+"""The picture of a coordinate check (matplotlib, the extra `plots`): a small panel for each kind of
+activation, with muP above and without it below.
 """
 
 from __future__ import annotations
