@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec import to_builtins
 from PIL import Image
 
@@ -192,10 +191,7 @@ SHORT = ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]
 def _train(world: DistEnv, arguments: list[str]) -> None:
     """One run of a benchmark, on ranks that exist already."""
     _, run = check_config(arguments, world.size)
-    try:
-        Trainer(build(run, world)).train()
-    finally:
-        torch._dynamo.reset()
+    Trainer(build(run, world)).train()
 
 
 @pytest.mark.slow
