@@ -411,9 +411,9 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
     "argcomplete": "completion",
-    "comet_ml": "comet",
+    "comet-ml": "comet",
     "matplotlib": "plots",
-    "mlflow": "mlflow",
+    "mlflow-skinny": "mlflow",
     "s3fs": "s3",
     "trackio": "trackio",
     "transformers": "hf",

@@ -494,6 +494,15 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+#: Tracker -> the module that it imports, and the package that brings it.
+TRACKER_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "comet": ("comet_ml", "comet-ml"),
+    "trackio": ("trackio", "trackio"),
+}
+
+
 def missing_packages(config: LoadedConfig) -> list[Problem]:
     """Return problems for optional packages that a key needs and that are not installed, and
     unusable stores.
@@ -501,8 +510,8 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
     found: list[Finding] = []
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
-        package = "comet_ml" if tracker == "comet" else tracker
-        if _is_installed(package):
+        module, package = TRACKER_PACKAGES[tracker]
+        if _is_installed(module):
             continue
         key = "metrics.trackers"
         if tracker == "wandb" and metrics.enable_wandb:
