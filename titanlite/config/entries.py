@@ -43,6 +43,8 @@ class Entry:
         return replace(self.source, line=self.lines[self.name + path]).place
 
 
+#: Name of the table of `titanlite sweep`, which is no section of a run.
+SWEEP = "sweep"
 #: A file with more unknown keys than this, and with more of them than of others, is taken for
 #: another trainer's.
 _SLIPS = 5
@@ -91,12 +93,14 @@ class _FileEntries:
         """Add a value, or all values of a section. is_top: it is in no section."""
         source = Source("file", self.file, self.lines.get(name), name)
         is_table = isinstance(value, dict)
-        if is_table and is_subsection(name):
+        if is_top and is_table and name == SWEEP:
+            self.entries.append(Entry(name, value, source, self.lines))
+        elif is_table and is_subsection(name):
             for part, item in value.items():
                 self.add(join(name, part), item)
         elif name in known_names() or table_of(name):
             self.entries.append(Entry(name, value, source, self.lines))
-        elif name in known_sections():
+        elif name in known_sections() or (is_top and name == SWEEP):
             message = f"is a section, not a value; got {quote(value)}"
             self.problems.append(Problem(source.place, name, message, code="wrong-type"))
         else:
