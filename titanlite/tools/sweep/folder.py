@@ -17,10 +17,11 @@ from typing import Any
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
+from titanlite.config.sweep_table import METRICS
 from titanlite.config.toml import quote
 from titanlite.runs.record import CONFIG
 from titanlite.tools.sweep.members import NAME, RECORD, Member, MemberResult, SweepError
-from titanlite.tools.sweep.points import METRICS, Point
+from titanlite.tools.sweep.points import Point
 from titanlite.utils import atomic_write, escape_name, parse_json
 
 PLAN = "sweep.json"

@@ -23,24 +23,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config.aliases import Refused, is_subsection, key_of, known_names, normalized
-from titanlite.config.entries import SWEEP, Entry, command_line_entries, type_of_name
+from titanlite.config.entries import Entry, command_line_entries, type_of_name
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.key_types import base, members
 from titanlite.config.keys import check, table_of
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sweep_table import METRICS, RANGES, SWEEP
 from titanlite.config.toml import join, quote, quote_key
 from titanlite.config.unknown_keys import unknown
 from titanlite.tools.sweep.members import Member
 
 SEED = "training.seed"
-METRICS = ("validation_loss", "best_validation_loss", "training_loss")
 #: Names in [sweep] that are no keys of a run.
 OWN = ("metric", "points")
 #: More are a slip: a product grows fast.
 MOST_RUNS = 10_000
 #: Digits of the values of a range.
 _DIGITS = 6
-RANGES = ("log", "linear")
 #: A value that is longer gives way to a digest in a member's name.
 _LONGEST_VALUE = 40
 _LONGEST_NAME = 150
@@ -159,7 +158,7 @@ class _Reader:
             self._refuse("", "names no key to vary", 'as "optimizer.lr" = [1e-3, 3e-3]')
         self._refuse_unlike()
 
-    def _refuse(self, path: str, message: str, hint: str = "", code: str = "sweep") -> None:
+    def _refuse(self, path: str, message: str, hint: str = "", code: str = "missing") -> None:
         """Note a problem. path: inside the table, as `."optimizer.lr"`."""
         key = f"[{SWEEP}]{path and ' '}{path.lstrip('.')}"
         self.problems.append(Problem(self.table.place(path), key, message, hint, code=code))
@@ -309,7 +308,11 @@ class _Reader:
             factors = [len(self.together)] if any(self.together) else []
             factors += [len(axis.values) for axis in self.axes]
             product = " x ".join(map(str, factors))
-            self._refuse("", f"{product} = {count:,} runs; at most {MOST_RUNS:,} are taken")
+            self._refuse(
+                "",
+                f"{product} = {count:,} runs; at most {MOST_RUNS:,} are taken",
+                code="out-of-range",
+            )
 
     def names(self) -> list[str]:
         """Return the names that vary, those of points first, seeds last."""
