@@ -24,6 +24,7 @@ _NAMES = (
     "gemma3",
     "deepseek_v3",
     "gpt_oss",
+    "llama4",
     "hf",
 )
 

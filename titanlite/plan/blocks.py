@@ -15,6 +15,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.models.deepseek_args import DeepSeekV3Args
+    from titanlite.models.llama4 import Llama4Args
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,15 @@ def attention_ops(s: Shape) -> list[Op]:
             s.gather("n1 whole", n1, frozenset(("attention.wq", "attention.wk", "attention.wv")))
         )
         n1 = "n1 whole"
-    ops.append(s.linear("q", n1, width, a.dim, key="attention.wq"))
-    ops.append(s.linear("k", n1, kv_width, a.dim, key="attention.wk"))
-    ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
     query = "q"
     key = "k"
+    if a.rotary is None:
+        from titanlite.plan.llama4_ops import unrotated_names
+
+        query, key = unrotated_names(cast("Llama4Args", a))
+    ops.append(s.linear(query, n1, width, a.dim, key="attention.wq"))
+    ops.append(s.linear(key, n1, kv_width, a.dim, key="attention.wk"))
+    ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
     if a.qk_norm:
         query = "qn"
         key = "kn"
@@ -205,8 +210,13 @@ def attention_ops(s: Shape) -> list[Op]:
                 ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
             else:
                 ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
-    ops.append(s.rotation("qr", query, width))
-    ops.append(s.rotation("kr", key, kv_width))
+    if a.neighbours_rotate:
+        from titanlite.plan.llama4_ops import position_ops
+
+        ops += position_ops(s, cast("Llama4Args", a))
+    else:
+        ops.append(s.rotation("qr", query, width))
+        ops.append(s.rotation("kr", key, kv_width))
     ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:
