@@ -98,6 +98,12 @@ def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
 
     Raises ValueError for another model, or one that this family does not do.
     """
+    if config.get("model_type") == "llama4":
+        raise ValueError(
+            "model_type is 'llama4', a model with images; the family llama4 here is its text part, "
+            "which `transformers` writes: "
+            "Llama4ForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
+        )
     layers = entry_of(config, "num_hidden_layers", int, 48)
     step = entry_of(config, "interleave_moe_layer_step", int, 1)
     _check_moe_layers(config, layers, step)
@@ -105,7 +111,7 @@ def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
     every = _nope_every(config, has_rope)
     tunes = _is_on(config, "attn_temperature_tuning")
     # Without the entries `transformers` takes its defaults.
-    plain = {"rope_theta": 500000.0, **config}
+    plain = {"rope_theta": 500000.0, "head_dim": 128, **config}
     plain["intermediate_size"] = entry_of(config, "intermediate_size_mlp", int, 16384)
     args: Llama4Args = llama_hf.args_from_hf(
         plain,
