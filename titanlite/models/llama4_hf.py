@@ -7,7 +7,7 @@ from typing import Any
 
 from titanlite.models import llama_hf
 from titanlite.models.hf_names import HFName, entry_of, texts_of
-from titanlite.models.llama4 import Llama4Args
+from titanlite.models.llama4_args import Llama4Args
 
 _TEXT = "llama4_text"
 #: Kinds of attention: within chunks, and of all.

@@ -22,7 +22,7 @@ from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
     from titanlite.models.expert_args import ExpertArgs
-    from titanlite.models.llama4 import Llama4Args
+    from titanlite.models.llama4_args import Llama4Args
     from titanlite.models.rope import Rotation
 
 
@@ -52,20 +52,20 @@ class ChunkedAttention(SdpaAttention):
         if seq_len <= self.chunk:
             return attend(q, k, v)
         last = seq_len - seq_len % self.chunk
-        parts = [self._whole_chunks(*(heads[:, :, :last] for heads in (q, k, v)))]
-        if last < seq_len:
-            parts.append(attend(*(heads[:, :, last:] for heads in (q, k, v))))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        y = self._whole_chunks(q[:, :, :last], k[:, :, :last], v[:, :, :last])
+        if last == seq_len:
+            return y
+        return torch.cat([y, attend(q[:, :, last:], k[:, :, last:], v[:, :, last:])], 2)
 
     def _whole_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Let chunks be sequences of a larger batch."""
-        batch = q.size(0)
-        rows = []
-        for heads in (q, k, v):
-            chunks = heads.transpose(1, 2).unflatten(1, (-1, self.chunk))
-            rows.append(chunks.flatten(0, 1).transpose(1, 2))
-        y = attend(*rows).transpose(1, 2)
-        return y.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
+        y = attend(self._as_rows(q), self._as_rows(k), self._as_rows(v)).transpose(1, 2)
+        return y.unflatten(0, (q.size(0), -1)).flatten(1, 2).transpose(1, 2)
+
+    def _as_rows(self, heads: Tensor) -> Tensor:
+        """Return [batch, heads, seq, head_dim] as [batch * chunks, heads, chunk, head_dim]."""
+        chunks = heads.transpose(1, 2).unflatten(1, (-1, self.chunk))
+        return chunks.flatten(0, 1).transpose(1, 2)
 
 
 class _UnitNorm(torch.autograd.Function):
@@ -162,7 +162,7 @@ class Llama4MoE(MoE):
         return Llama4Experts(args.n_experts, args.dim, args.expert_width)
 
 
-def feed_forward(args: Llama4Args) -> nn.Module:
+def feed_forward(args: ExpertArgs) -> nn.Module:
     """Return the feed-forward of a block: a mixture, or a dense one where it has no experts."""
     return Llama4MoE(args) if args.n_experts else FeedForward(args)
 

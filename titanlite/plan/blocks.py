@@ -15,7 +15,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.models.deepseek_args import DeepSeekV3Args
-    from titanlite.models.llama4 import Llama4Args
+    from titanlite.models.llama4_args import Llama4Args
 
 
 @dataclass(frozen=True)

@@ -116,16 +116,10 @@ class ContextAttention(nn.Module):
             if seen is None:
                 seen = band(queries.size(2), end - begin, self.window, q.device)
                 if self.chunk is not None:
-                    seen &= self._same_chunk(queries.size(2), begin, end, q.device)
+                    numbers = torch.arange(begin, end, device=q.device) // self.chunk
+                    seen &= numbers[-queries.size(2) :, None] == numbers
             parts.append(attend(*inputs, seen))
         return torch.cat(parts, 2)
-
-    def _same_chunk(self, queries: int, begin: int, end: int, device: torch.device) -> Tensor:
-        """Return [queries, keys] bool for keys from begin to end; the last query is at the last
-        key.
-        """
-        numbers = torch.arange(begin, end, device=device) // self.chunk
-        return numbers[-queries:, None] == numbers
 
     def _with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor | None
