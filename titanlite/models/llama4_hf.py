@@ -15,6 +15,8 @@ _CHUNKED = "chunked_attention"
 _FULL = "full_attention"
 #: Entry without which `transformers` takes this chunk.
 _CHUNK = 8192
+#: Of a file that somebody else wrote; lists of layers are made of it.
+_MOST_LAYERS = 10000
 #: Ours → theirs, of one SwiGLU.
 _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -105,6 +107,8 @@ def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
             "Llama4ForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
         )
     layers = entry_of(config, "num_hidden_layers", int, 48)
+    if not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, expected 1 to {_MOST_LAYERS}")
     step = entry_of(config, "interleave_moe_layer_step", int, 1)
     _check_moe_layers(config, layers, step)
     has_rope = _read_rope(config, layers)
