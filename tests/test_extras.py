@@ -43,6 +43,8 @@ OPTIONAL = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"dev", "docs"}
 #: Packages that others bring: torch, datasets, tensorboard.
 BROUGHT = {"fsspec", "pyarrow", "google"}
+#: Packages that type checkers alone read. torch brings them.
+FOR_TYPES = {"typing_extensions"}
 #: Of lm-evaluation-harness, which `titanlite eval` asks for by its own name.
 HARNESS = {"lm_eval", "tqdm"}
 
@@ -65,9 +67,22 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     assert pip_install("gcsfs") == "pip install gcsfs"
 
 
-def imported(path: Path) -> Iterator[str]:
+class AtRunTime(ast.NodeTransformer):
+    """Leaves out what stands under `if TYPE_CHECKING:`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return node.orelse
+        return node
+
+
+def imported(path: Path, at_run_time: bool = False) -> Iterator[str]:
     """The packages that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree: ast.AST = ast.parse(path.read_text())
+    if at_run_time:
+        tree = AtRunTime().visit(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -77,8 +92,15 @@ def imported(path: Path) -> Iterator[str]:
 def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> None:
     found = {name for path in (ROOT / "titanlite").rglob("*.py") for name in imported(path)}
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
-    known = names(PROJECT["dependencies"]) | set(EXTRAS) | BROUGHT | HARNESS
+    known = names(PROJECT["dependencies"]) | set(EXTRAS) | BROUGHT | HARNESS | FOR_TYPES
     assert others - known == set()
+
+
+def test_no_run_imports_what_type_checkers_alone_read() -> None:
+    files = list((ROOT / "titanlite").rglob("*.py"))
+    assert any(FOR_TYPES & set(imported(path)) for path in files)
+    found = [path for path in files if FOR_TYPES & set(imported(path, at_run_time=True))]
+    assert found == []
 
 
 def test_each_extra_that_a_message_or_a_page_names_exists() -> None:

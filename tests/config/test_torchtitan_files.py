@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
@@ -182,6 +183,16 @@ def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> Non
     text = "".join(f"{key} = {quote(value)}\n" for key, value in keys.items())
     own = run_of(f'{text}model.rope_scaling = {{rope_type = "linear", factor = 2.0}}\n')
     assert own.model_args().rope_scaling.rope_type == "linear"
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"])
+def test_norms_of_deepseek_have_the_epsilons_of_torchtitan(flavor: str) -> None:
+    """0.2.2, models/deepseek_v3/model: 1e-5 for blocks and latents. The last norm has none, and
+    torch then takes that of float32.
+    """
+    args = model_run("deepseek_v3", flavor).model_args()
+    assert (args.norm_eps, args.latent_norm_eps) == (1e-5, 1e-5)
+    assert args.last_norm_eps == torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize(

@@ -412,12 +412,52 @@ def test_a_router_without_a_name_is_not_exported() -> None:
         SPEC.hf_config(replace(softmax, norm_topk=False))
 
 
+def test_norms_have_the_epsilons_of_their_place() -> None:
+    model = SPEC.build(replace(V3, norm_eps=1e-3, latent_norm_eps=1e-4, last_norm_eps=1e-5))
+    block = model.layers["1"]
+    assert (block.attention.q_norm.eps, block.attention.kv_norm.eps) == (1e-4, 1e-4)
+    assert (block.attention_norm.eps, block.ffn_norm.eps) == (1e-3, 1e-3)
+    assert model.norm.eps == 1e-5
+    assert SPEC.build(replace(V3, norm_eps=1e-3)).norm.eps == 1e-3
+
+
+def test_epsilons_decide_logits() -> None:
+    assert V3.deciding()["last_norm_eps"] == 1e-6
+    assert replace(V3, last_norm_eps=1e-6).deciding() == V3.deciding()
+    for name in ("latent_norm_eps", "last_norm_eps"):
+        changed = replace(V3, **{name: 1e-5})
+        assert changed.deciding() == {**V3.deciding(), name: 1e-5}
+
+
+def test_epsilons_that_transformers_does_not_have_are_not_exported() -> None:
+    written = SPEC.hf_config(V3)
+    assert SPEC.hf_config(replace(V3, last_norm_eps=V3.norm_eps)) == written
+    other = replace(V3, norm_eps=1e-5, last_norm_eps=1e-5)
+    assert SPEC.hf_config(other) == {**written, "rms_norm_eps": 1e-5}
+    with pytest.raises(ValueError, match="latent_norm_eps is 1e-05, and DeepSeek .* has 1e-06"):
+        SPEC.hf_config(replace(V3, latent_norm_eps=1e-5))
+    with pytest.raises(ValueError, match=r"train with model\.overrides\.last_norm_eps = 1e-06"):
+        SPEC.hf_config(replace(V3, last_norm_eps=1e-5))
+
+
 def test_misfits() -> None:
     for change, words in (
         ({"kv_lora_rank": 0}, "kv_lora_rank must be positive"),
         ({"q_lora_rank": -1}, "q_lora_rank must not be negative"),
+        ({"latent_norm_eps": 0.0}, "latent_norm_eps must be positive, got 0.0"),
+        ({"last_norm_eps": -1.0}, "last_norm_eps must be positive, got -1.0"),
         ({"score": "softmax_of_chosen"}, 'score must be "sigmoid" or "softmax"'),
         ({"n_dense_layers": 3}, "n_dense_layers must be at least 0 and below n_layers = 3"),
     ):
         with pytest.raises(ShapeError, match=words):
             replace(V3, **change)
+
+
+def test_softmax_scores_with_biases_are_not_exported() -> None:
+    spec = get_spec("deepseek_v3")
+    key = "checkpoint.last_save_in_hf"
+    debug = spec.flavors["debugmodel"]
+    assert (debug.score, debug.expert_bias) == ("softmax", True)
+    assert "has no biases of experts" in spec.why_not(debug, key, 1)
+    assert not spec.why_not(replace(debug, bias_update=0.0), key, 1)
+    assert not spec.why_not(spec.flavors["671B"], key, 1)

@@ -93,6 +93,52 @@ NO_LOSS = {"training.loss_chunks": 8, "model.vocab_size": 1024, "model.overrides
 MX = {"float8.enable_float8_linear": "true", "float8.recipe_name": "mxfp8"}
 
 
+#: Mixtures of many narrow experts: name, flavor, changes of the shape.
+NARROW_EXPERTS = {
+    "mixtral": (
+        "8x7B",
+        {
+            "n_experts": 64,
+            "top_k": 6,
+            "ffn_dim": 1408,
+            "dim": 2048,
+            "n_heads": 16,
+            "n_kv_heads": 16,
+        },
+    ),
+    "qwen3_moe": ("30B-A3B", {}),
+    # The first block is dense.
+    "deepseek_v3": ("16B", {"n_layers": 3}),
+}
+
+
+@pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts_over", [2, 8])
+@pytest.mark.parametrize("name", NARROW_EXPERTS)
+def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
+    name: str, experts_over: int, mode: str
+) -> None:
+    """On 2 ranks the peak is where FSDP puts experts in order, on 8 where rows come back."""
+    flavor, shape = NARROW_EXPERTS[name]
+    flags = {f"model.overrides.{key}": value for key, value in {"n_layers": 2, **shape}.items()}
+    flags |= {
+        "model.name": name,
+        "model.flavor": flavor,
+        "model.vocab_size": 1024,
+        "training.batch_size": 1,
+        "training.seq_len": 4096,
+        "training.global_batch_size": -1,
+        "training.loss_chunks": 8,
+        "parallelism.expert_parallel_degree": experts_over,
+        "activation_checkpoint.mode": mode,
+    }
+    run = check_config([f"--{key}={value}" for key, value in flags.items()], 8, training=False)[1]
+    formula = estimate(run, 0).peak
+    traced = trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    assert formula.phase == traced.phase
+
+
 @pytest.mark.parametrize("numerics", [MX, MX | {"float8.emulate": "true"}], ids=["", "emulated"])
 @pytest.mark.parametrize(
     "flags",

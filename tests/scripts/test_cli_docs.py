@@ -94,9 +94,7 @@ def test_the_table_has_every_command_and_which_has_json() -> None:
 
 
 def test_the_documented_codes_are_those_of_the_code() -> None:
-    table = (
-        (DOCS / "reliability.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
-    )
+    table = (DOCS / "cli.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == CODES
     assert all(codes(command) <= CODES for command in ROWS)
     assert codes("train") == CODES - {exit_codes.ERROR}

@@ -79,8 +79,13 @@ _LLAMA4_PLAIN = {
     **_NO_LOSS,
     "model.overrides.bias_update": 0.001,
 }
-_DEEPSEEK = "norms with epsilon 1e-5"
-_DEEPSEEK_EPS = {"model.overrides.norm_eps": 1e-5}
+_DEEPSEEK = "norms with epsilon 1e-5, and the last one with that of float32"
+_DEEPSEEK_EPS = {
+    "model.overrides.norm_eps": 1e-5,
+    "model.overrides.latent_norm_eps": 1e-5,
+    # torch's RMSNorm without an epsilon takes it for every dtype.
+    "model.overrides.last_norm_eps": 2.0**-23,
+}
 #: (`model.name`, `model.flavor`) in torchtitan 0.2.x → the model here.
 LATER_MODELS: dict[tuple[str, str], Later] = {
     ("llama3", "debugmodel"): Later("3.1-debugmodel", _DEBUG),

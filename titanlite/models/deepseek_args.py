@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from titanlite.models.expert_args import ExpertArgs
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Misfit, ShapeError, Size
 
-#: Of the norms on latents. `transformers` has this number whatever `rms_norm_eps` is.
+#: Epsilon of the norms on latents in `transformers`, whatever `rms_norm_eps` is.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -51,6 +52,10 @@ class DeepSeekV3Args(ExpertArgs):
     #: Biases balance the load, so no loss does.
     aux_loss: float = 0.0
     norm_eps: float = 1e-6
+    #: Of the norms on latents.
+    latent_norm_eps: float = LATENT_NORM_EPS
+    #: Of the norm before the head; None: `norm_eps`.
+    last_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +64,10 @@ class DeepSeekV3Args(ExpertArgs):
         for name in widths:
             if getattr(self, name) < 1:
                 wrong.append(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("latent_norm_eps", "last_norm_eps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                wrong.append(f"{name} must be positive, got {value}")
         if self.q_lora_rank < 0:
             wrong.append(f"q_lora_rank must not be negative, got {self.q_lora_rank}")
         if self.v_head_dim > self.qk_head_dim:
@@ -109,6 +118,11 @@ class DeepSeekV3Args(ExpertArgs):
         return scaling.mscale_of_all**2 if isinstance(scaling, YarnScaling) else 1.0
 
     @property
+    def last_eps(self) -> float:
+        """Return the epsilon of the norm before the head."""
+        return self.norm_eps if self.last_norm_eps is None else self.last_norm_eps
+
+    @property
     def expert_bias(self) -> bool:
         """Whether each expert has a bias; those of V3 always have."""
         return self.bias_update > 0 or self.score == "sigmoid"
@@ -118,7 +132,7 @@ class DeepSeekV3Args(ExpertArgs):
         return 4096
 
     def deciding(self) -> dict[str, Any]:
-        """Add the widths of latents and heads, and whether experts have biases."""
+        """Add the widths of latents and heads, whether experts have biases, and the epsilons."""
         found = super().deciding()
         for name in (
             "q_lora_rank",
@@ -128,8 +142,10 @@ class DeepSeekV3Args(ExpertArgs):
             "v_head_dim",
             "rope_interleave",
             "expert_bias",
+            "latent_norm_eps",
         ):
             found[name] = getattr(self, name)
+        found["last_norm_eps"] = self.last_eps
         return found
 
     def attention_linears(self) -> dict[str, Size]:

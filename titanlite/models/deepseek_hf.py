@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from titanlite.models import llama_hf
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_args import LATENT_NORM_EPS, DeepSeekV3Args
 from titanlite.models.expert_hf import feed_forward_names
 from titanlite.models.hf_names import HFName, entry_of
 
@@ -77,8 +77,10 @@ def _block_names(args: DeepSeekV3Args) -> dict[str, HFName]:
 def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
     """Return the content of config.json. `transformers` has no z-loss.
 
-    Raises ValueError for a router that has no name there.
+    Raises ValueError for a router that has no name there, and for epsilons of norms that it does
+    not have.
     """
+    _check_epsilons(args)
     is_v3 = args.score == "sigmoid"
     config = llama_hf.hf_config(args, _V3 if is_v3 else _V2)
     # It is that of the rotated part, and the published files do not have it.
@@ -110,6 +112,30 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
         # No blocks that predict further tokens.
         "num_nextn_predict_layers": 0,
     }
+
+
+def why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
+    """Return why weights cannot be written for `transformers`, see `ModelSpec.why_not`."""
+    if key != "checkpoint.last_save_in_hf" or args.score == "sigmoid" or not args.expert_bias:
+        return ""
+    return (
+        "DeepSeek-V2 in `transformers` has no biases of experts: train with "
+        'model.overrides.bias_update = 0, or model.overrides.score = "sigmoid"'
+    )
+
+
+def _check_epsilons(args: DeepSeekV3Args) -> None:
+    if args.latent_norm_eps != LATENT_NORM_EPS:
+        raise ValueError(
+            f"latent_norm_eps is {args.latent_norm_eps}, and DeepSeek in `transformers` has "
+            f"{LATENT_NORM_EPS} for norms on latents: train with "
+            f"model.overrides.latent_norm_eps = {LATENT_NORM_EPS}"
+        )
+    if args.last_eps != args.norm_eps:
+        raise ValueError(
+            f"last_norm_eps is {args.last_eps}, and DeepSeek in `transformers` has that of the "
+            f"blocks for its last norm: train with model.overrides.last_norm_eps = {args.norm_eps}"
+        )
 
 
 def _method(args: DeepSeekV3Args) -> str:

@@ -158,6 +158,12 @@ def _left_out(names: Collection[str]) -> Mapping[str, str]:
     return deepseek_hf.left_out(names)
 
 
+def _why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
+    from titanlite.models import deepseek_hf
+
+    return deepseek_hf.why_not(args, key, tensor)
+
+
 SPEC: ModelSpec = expert_spec(
     "deepseek_v3",
     FLAVORS,
@@ -165,6 +171,7 @@ SPEC: ModelSpec = expert_spec(
     init_rule=init_rule,
     tensor_plan=tensor_plan,
     tensor_sizes=tensor_sizes,
+    why_not=_why_not,
     hf_names=_hf_names,
     hf_config=_hf_config,
     args_from_hf=_args_from_hf,

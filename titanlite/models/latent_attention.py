@@ -7,6 +7,7 @@ is one for all heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.autograd import RMSNorm
-from titanlite.models.deepseek_args import LATENT_NORM_EPS, DeepSeekV3Args
-from titanlite.models.layers import SdpaAttention
+from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.layers import SdpaAttention, build_norm
 from titanlite.models.moe import MoEBlock, MoEDecoder
 from titanlite.models.rope import Rotation
 
@@ -58,12 +59,12 @@ class LatentAttention(nn.Module):
         self.wq: nn.Linear | None = None
         if args.q_lora_rank:
             self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
-            self.q_norm = RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_norm = RMSNorm(args.q_lora_rank, eps=args.latent_norm_eps)
             self.wq_b = nn.Linear(args.q_lora_rank, queries, bias=False)
         else:
             self.wq = nn.Linear(args.dim, queries, bias=False)
         self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
-        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=args.latent_norm_eps)
         expanded = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
         self.wkv_b = nn.Linear(args.kv_lora_rank, expanded, bias=False)
         self.rotated_key = RotatedKey(args.rope_interleave)
@@ -118,3 +119,7 @@ class DeepSeekV3(MoEDecoder):
     """The decoder of family deepseek_v3."""
 
     block_class = DeepSeekV3Block
+
+    def __init__(self, args: DeepSeekV3Args) -> None:
+        super().__init__(args)
+        self.norm = build_norm(replace(args, norm_eps=args.last_eps))

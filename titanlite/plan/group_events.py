@@ -3,15 +3,53 @@
 A gather fills a buffer from all ranks and copies it into whole weights. The buffer lives until the
 next gather. A reduction puts whole gradients in order in a buffer and leaves this rank's part. The
 buffer lives until the next reduction.
+
+Experts that ranks share are gathered after the other weights of their group, and reduced before
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.rank_sizes import RankSizes
 from titanlite.plan.weights import Group, Weight
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The gradients that one collective reduces."""
+
+    weights: tuple[Weight, ...]
+    #: Bytes of a number in whole gradients, and while it is reduced.
+    each: int
+    reduced: int
+    #: Whether the sum over other replicas, and no other, is made.
+    only_replicas: bool
+
+    @property
+    def whole(self) -> int:
+        """The bytes of the buffer."""
+        return sum(weight.padded for weight in self.weights) * self.reduced
+
+    @property
+    def part(self) -> int:
+        """The bytes of this rank's part."""
+        return sum(weight.part for weight in self.weights) * self.reduced
+
+    def peaks(self, made: int) -> Iterator[int]:
+        """Yield the bytes of each step. made: of the whole gradients."""
+        # Weights divided along another dimension are put in order one by one. A variable holds the
+        # last one's gradient beside the copy of it.
+        copied = [weight.numbers * self.each for weight in self.weights if weight.copied]
+        last = copied[-1] if copied else 0
+        if copied:
+            yield made + max(copied)
+        yield made + last + self.whole
+        scaled = self.whole if self.only_replicas else 0
+        yield self.whole + self.part + scaled
 
 
 class GroupEvents:
@@ -33,60 +71,81 @@ class GroupEvents:
     # Weights
 
     def gather(
-        self, phase: str, group: Group, held: int = 0, has_begun: bool = False
+        self, phase: str, group: Group, given: int, held: int, has_begun: bool = False
     ) -> Iterator[Event]:
         """Gather a group's weights.
 
-        held: buffer of the gather before. has_begun: the buffer is filled.
+        given: bytes of what waits for it: the input in the forward, a gradient in the backward.
+        held: of other buffers, as of the gather before. has_begun: the buffers are filled.
         """
-        buffer = self.buffer(group)
         first = group.modules[0]
+        given_part = "activations" if phase == "forward" else "working memory"
         self.gathered.add(group)
-        if not has_begun:
-            yield Run(phase, first, {"communication": held + buffer + self._sent(group)})
-        if group in self._divided:
-            self._divided.remove(group)
-            yield Free("gathered weights", ("divided", group))
-        yield Alloc("gathered weights", group, self._whole(group))
-        # Some are put in order by a copy.
-        copied = self._whole(group, copied=True)
-        # torch still holds the buffer before while it copies.
-        yield Run(phase, first, {"communication": held + buffer + copied})
+        # Buffers that are filled before their turn.
+        waiting = self.buffer(group) if has_begun else 0
+        for index, weights in enumerate(group.by_mesh):
+            buffer = self._buffer(weights)
+            if has_begun:
+                waiting -= buffer
+            else:
+                filled = held + buffer + self._sent(weights)
+                yield Run(phase, first, {given_part: given, "communication": filled})
+            if group in self._divided:
+                self._divided.remove(group)
+                yield Free("gathered weights", ("divided", group))
+            yield Alloc("gathered weights", (group, index), self._whole(weights))
+            # Some are put in order by a copy.
+            copied = self._whole(weights, copied=True)
+            # torch still holds the buffer before while it copies.
+            filled = held + waiting + buffer + copied
+            yield Run(phase, first, {given_part: given, "communication": filled})
+            if phase == "forward":
+                held = buffer
 
     def free(self, group: Group) -> Iterator[Event]:
         """Free a group's whole weights, if they are there."""
         if group in self.gathered:
             self.gathered.remove(group)
-            yield Free("gathered weights", group)
+            for index in range(len(group.by_mesh)):
+                yield Free("gathered weights", (group, index))
 
     def divide(self, group: Group) -> Iterator[Event]:
         """Keep a part of a group's weights after its forward, where few ranks divide them."""
         among = self.run.training.reshard_after_forward
         if isinstance(among, int):
             self._divided.add(group)
-            yield Alloc("gathered weights", ("divided", group), self._whole(group) // among)
+            whole = self._whole(group.weights)
+            yield Alloc("gathered weights", ("divided", group), whole // among)
 
     def buffer(self, group: Group) -> int:
-        """Return the bytes of a gather's buffer."""
-        return self._whole(group) if self.sizes.shards > 1 else 0
+        """Return the bytes of the buffers of a gather."""
+        return sum(map(self._buffer, group.by_mesh))
 
-    def _sent(self, group: Group) -> int:
+    def last_buffer(self, group: Group) -> int:
+        """Return the bytes of the buffer that lives on after a gather in the forward."""
+        return self._buffer(group.by_mesh[-1]) if group.weights else 0
+
+    def _buffer(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of the buffer of weights that one collective takes."""
+        return self._whole(weights) if weights[0].shards > 1 else 0
+
+    def _sent(self, weights: Sequence[Weight]) -> int:
         """Return the bytes of a rank's part as it is sent."""
-        if self.sizes.shards == 1:
+        if weights[0].shards == 1:
             return 0
-        sent = group.part * self.sizes.low
+        sent = sum(weight.part for weight in weights) * self.sizes.low
         if self.sizes.offloads:
             # An offloaded part comes to the device in its own dtype.
-            sent += sum(weight.part * self.sizes.held(weight) for weight in group.weights)
+            sent += sum(weight.part * self.sizes.held(weight) for weight in weights)
         return sent
 
-    def _whole(self, group: Group, copied: bool = False) -> int:
+    def _whole(self, weights: Sequence[Weight], copied: bool = False) -> int:
         """Return the bytes of gathered weights.
 
         copied: of those that are put in order by a copy.
         """
         found = 0
-        for weight in group.weights:
+        for weight in weights:
             if copied and not weight.copied:
                 continue
             if self._takes_masters(weight) and not weight.gathered_bytes:
@@ -122,25 +181,38 @@ class GroupEvents:
         self._unreduced.add(group)
         yield Alloc("communication", ("unreduced", group), whole)
 
-    def reduce(self, group: Group, made: int, ahead: int) -> Iterator[Event]:
-        """Reduce a group's gradients. made: bytes of new ones. ahead: of the gather that runs."""
-        first = group.modules[0]
+    def reduce(
+        self, group: Group, made: int, ahead: int, given: int = 0, freed: bool = False
+    ) -> Iterator[Event]:
+        """Reduce a group's gradients.
+
+        made: bytes of new ones. ahead: of the gather that runs. given: of the gradient that the
+        group hands on. freed: the whole weights are freed, each mesh's before its reduction.
+        """
         if not group.trained.weights:
             return
         part = group.trained.part * self.sizes.reduced
-        whole = self.reduction_buffer(group)
         before = yield from self._end_waiting(group)
-        made = before or made
-        # Weights divided along another dimension are put in order one by one.
-        ordered = 0
-        for weight in group.trained.weights:
-            if weight.copied:
-                ordered = max(ordered, weight.numbers * self.sizes.low)
-        if ordered:
-            yield Run("backward", first, {"communication": ahead + made + ordered})
-        yield Run("backward", first, {"communication": ahead + made + whole})
-        scaled = whole if self.sizes.shards == 1 and self.run.mesh.world_size > 1 else 0
-        yield Run("backward", first, {"communication": ahead + whole + part + scaled})
+        each = self.sizes.reduced if before else self.sizes.low
+        waiting = before or made
+        # Buffers and parts of what is reduced.
+        done = 0
+        for weights in reversed(group.trained.by_mesh):
+            is_last = weights is group.trained.by_mesh[0]
+            numbers = sum(weight.numbers for weight in weights)
+            others = 0 if is_last else max(waiting - numbers * each, 0)
+            replicas = self.sizes.shards == 1 and self.run.mesh.world_size > 1
+            gathered = self._whole(group.by_mesh[0]) if freed and not is_last else 0
+            reduction = Reduction(weights, each, self.sizes.reduced, replicas)
+            for size in reduction.peaks(waiting - others):
+                sizes = {
+                    "working memory": given,
+                    "gathered weights": gathered,
+                    "communication": ahead + done + others + size,
+                }
+                yield Run("backward", group.modules[0], sizes)
+            waiting = others
+            done += reduction.whole + reduction.part
         if self.sizes.offloads or self.run.optimizer.early_step_in_backward:
             return
         if group not in self._has_gradient:

@@ -85,8 +85,9 @@ class StepEvents:
         for module in modules:
             group = self.sizes.group_of[module]
             if group not in self.groups.gathered:
-                yield from self.groups.gather("forward", group, held=buffer)
-                buffer = self.groups.buffer(group)
+                given = self._hidden(module)
+                yield from self.groups.gather("forward", group, given, held=buffer)
+                buffer = self.groups.last_buffer(group)
             if module == "output" and self.sizes.loss.chunks == 1:
                 # The loss comes after the model's forward, whose end frees the buffer.
                 parts = {"logits and loss": self._head_output(), "communication": buffer}
@@ -144,7 +145,10 @@ class StepEvents:
                 yield Free("activations", ("pending", module))
             if module == group.modules[-1]:
                 if group not in self.groups.gathered:
-                    yield from self.groups.gather("backward", group, has_begun=ahead > 0)
+                    buffers = reduced + sum(made.values())
+                    given = 0 if module == "output" else self.sizes.shape.hidden
+                    has_begun = ahead > 0
+                    yield from self.groups.gather("backward", group, given, buffers, has_begun)
                 ahead = self._ahead(group, order)
             # The gradient of a tied weight is added to the other one, outside of both.
             weights = peak.weights
@@ -160,11 +164,16 @@ class StepEvents:
                 if frees:
                     yield from self.groups.free(group)
                 if reduces:
-                    yield from self.groups.reduce(group, made.pop(group), ahead)
+                    given = 0 if second_half else self._hidden(module)
+                    yield from self.groups.reduce(group, made.pop(group), ahead, given, frees)
                     reduced = self.groups.reduction_buffer(group)
                 else:
                     yield from self.groups.accumulate(group, made.pop(group), ahead + reduced)
         yield from self.groups.end_backward()
+
+    def _hidden(self, module: str) -> int:
+        """Return the bytes of a module's input, and of its gradient."""
+        return 0 if module == "tok_embeddings" else self.sizes.shape.hidden
 
     def _in_order(self, modules: list[str]) -> list[Group]:
         """Return the groups of modules in the order they last run."""

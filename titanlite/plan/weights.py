@@ -78,6 +78,15 @@ class Group:
         return sum(weight.part for weight in self.weights)
 
     @cached_property
+    def by_mesh(self) -> tuple[tuple[Weight, ...], ...]:
+        """The weights that one collective takes: those that all ranks divide, then experts whose
+        neighbours are on other ranks.
+        """
+        shared = tuple(one for one in self.weights if one.neighbours == 1)
+        experts = tuple(one for one in self.weights if one.neighbours > 1)
+        return tuple(weights for weights in (shared, experts) if weights)
+
+    @cached_property
     def trained(self) -> Group:
         """The same modules with the weights that have gradients."""
         return replace(self, weights=tuple(one for one in self.weights if not one.frozen))

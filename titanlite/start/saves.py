@@ -73,3 +73,6 @@ def _check_hf_form(run: RunConfig, args: Any) -> None:
         run.spec.hf_config(args)
     except ValueError as error:
         raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
+    reason = run.spec.why_not(args, "checkpoint.last_save_in_hf", 1)
+    if reason:
+        raise ConfigError([Problem("", "checkpoint.last_save_in_hf", reason)])

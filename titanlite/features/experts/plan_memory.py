@@ -74,6 +74,7 @@ class ExpertMemory:
             replace(router, keeps=kept),
             Op("rows", outer, ("n2",), backward=outer),
         ]
+        # The variable of `MoE.forward` holds what the experts take until their sums are there.
         x = "rows"
         if a.scales_input:
             # Products in float32, forward, and backward for rows and for weights.
@@ -83,6 +84,7 @@ class ExpertMemory:
             reads = ("rows", "gate")
             backward = 2 * cast + product
             ops.append(Op(x, outer, reads, saves=("rows",), forward=cast, backward=backward))
+        taken = x
         if self.ranks > 1:
             # Received, then put in the order of the experts.
             ops.append(Op("sent", outer, (x,), kind="other", backward=outer))
@@ -93,10 +95,11 @@ class ExpertMemory:
         if self.ranks > 1:
             y = "returned"
             ops.append(Op("back", outer, ("e",), backward=outer))
-            ops.append(Op("returned", outer, ("back",), kind="other"))
-        # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the
-        # gradient in float32.
-        work = 8 * numbers + numbers * s.size
+            # Variables of `Experts.forward` hold rows and results of this rank's experts.
+            ops.append(Op("returned", outer, ("back",), kind="other", holds=(x, "e")))
+        # Weighted sums in float32, one of the experts at a time, before their output; the backward
+        # takes a copy of the gradient in float32.
+        work = 8 * numbers
         ops.append(
             Op(
                 "f",
@@ -104,8 +107,8 @@ class ExpertMemory:
                 reads=(y, "gate"),
                 saves=(y,),
                 forward=work,
-                backward=work,
-                holds=("n2", x),
+                backward=work + numbers * s.size,
+                holds=("n2", taken),
             )
         )
         return ops

@@ -122,6 +122,8 @@ def tiny_config(
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
+    if d.parallelism.expert_parallel_degree > 1:
+        values["parallelism.expert_parallel_degree"] = shard
     for key, value in values.items():
         argv.append(f"--{key}={value if isinstance(value, str) else quote(value)}")
     tiny = check_config(argv, ranks)[0].sections

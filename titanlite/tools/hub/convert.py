@@ -394,6 +394,9 @@ def _write_hf(
         config = spec.hf_config(source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
+    reason = spec.why_not(source.args, "checkpoint.last_save_in_hf", 1)
+    if reason:
+        raise CheckpointError(f"{source.path}: {reason}")
     # The context that the weights came with.
     if source.context:
         config["max_position_embeddings"] = source.context
