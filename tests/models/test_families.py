@@ -310,7 +310,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
             {"layer_types": ["full_attention", "sliding_attention"] * 2},
             "layer_types are not sliding_attention and full_attention in turns",
         ),
-        ("llama4", {"model_type": "llama4"}, "'llama4', a model with images"),
+        ("llama4", {"model_type": "llama4"}, "text_config is missing"),
         (
             "llama4",
             {"no_rope_layers": [1, 0, 1, 1], "layer_types": None},

@@ -114,14 +114,14 @@ def test_an_expert_without_rows_has_no_gradient_and_bfloat16_is_near() -> None:
     assert relative(experts.bfloat16()(x.bfloat16(), counts), y) < 2e-2
 
 
-#: Entries that both published models have in `text_config`.
+#: Entries of `text_config` in the published files of both, as other projects quote them. The files
+#: themselves need an accepted licence, and were not read.
 _PUBLISHED: dict[str, Any] = {
     "attention_bias": False,
     "attention_chunk_size": 8192,
     "attention_dropout": 0.0,
-    "attn_scale": 0.1,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
     "for_llm_compressor": False,
     "head_dim": 128,
     "hidden_act": "silu",
@@ -130,64 +130,80 @@ _PUBLISHED: dict[str, Any] = {
     "intermediate_size": 8192,
     "intermediate_size_mlp": 16384,
     "model_type": "llama4_text",
-    "no_rope_layers": [],
     "num_attention_heads": 40,
     "num_experts_per_tok": 1,
     "num_hidden_layers": 48,
     "num_key_value_heads": 8,
     "output_router_logits": False,
+    "pad_token_id": 200018,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "router_aux_loss_coef": 0.001,
     "router_jitter_noise": 0.0,
+    "use_cache": True,
     "vocab_size": 202048,
+}
+#: Scout has had three: of its first release, and the context of the instructed model.
+_SCOUT: dict[str, Any] = {
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "floor_scale": 8192,
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 262144,
+    "moe_layers": list(range(48)),
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "use_qk_norm": True,
+}
+_FIRST_SCALING = {**_SCOUT["rope_scaling"], "factor": 8.0, "high_freq_factor": 4.0}
+_MAVERICK: dict[str, Any] = {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
 }
 
 
 @pytest.mark.parametrize(
-    ("flavor", "entries", "active"),
+    ("flavor", "entries", "scaling"),
     [
-        (
-            "17Bx16E",
-            {
-                "interleave_moe_layer_step": 1,
-                "num_local_experts": 16,
-                "use_qk_norm": True,
-                "max_position_embeddings": 10485760,
-                "rope_scaling": {
-                    "factor": 16.0,
-                    "high_freq_factor": 1.0,
-                    "low_freq_factor": 1.0,
-                    "original_max_position_embeddings": 8192,
-                    "rope_type": "llama3",
-                },
-            },
-            17_172_894_720,
-        ),
-        (
-            "17Bx128E",
-            {
-                "interleave_moe_layer_step": 2,
-                "num_local_experts": 128,
-                "use_qk_norm": False,
-                "attn_temperature_tuning": 4,
-                "max_position_embeddings": 1048576,
-                "moe_layers": list(range(1, 48, 2)),
-                "rope_scaling": None,
-            },
-            17_184_691_200,
-        ),
+        ("17Bx16E", _SCOUT, (16.0, 1.0, 1.0)),
+        ("17Bx16E", {**_SCOUT, "max_position_embeddings": 10485760}, (16.0, 1.0, 1.0)),
+        ("17Bx16E", {**_SCOUT, "rope_scaling": _FIRST_SCALING}, (8.0, 1.0, 4.0)),
+        ("17Bx128E", _MAVERICK, None),
     ],
+    ids=["Scout", "Scout, instructed", "Scout, first release", "Maverick"],
 )
-def test_a_published_text_config_is_the_flavor(
-    flavor: str, entries: dict[str, Any], active: int
+def test_a_published_config_is_the_flavor(
+    flavor: str, entries: dict[str, Any], scaling: tuple[float, float, float] | None
 ) -> None:
-    args = SPEC.args_from_hf({**_PUBLISHED, **entries})
-    assert args == replace(SPEC.flavors[flavor], max_seq_len=args.max_seq_len)
-    assert args.max_seq_len == args.context
-    assert count_active_parameters(args) == active
+    whole = {"model_type": "llama4", "text_config": {**_PUBLISHED, **entries}, "vision_config": {}}
+    args = SPEC.args_from_hf(whole)
+    assert args == SPEC.args_from_hf(whole["text_config"])
+    assert args.max_seq_len == entries["max_position_embeddings"]
+    found = args.rope_scaling
+    factors = found and (found.factor, found.low_freq_factor, found.high_freq_factor)
+    assert factors == scaling
+    ours = SPEC.flavors[flavor]
+    assert args == replace(ours, max_seq_len=args.max_seq_len, rope_scaling=found)
+    assert scaling == (8.0, 1.0, 4.0) or found == ours.rope_scaling
     kinds = [args.of_block(index).rotary is None for index in range(8)]
     assert kinds == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("flavor", "active"), [("17Bx16E", 17_172_894_720), ("17Bx128E", 17_184_691_200)]
+)
+def test_active_parameters_are_those_that_torchtitan_counts(flavor: str, active: int) -> None:
+    assert count_active_parameters(SPEC.flavors[flavor]) == active
 
 
 def test_attention_outside_the_chunk_costs_nothing() -> None:

@@ -8,13 +8,13 @@ of Hugging Face.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import expert_family
 from titanlite.models.expert_family import expert_spec
 from titanlite.models.llama import linear_init
-from titanlite.models.llama4_args import Llama4Args
+from titanlite.models.llama4_args import PART_OF, Llama4Args
 from titanlite.models.rope_scaling import RopeScaling
 from titanlite.models.spec import Init, ModelSpec
 
@@ -96,6 +96,18 @@ def _args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
     return llama4_hf.args_from_hf(config)
 
 
+def _left_out(names: Collection[str]) -> Mapping[str, str]:
+    from titanlite.models import llama4_hf
+
+    return llama4_hf.left_out(names)
+
+
+def _plain_name(name: str) -> str:
+    from titanlite.models import llama4_hf
+
+    return llama4_hf.plain_name(name)
+
+
 SPEC: ModelSpec = expert_spec(
     "llama4",
     FLAVORS,
@@ -104,4 +116,7 @@ SPEC: ModelSpec = expert_spec(
     hf_names=_hf_names,
     hf_config=_hf_config,
     args_from_hf=_args_from_hf,
+    left_out=_left_out,
+    part_of=(PART_OF,),
+    plain_name=_plain_name,
 )

@@ -13,6 +13,9 @@ from titanlite.models.spec import Misfit, ShapeError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: Hugging Face's `model_type` of the model that reads images, too; this one is its text part.
+PART_OF = "llama4"
+
 
 @dataclass(frozen=True)
 class Llama4Args(ExpertArgs):

@@ -1,13 +1,16 @@
-"""Llama 4's text models under Hugging Face's names: weights and config.json. No torch here."""
+"""Llama 4's text models under Hugging Face's names: weights and config.json. No torch here.
+
+Published files are of models that read images, too. Their text part is read, and written alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titanlite.models import llama_hf
 from titanlite.models.hf_names import HFName, entry_of, texts_of
-from titanlite.models.llama4_args import Llama4Args
+from titanlite.models.llama4_args import PART_OF, Llama4Args
 
 _TEXT = "llama4_text"
 #: Kinds of attention: within chunks, and of all.
@@ -17,8 +20,22 @@ _FULL = "full_attention"
 _CHUNK = 8192
 #: Of a file that somebody else wrote; lists of layers are made of it.
 _MOST_LAYERS = 10000
+#: What the names of tensors begin with in a model with images: of its text part, and of others.
+_OF_TEXT = "language_model."
+_OF_IMAGES = ("vision_model.", "multi_modal_projector.")
+_REASON = "they read images, and the text model alone is trained here"
 #: Ours → theirs, of one SwiGLU.
 _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def left_out(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors that read images → why they are left out."""
+    return {name: _REASON for name in names if name.startswith(_OF_IMAGES)}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of the text part has in files of the text model alone."""
+    return name.removeprefix(_OF_TEXT)
 
 
 def hf_names(args: Llama4Args) -> dict[str, Any]:
@@ -96,16 +113,13 @@ def hf_config(args: Llama4Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
-    """Return the arguments that a config.json describes.
+    """Return the arguments that a config.json describes: of a text model, or of the text part of
+    one with images.
 
     Raises ValueError for another model, or one that this family does not do.
     """
-    if config.get("model_type") == "llama4":
-        raise ValueError(
-            "model_type is 'llama4', a model with images; the family llama4 here is its text part, "
-            "which `transformers` writes: "
-            "Llama4ForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
-        )
+    if config.get("model_type") == PART_OF:
+        config = {"model_type": _TEXT, **entry_of(config, "text_config", dict)}
     layers = entry_of(config, "num_hidden_layers", int, 48)
     if not 0 < layers <= _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, expected 1 to {_MOST_LAYERS}")

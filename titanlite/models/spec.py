@@ -147,6 +147,11 @@ class ModelSpec:
     #: Names of tensors in Hugging Face's files → those of parts that are not trained here, each
     #: with the reason. They are left out, and a line tells.
     left_out: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
+    #: `model_type` of larger models at Hugging Face that have this one as a part: `args_from_hf`
+    #: takes their config.json, too.
+    part_of: tuple[str, ...] = ()
+    #: Name of a tensor in the files of such a model → its name in `hf_names`.
+    plain_name: Callable[[str], str] = lambda name: name
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
@@ -201,6 +206,7 @@ class ModelSpec:
         from titanlite.models.hf_names import HF_HEAD
 
         self.names_from_hf(state, args)
+        state = {self.plain_name(name): tensor for name, tensor in state.items()}
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
             if isinstance(theirs, str):
@@ -214,8 +220,8 @@ class ModelSpec:
         return found
 
     def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
-        """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied
-        head is not.
+        """Return Hugging Face's name, as `hf_names` has it, → ours, for the tensors among `given`
+        that are weights; a tied head is not.
 
         Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
         or unknown.
@@ -226,6 +232,7 @@ class ModelSpec:
         for ours, theirs in self.hf_names(args).items():
             names.update((name, ours) for name in as_names(theirs))
         known = {name for name in given if not is_derived(name)} - self.left_out(given).keys()
+        known = {self.plain_name(name) for name in known}
         if self.tied(args):
             known.discard(HF_HEAD)
         compare_names(names.keys(), known)
