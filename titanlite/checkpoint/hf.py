@@ -68,7 +68,7 @@ def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> d
     """Return the tensors under the names that they have in files of this model alone."""
     plain: dict[str, Part] = {}
     for name, part in found.items():
-        other = plain.setdefault(spec.plain_name(name), part)
+        other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
         if other is not part:
             raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
     return plain

@@ -92,7 +92,8 @@ def _model_types() -> dict[str, str]:
         for flavor in spec.flavors.values():
             args = replace(flavor, vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
-        known.update(dict.fromkeys(spec.part_of, name))
+        if spec.part_of:
+            known[spec.part_of] = name
     return known
 
 

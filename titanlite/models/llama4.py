@@ -102,12 +102,6 @@ def _left_out(names: Collection[str]) -> Mapping[str, str]:
     return llama4_hf.left_out(names)
 
 
-def _plain_name(name: str) -> str:
-    from titanlite.models import llama4_hf
-
-    return llama4_hf.plain_name(name)
-
-
 SPEC: ModelSpec = expert_spec(
     "llama4",
     FLAVORS,
@@ -117,6 +111,6 @@ SPEC: ModelSpec = expert_spec(
     hf_config=_hf_config,
     args_from_hf=_args_from_hf,
     left_out=_left_out,
-    part_of=(PART_OF,),
-    plain_name=_plain_name,
+    part_of=PART_OF,
+    part_prefix="language_model.",
 )

@@ -87,7 +87,8 @@ class Llama4Args(ExpertArgs):
 
     @property
     def published_context(self) -> int:
-        return 1048576 if self.rope_scaling is None else 10485760
+        # Of the base models. Instructed ones say 10,485,760 and 1,048,576.
+        return 262144
 
     def deciding(self) -> dict[str, Any]:
         """Add where blocks differ, and what attention does beside Llama's."""

@@ -20,8 +20,7 @@ _FULL = "full_attention"
 _CHUNK = 8192
 #: Of a file that somebody else wrote; lists of layers are made of it.
 _MOST_LAYERS = 10000
-#: What the names of tensors begin with in a model with images: of its text part, and of others.
-_OF_TEXT = "language_model."
+#: What the names of tensors that read images begin with.
 _OF_IMAGES = ("vision_model.", "multi_modal_projector.")
 _REASON = "they read images, and the text model alone is trained here"
 #: Ours → theirs, of one SwiGLU.
@@ -31,11 +30,6 @@ _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def left_out(names: Collection[str]) -> dict[str, str]:
     """Return the names of tensors that read images → why they are left out."""
     return {name: _REASON for name in names if name.startswith(_OF_IMAGES)}
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a tensor of the text part has in files of the text model alone."""
-    return name.removeprefix(_OF_TEXT)
 
 
 def hf_names(args: Llama4Args) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from titanlite.plan.product_memory import Product, ProductMemory
 if TYPE_CHECKING:
     from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.models.deepseek_args import DeepSeekV3Args
-    from titanlite.models.llama4_args import Llama4Args
 
 
 @dataclass(frozen=True)
@@ -193,28 +192,24 @@ def attention_ops(s: Shape) -> list[Op]:
             s.gather("n1 whole", n1, frozenset(("attention.wq", "attention.wk", "attention.wv")))
         )
         n1 = "n1 whole"
-    query = "q"
-    key = "k"
-    if a.rotary is None:
-        from titanlite.plan.llama4_ops import unrotated_names
-
-        query, key = unrotated_names(cast("Llama4Args", a))
-    ops.append(s.linear(query, n1, width, a.dim, key="attention.wq"))
-    ops.append(s.linear(key, n1, kv_width, a.dim, key="attention.wk"))
-    ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
-    if a.qk_norm:
-        query = "qn"
-        key = "kn"
-        for name, x, count in (("qn", "q", heads), ("kn", "k", groups)):
-            if a.qk_norm_whole:
-                ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
-            else:
-                ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
     if a.neighbours_rotate:
-        from titanlite.plan.llama4_ops import position_ops
+        from titanlite.plan.llama4_ops import input_ops
 
-        ops += position_ops(s, cast("Llama4Args", a))
+        ops += input_ops(s, n1)
     else:
+        query = "q"
+        key = "k"
+        ops.append(s.linear("q", n1, width, a.dim, key="attention.wq"))
+        ops.append(s.linear("k", n1, kv_width, a.dim, key="attention.wk"))
+        ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
+        if a.qk_norm:
+            query = "qn"
+            key = "kn"
+            for name, x, count in (("qn", "q", heads), ("kn", "k", groups)):
+                if a.qk_norm_whole:
+                    ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
+                else:
+                    ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
         ops.append(s.rotation("qr", query, width))
         ops.append(s.rotation("kr", key, kv_width))
     ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)

@@ -288,16 +288,9 @@ def _foreign(path: AnyPath) -> Source:
         empty=dict(our_tensors(weights)),
         read=weights.read,
         is_hf=has_config and "quantization_config" not in weights.config,
-        context=_context(weights.config),
+        context=weights.context,
         tokenizer=str(path if path.is_dir() else path.parent),
     )
-
-
-def _context(config: Mapping[str, Any]) -> Any:
-    """Return `max_position_embeddings` of a config.json, which may be of a model with images."""
-    name = "max_position_embeddings"
-    part = config.get("text_config")
-    return config.get(name, part.get(name) if isinstance(part, dict) else None)
 
 
 def _torch_file(path: Path, origin: Origin) -> Source:
