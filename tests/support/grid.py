@@ -521,6 +521,8 @@ MASKED = {
     "llama4, 1 rank": "at once",
     "llama4, cp 2": "recomputed",
     "llama4, tp 2": "by operation",
+    "llama4, pp 2, chunks": "at once",
+    "llama4, ep 2": "recomputed",
     "olmo3, cp 2": "accumulated",
     "olmo3, tp 2": "at once",
     "gemma3, tp 2": "compiled",
