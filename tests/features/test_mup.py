@@ -538,6 +538,12 @@ def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
     assert shown in f"{problem.message} {problem.hint}"
 
 
+def test_queries_of_one_size_hold_no_multiplier() -> None:
+    flags = ["--model.name=llama4", "--mup.base_dim=64", "--mup.base.n_heads=16"]
+    assert "unit_qk" in refusal([DEBUG, *flags]).message
+    check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
+
+
 def test_adapters_are_refused() -> None:
     flags = ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=train_configs"]
     problem = refusal([DEBUG, "--mup.base_dim=64", "--lora.rank=4", *flags])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, Rule
-from titanlite.features.mup.base import base_args
+from titanlite.features.mup.base import base_args, head_width
 from titanlite.features.mup.rules import Rules
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import ShapeError
@@ -60,6 +60,15 @@ def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
 
 def _without_gain(rules: Rules) -> Iterator[Finding]:
     """Find multipliers that a norm without a weight would have to hold."""
+    are_wider = head_width(rules.args) != head_width(rules.base)
+    if are_wider and getattr(rules.args, "unit_qk", False):
+        message = "scales scores by queries, and unit_qk divides these by their size"
+        yield (
+            "conflict",
+            KEY,
+            message,
+            "take heads of one width, or model.overrides.unit_qk = false",
+        )
     if rules.args.norm_type != "np_layernorm":
         return
     if rules.args.tied and rules.args.dim != rules.base.dim:

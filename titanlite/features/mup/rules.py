@@ -265,10 +265,11 @@ def _mixture_sizes(block: Any) -> Mapping[str, Size]:
         found["feed_forward.gate.bias"] = Size(1, experts)
     stack = "feed_forward.experts"
     if block.expert_biases:
-        found[f"{stack}.gate_up"] = Size(dim, 2 * width)
         found[f"{stack}.gate_up_bias"] = Size(1, 2 * width)
-        found[f"{stack}.down"] = Size(width, dim)
         found[f"{stack}.down_bias"] = Size(1, dim)
+    if block.expert_biases or block.joined_experts:
+        found[f"{stack}.gate_up"] = Size(dim, 2 * width)
+        found[f"{stack}.down"] = Size(width, dim)
         return found
     found[f"{stack}.w1"] = Size(dim, width)
     found[f"{stack}.w2"] = Size(width, dim)
