@@ -16,9 +16,12 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 class Scale(NamedTuple):
     """What the options of one parameter are multiplied by."""
 
-    #: Learning rate. Weight decay is divided by it, so that their product stays.
     rate: float = 1.0
     eps: float = 1.0
+
+    def factors(self) -> dict[str, float]:
+        """Return the factor of each option: the product of rate and weight decay stays."""
+        return {"lr": self.rate, "weight_decay": 1 / self.rate, "eps": self.eps}
 
 
 #: (name of a parameter, whether Muon updates it) → its scale.
@@ -93,12 +96,9 @@ def _options(settings: Optimizer, kind: _Kind) -> dict[str, Any]:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
             beta2 = settings.beta2 if group.beta2 is None else group.beta2
             options["betas"] = (beta1, beta2)
-    rate, eps = kind.scale
-    if rate != 1:
-        options["lr"] = options.get("lr", settings.lr) * rate
-        options["weight_decay"] = options.get("weight_decay", settings.weight_decay) / rate
-    if eps != 1:
-        options["eps"] = options.get("eps", settings.eps) * eps
+    for key, factor in kind.scale.factors().items():
+        if factor != 1:
+            options[key] = options.get(key, getattr(settings, key)) * factor
     if kind.without_decay:
         options["weight_decay"] = 0.0
     return options
