@@ -55,6 +55,24 @@ REPLICAS = {
     "training__data_parallel_replicate_degree": 2,
     "training__data_parallel_shard_degree": 2,
 }
+MORE = [
+    pytest.param(kind, ranks, keys, marks=pytest.mark.slow)
+    for kind, ranks, keys in [
+        ("mixtral", 2, TWO),
+        ("gpt_oss", 2, TWO),
+        ("deepseek_v3", 2, TWO),
+        ("olmoe", 2, TWO),
+        ("qwen3_moe", 2, {**TWO, **BY_OP, "training__loss_chunks": 2}),
+        ("qwen3_moe", 2, {**TWO, "training__compile": "true"}),
+        ("gpt_oss", 2, {**TWO, "training__compile": "true"}),
+        ("deepseek_v3", 1, {"training__compile": "true"}),
+        ("qwen3_moe", 4, TWO),
+        ("gpt_oss", 4, {**TWO, **BY_OP}),
+        ("gpt_oss", 4, {**TWO, **REPLICAS}),
+        ("deepseek_v3", 4, {**TWO, **FULL}),
+        ("olmoe", 4, {EP: 4}),
+    ]
+]
 #: Of the loss and of each gradient.
 NEAR = 2e-6
 
@@ -71,21 +89,11 @@ def content(kind: str, **entries: Any) -> dict[str, Any]:
     ("kind", "ranks", "keys"),
     [
         ("qwen3_moe", 2, TWO),
-        ("mixtral", 2, TWO),
-        ("gpt_oss", 2, TWO),
-        ("deepseek_v3", 2, TWO),
-        ("olmoe", 2, TWO),
+        ("gpt_oss", 2, {**TWO, **BY_OP}),
+        ("deepseek_v3", 2, {**TWO, **FULL}),
         ("qwen2_moe", 2, {}),
-        ("qwen3_moe", 4, TWO),
         ("mixtral", 4, TWO),
-        ("gpt_oss", 4, {**TWO, **BY_OP}),
-        ("deepseek_v3", 4, {**TWO, **FULL}),
-        ("olmoe", 4, {EP: 4}),
-        ("gpt_oss", 4, {**TWO, **REPLICAS}),
-        ("qwen3_moe", 2, {**TWO, **BY_OP, "training__loss_chunks": 2}),
-        pytest.param("qwen3_moe", 2, {**TWO, "training__compile": "true"}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, {**TWO, "training__compile": "true"}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 1, {"training__compile": "true"}, marks=pytest.mark.slow),
+        *MORE,
     ],
     ids=str,
 )
@@ -288,6 +296,28 @@ def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
             assert unequal(saved / "step-4", own / "step-4") == []
         expected = [number for row in straight[0][2:] for number in row]
         assert [number for row in rows for number in row] == pytest.approx(expected, rel=2e-5)
+
+
+def _last_row(world: DistEnv, folder: Path, flags: list[str]) -> dict[str, Any]:
+    return train_rows(world, str(folder / "run"), *flags, config=TOML)[-1]
+
+
+def test_logs_have_the_load_of_experts_and_no_losses_of_routers(
+    pool: Pools, tmp_path: Path
+) -> None:
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / f"{ranks}"
+        folder.mkdir()
+        keys = {EP: ranks, "training__steps": 1, "checkpoint__enable_checkpoint": "false"}
+        row = pool(ranks).run(_last_row, folder, run_flags(folder, "mixtral", **keys))[0]
+        found.append({name: value for name, value in row.items() if name.startswith("experts/")})
+    assert found[0] == pytest.approx(found[1])
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    names = ["max_share", "entropy", *(f"max_share/{layer}" for layer in layers)]
+    assert set(found[0]) == {f"experts/{name}" for name in names}
+    assert 0.25 < found[0]["experts/max_share"] < 0.5
+    assert 0.9 < found[0]["experts/entropy"] < 1
 
 
 def test_an_export_of_two_ranks_is_what_transformers_loads(pool: Pools, tmp_path: Path) -> None:

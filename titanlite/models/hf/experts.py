@@ -59,11 +59,14 @@ def stacks_of(model: nn.Module) -> dict[str, Any]:
 
 def exchange(model: nn.Module) -> None:
     """Let the experts of a model compute by `_forward`, in place."""
+    stacks = stacks_of(model)
+    if not stacks:
+        return
     from transformers.integrations import moe
 
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     plain_gate = getattr(moe, "_default_apply_gate", None)
-    for module in stacks_of(model).values():
+    for module in stacks.values():
         module.config._experts_implementation = NAME
         #: See `titanlite.models.grouped.Experts`.
         module.exchange = None
@@ -199,9 +202,8 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
 
 @torch.no_grad()
 def _record(record: Tensor, counts: Tensor, tokens: int) -> None:
-    """Add each expert's rows, and their tokens."""
-    record[: len(counts)] += counts
-    record[len(counts)] += tokens
+    """Add each expert's rows, and their tokens; losses of the router are not known here."""
+    record.add_(torch.cat([counts, counts.new_full((1,), tokens), counts.new_zeros(2)]))
 
 
 def _products(self: Any, rows: Tensor, ends: Tensor) -> Tensor:
