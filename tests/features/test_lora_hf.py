@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.support.adapters import ALPHA, RANK, Seen, peft_folder, peft_model, weights_of
 from tests.support.compare import relative
 from tests.support.hf import TOML
-from tests.support.hf_compare import ARCHITECTURES
+from tests.support.hf_compare import sizes_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from tests.support.whole_runs import outcome_of
@@ -37,7 +37,7 @@ def base_folder(folder: Path, kind: str) -> Path:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = {**ARCHITECTURES[kind], "vocab_size": VOCABULARY, "initializer_range": 0.1}
+    sizes = {**sizes_of(kind), "vocab_size": VOCABULARY, "initializer_range": 0.1}
     AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).save_pretrained(folder)
     return folder
 

@@ -67,7 +67,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
     | {"num_experts": 4, "num_experts_per_tok": 2},
 }
-ARCHITECTURES |= MIXTURES
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The config.json of an architecture, without its type and vocabulary."""
+    return {**ARCHITECTURES, **MIXTURES}[kind]
 
 
 def flags_of(folder: Path, kind: str, **keys: Any) -> list[str]:
@@ -75,7 +79,7 @@ def flags_of(folder: Path, kind: str, **keys: Any) -> list[str]:
 
     keys: others, with two underscores for a dot.
     """
-    content = {"model_type": kind, **ARCHITECTURES[kind]}
+    content = {"model_type": kind, **sizes_of(kind)}
     (folder / "config.json").write_text(json.dumps(content))
     given = {
         "model__hf_config": folder,
@@ -159,7 +163,7 @@ def alone(kind: str, weights: dict[str, torch.Tensor], documents: bool) -> Resul
     """What transformers computes, each document in a call of its own."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = CONFIG_MAPPING[kind](**ARCHITECTURES[kind], vocab_size=VOCABULARY)
+    config = CONFIG_MAPPING[kind](**sizes_of(kind), vocab_size=VOCABULARY)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
