@@ -18,6 +18,22 @@ from torch.distributed.tensor import DTensor, Partial
 from titanlite.models.autograd import fresh, silu_mul
 
 
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows of tokens by expert.
+
+    chosen: [tokens, top_k] int64, the experts of each token, of so many. Returns the rows of each
+    expert [experts] int64, the row at each place [tokens * top_k] int64, and the places of each
+    token's rows [tokens, top_k] int64.
+    """
+    flat = chosen.flatten()
+    # Compared and summed: counting by atomic additions is neither deterministic nor faster.
+    counts = (flat[:, None] == torch.arange(experts, device=flat.device)).sum(0)
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order)
+    places.scatter_(0, order, torch.arange(len(order), device=flat.device))
+    return counts, order, places.view_as(chosen)
+
+
 class Dispatch(torch.autograd.Function):
     """Copies each token's row to the places of its experts.
 
@@ -97,6 +113,36 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return (
         F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
     )
+
+
+def experts_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the expert of each row [rows, N], int64. ends: [experts] int32, where each one's rows
+    end.
+    """
+    places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, places, right=True)
+
+
+def sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
+    # A product with ones; kernels want 8 of them.
+    ones = rows.new_ones(len(rows), 8)
+    return grouped_mm(ones.mT, rows, ends)[:, 0]
+
+
+class AddBias(torch.autograd.Function):
+    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return fresh(y + bias[experts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        return grad, sum_by_expert(grad, ends), None, None
 
 
 class Exchange(Protocol):
