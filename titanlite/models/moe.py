@@ -91,7 +91,9 @@ class MoE(nn.Module):
     def _add_losses(self, logits: Tensor, choice: Choice, counts: Tensor) -> Tensor:
         """Return the weights with the gradients of the router's losses, and record both."""
         weights = choice.weights
-        scores = choice.scores
+        # A loss without a weight is only recorded: no kernel for a gradient of zeros.
+        logits = logits if self.z_weight else logits.detach()
+        scores = choice.scores if self.aux_weight else choice.scores.detach()
         if self.routing.score == "sigmoid":
             # Shares of a token, as probabilities are.
             scores = scores / scores.sum(-1, keepdim=True)
