@@ -63,7 +63,7 @@ def test_a_sweep_prints_a_table_and_writes_its_files(swept: tuple[Path, str]) ->
     assert results["best"] == "lr=0.01"
     assert losses["lr=0.01"] < losses["lr=0.001"]
     lines = printed.splitlines()
-    assert lines[0] == "tiny.toml"
+    assert lines[0] == "debug_model-sweep"
     assert lines[3].split()[:3] == ["*", "0.01", f"{losses['lr=0.01']:.4f}"]
     assert lines[4].split()[-1] == "diverged"
     assert f"best: lr = 0.01, validation loss {losses['lr=0.01']:.4f}" in lines

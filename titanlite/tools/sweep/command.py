@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
+from titanlite.config.entries import Entry
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.load import read
 from titanlite.tools import at_least
@@ -29,6 +30,7 @@ from titanlite.tools.sweep.folder import (
 )
 from titanlite.tools.sweep.members import (
     CheckedMember,
+    Member,
     MemberResult,
     SweepError,
     check_members,
@@ -114,16 +116,22 @@ class Asked:
     """The sweep of a command line."""
 
     sweep: Sweep
+    #: The table [sweep] as it was written.
+    table: Entry
     #: Files and flags that all runs share.
     config_args: Sequence[str]
     folder: Path
     ranks: int
-    title: str
 
     def plan(self, metric: str) -> Plan:
         """Return what the sweep's folder keeps."""
-        points = tuple(self.sweep.points)
-        return Plan(self.title, metric, tuple(self.sweep.keys), points, self.ranks)
+        return Plan(
+            title=self.folder.name,
+            metric=metric,
+            keys=tuple(self.sweep.keys),
+            points=tuple(self.sweep.points),
+            ranks=self.ranks,
+        )
 
 
 def asked_for(files: Sequence[str], flags: Sequence[str], folder: Path | None, ranks: int) -> Asked:
@@ -136,10 +144,10 @@ def asked_for(files: Sequence[str], flags: Sequence[str], folder: Path | None, r
     if problems:
         raise ConfigError(problems)
     sweep = sweep_of(config, flags)
+    assert config.sweep is not None
     if folder is None:
         folder = default_folder(config.value("job.dump_folder"))
-    title = Path(config.files[-1]).name if config.files else ""
-    return Asked(sweep, config_args, folder, ranks, title)
+    return Asked(sweep, config.sweep, config_args, folder, ranks)
 
 
 def default_folder(dump_folder: str) -> Path:
@@ -168,39 +176,62 @@ def train_member(asked: Asked, number: int) -> NoReturn:
     again: the process ends at once.
     """
     from titanlite import main
-    from titanlite.tools.commands.run import count_gpus
-    from titanlite.tools.commands.train import start_ranks
 
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_rank:
+        asked = replace(asked, ranks=int(os.environ["WORLD_SIZE"]))
+    try:
+        member = _checked_member(asked, number, writes=os.environ.get("RANK", "0") == "0")
+    except (ConfigError, SweepError) as error:
+        if is_rank:
+            # torchrun does not hand the code on.
+            exit_codes.report_code(error.exit_code)
+        raise
+    argv = member.arguments(asked.config_args, asked.folder)
+    if is_rank:
+        main.main(argv)
+    _start_ranks(asked.ranks, argv)
+
+
+def _checked_member(asked: Asked, number: int, writes: bool) -> Member:
+    """Return a member that is to be run; the process ends if it is done.
+
+    writes: note the start in its folder, as one of the ranks does.
+    """
     members = asked.sweep.members
     if number >= len(members):
         message = f"expected a number below {len(members)}, that of the runs, got {number}"
         raise bad_flag("--member", message)
     member = members[number]
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if is_rank else asked.ranks
-    checked = check_members([member], asked.config_args, asked.folder, ranks)
+    checked = check_members([member], asked.config_args, asked.folder, asked.ranks)
+    metric = metric_of(asked.sweep, checked)
     refuse_changes(checked, asked.folder)
-    plan = Asked(asked.sweep, asked.config_args, asked.folder, ranks, asked.title)
     result = result_of(member, asked.folder)
     if result.is_final:
         print(f"{member.name} is {result.state} already", file=sys.stderr)
+        exit_codes.report_code(exit_codes.DONE)
         sys.exit(exit_codes.DONE)
-    if not is_rank or os.environ.get("RANK") == "0":
+    if writes:
         try:
-            write_plan(plan.plan(metric_of(asked.sweep, checked)), asked.folder)
+            write_plan(asked.plan(metric), asked.folder)
             (asked.folder / member.name).mkdir(parents=True, exist_ok=True)
             write_record(member, asked.folder, None)
         except OSError as error:
             raise SweepError(f"cannot write to {asked.folder}: {error.strerror or error}") from None
-    argv = member.arguments(asked.config_args, asked.folder)
-    if is_rank:
-        main.main(argv)
+    return member
+
+
+def _start_ranks(ranks: int, argv: Sequence[str]) -> NoReturn:
+    """Become a run of this machine."""
+    from titanlite.tools.commands.run import count_gpus
+    from titanlite.tools.commands.train import start_ranks
+
     if not count_gpus():
         # As the runs of a sweep on one machine: the number of threads changes how sums are rounded.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if asked.ranks == 1:
+    if ranks == 1:
         os.execv(sys.executable, [sys.executable, "-m", "titanlite", "train", *argv])
-    start_ranks(asked.ranks, ["train", *argv])
+    start_ranks(ranks, ["train", *argv])
 
 
 def _dry_run(asked: Asked, checked: Sequence[CheckedMember]) -> str:

@@ -34,7 +34,7 @@ BEST = "best.toml"
 class Plan:
     """What a sweep runs, as its folder keeps it."""
 
-    #: The config file.
+    #: Name of the folder.
     title: str
     #: The loss by which points are compared.
     metric: str
@@ -156,7 +156,7 @@ def write_results(plan: Plan, results: Sequence[MemberResult], best: str, folder
     for point, result in zip(plan.points, results, strict=True):
         runs.append({**asdict(result), "values": dict(point.values), "loss": result.loss})
     tree = {
-        "config": plan.title,
+        "sweep": plan.title,
         "metric": plan.metric,
         "keys": list(plan.keys),
         "best": best or None,

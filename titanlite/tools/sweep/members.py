@@ -128,9 +128,16 @@ class MemberResult:
 
 
 def check_members(
-    members: Sequence[Member], config_args: Sequence[str], folder: Path, nproc: int
+    members: Sequence[Member],
+    config_args: Sequence[str],
+    folder: Path,
+    nproc: int,
+    *,
+    here: bool = True,
 ) -> list[CheckedMember]:
     """Check the config of each member, as `titanlite config check` does.
+
+    here: also that this machine has its files and packages, and its variables are set.
 
     Raises SweepError with the problems of all members, and ConfigError if all have the same ones.
     """
@@ -141,7 +148,8 @@ def check_members(
     refused: dict[str, ConfigError] = {}
     for member in members:
         try:
-            config, run = check_config(member.arguments(config_args, folder), nproc)
+            argv = member.arguments(config_args, folder)
+            config, run = check_config(argv, nproc, training=here, defer=not here)
             _check_folders(run, folder / member.name)
         except ConfigError as error:
             refused[member.name] = error
