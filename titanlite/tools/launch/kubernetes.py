@@ -163,6 +163,15 @@ def _rendezvous(job: Job) -> list[str]:
     return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
 
 
+def _array_problems(job: Job) -> list[Problem]:
+    """Return what is wrong with the job of a sweep."""
+    if job.array is None or job.launch.nodes == 1:
+        return []
+    message = f"{job.launch.nodes} pods, but a pod of an indexed Job is a run by itself"
+    hint = "leave it at 1, or sweep with Slurm"
+    return [Problem("", "launch.nodes", message, hint)]
+
+
 def _check(job: Job) -> None:
     launch = job.launch
     checkpoint = job.run.checkpoint
@@ -185,10 +194,7 @@ def _check(job: Job) -> None:
                 "", key, "all readers of the manifest see the login or signature of its URL", hint
             )
         )
-    if job.array is not None and launch.nodes > 1:
-        message = f"{launch.nodes} pods, but a pod of an indexed Job is a run by itself"
-        hint = "leave it at 1, or sweep with Slurm"
-        problems.append(Problem("", "launch.nodes", message, hint))
+    problems += _array_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))

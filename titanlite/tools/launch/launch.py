@@ -46,6 +46,8 @@ _SYSTEMS = {
 }
 #: Those with jobs of several tasks, for sweeps.
 _ARRAYS = ("slurm", "kubernetes")
+#: As the modules of systems, it imports this one.
+_SWEEP = "titanlite.tools.sweep.job"
 
 
 class LaunchError(Exception):
@@ -135,9 +137,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
         message = f"{arguments.system} has no job arrays; those of {' and '.join(_ARRAYS)} do"
         hint = "`titanlite sweep` runs the points on this machine"
         raise bad_flag("--sweep", message, hint)
-    from titanlite.tools.sweep.job import prepare_sweep
-
-    job = prepare_sweep(argv, arguments.at_once)
+    job = import_module(_SWEEP).prepare_sweep(argv, arguments.at_once)
     return finish(arguments.system, job, how), exit_codes.DONE
 
 

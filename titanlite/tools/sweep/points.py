@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config.aliases import Refused, is_subsection, key_of, known_names, normalized
-from titanlite.config.entries import Entry, command_line_entries, type_of_name
+from titanlite.config.entries import SWEEP, Entry, command_line_entries, type_of_name
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.key_types import base, members
 from titanlite.config.keys import check, table_of
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sweep_table import METRICS, RANGES, SWEEP
+from titanlite.config.sweep_table import METRICS, RANGES
 from titanlite.config.toml import join, quote, quote_key
 from titanlite.config.unknown_keys import unknown
 from titanlite.tools.sweep.members import Member
