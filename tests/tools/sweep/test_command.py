@@ -12,6 +12,7 @@ import pytest
 from tests.support.processes import ROOT, python
 from tests.tools.sweep.sweeps import CALLBACKS, STEPS, attempts, rows
 from titanlite import exit_codes
+from titanlite.runs.lock import RunLock
 from titanlite.tools.cli import main
 
 FILE = f"""
@@ -167,6 +168,17 @@ def test_a_metric_that_no_run_has_is_refused(
     assert "validation is off for lr=0.001, so it has no best_validation_loss" in (
         capsys.readouterr().err
     )
+
+
+def test_a_sweep_of_other_points_changes_nothing_while_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(FILE)
+    with RunLock(tmp_path / "outputs" / "debug_model-sweep", "folder"):
+        assert main(["sweep", "tiny.toml"]) == exit_codes.CHECKPOINT
+        assert os.listdir(tmp_path / "outputs" / "debug_model-sweep") == ["run.lock"]
+    assert "give this run another --folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ from titanlite.tools.sweep.members import (
 )
 from titanlite.tools.sweep.picture import picture
 from titanlite.tools.sweep.points import Sweep, sweep_of
-from titanlite.tools.sweep.runs import refuse_changes, run_members
+from titanlite.tools.sweep.runs import Crew, held, make_slots, refuse_changes
 from titanlite.tools.sweep.table import best_of, groups_of, notes, table
-from titanlite.utils import Style, Table, atomic_write, counted, human_count, render
+from titanlite.utils import Style, Table, atomic_write, counted, human_count, public, render
 
 _ENABLE = "validation.enable"
 
@@ -92,16 +92,13 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     if arguments.dry_run:
         return _dry_run(asked, checked), exit_codes.DONE
     plan = asked.plan(metric)
+    slots = make_slots(arguments.at_once, asked.ranks)
+    crew = Crew(checked, asked.config_args, asked.folder, asked.ranks, slots)
     refuse_changes(checked, asked.folder)
     try:
-        write_plan(plan, asked.folder)
-        run_members(
-            asked.sweep.members,
-            asked.config_args,
-            asked.folder,
-            at_once=arguments.at_once,
-            nproc=asked.ranks,
-        )
+        with held(asked.folder):
+            write_plan(plan, asked.folder)
+            crew.run()
         return report(plan, asked.folder, arguments.json)
     except Stopped as stop:
         return "", exit_codes.after_signal(stop.number)
@@ -284,7 +281,7 @@ def report(plan: Plan, folder: Path, as_json: bool) -> tuple[str, int]:
         written.append(BEST)
     drawn = picture(plan, groups, best)
     if drawn is not None:
-        atomic_write(folder / PICTURE, drawn)
+        atomic_write(folder / PICTURE, public(drawn))
         written.append(PICTURE)
     name = "" if best is None else best.points[0].member.name
     text = write_results(plan, results, name, folder)
