@@ -93,6 +93,23 @@ def test_show_prints_the_same_table_and_runs_nothing(
     assert attempts(own / "lr=0.001") == before
 
 
+def test_a_damaged_record_of_the_best_run_costs_its_file_alone(
+    swept: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, printed = swept
+    own = tmp_path / "copy"
+    shutil.copytree(folder / "outputs" / "debug_model-sweep", own)
+    (own / "best.toml").unlink()
+    config = own / "lr=0.01" / "config.toml"
+    config.write_text(config.read_text() + "[nonsense]\n")
+    assert main(["sweep", "--show", str(own)]) == exit_codes.DONE
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1:5] == printed.splitlines()[1:5]
+    assert "best.toml is not written, since the record of its run is damaged" in shown
+    assert "[nonsense]: unknown section" in shown
+    assert not (own / "best.toml").exists()
+
+
 def test_a_second_sweep_runs_only_new_points_and_names_the_old_ones(
     swept: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -276,20 +276,26 @@ def report(plan: Plan, folder: Path, as_json: bool) -> tuple[str, int]:
     groups = groups_of(plan, results)
     best = best_of(groups)
     written = [RESULTS]
-    if best is not None:
-        write_best(plan, best.points[0], best.results[0], folder)
-        written.append(BEST)
+    name = "" if best is None else best.points[0].member.name
+    text = write_results(plan, results, name, folder)
     drawn = picture(plan, groups, best)
     if drawn is not None:
         atomic_write(folder / PICTURE, public(drawn))
         written.append(PICTURE)
-    name = "" if best is None else best.points[0].member.name
-    text = write_results(plan, results, name, folder)
+    problem = ""
+    if best is not None:
+        try:
+            write_best(plan, best.points[0], best.results[0], folder)
+            written.append(BEST)
+        except ConfigError as error:
+            problem = f"{BEST} is not written, since the record of its run is damaged: {error}"
     code = exit_code(results)
     if as_json:
         return text, code
     lines = [render(table(plan, groups, best), sys.stdout.isatty()), ""]
     lines += notes(plan, groups, best, folder)
+    if problem:
+        lines.append(problem)
     others = strangers(plan, folder)
     if others:
         lines.append(f"not in the table, of another sweep in this folder: {', '.join(others)}")
