@@ -140,7 +140,27 @@ def test_a_dry_run_prints_points_and_tokens_and_writes_nothing(
     assert lines[2].split() == ["1", "lr=0.01", "205.0K", "10", "640"]
     assert lines[-1].startswith("3 runs of 2 ranks, 1.9K tokens, ")
     assert lines[-1].endswith("folder: outputs/debug_model-sweep")
+    assert main([*words, "--json"]) == exit_codes.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][1]["name"] == "lr=0.01"
+    assert [run["tokens"] for run in found["runs"]] == [640, 640, 640]
     assert os.listdir(tmp_path) == ["tiny.toml"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--show=x", "--folder=y"],
+        ["--show=x", "--at-once=2"],
+        ["tiny.toml", "--dry-run", "--at-once=2"],
+        ["tiny.toml", "--member=0", "--json"],
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *words]) == exit_codes.CONFIG
+    assert "has no effect with --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,35 +64,58 @@ def add_command(commands: Commands) -> None:
     )
     add_files(parser)
     add = parser.add_argument
-    add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--at-once", type=at_least(1), metavar="N", help="runs at a time (default: 1)")
     ranks = "ranks of each run (default: 1)"
-    add("--nproc-per-node", type=at_least(1), default=1, metavar="N", help=ranks)
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
     folder = "folder of the sweep (default: job.dump_folder with -sweep behind it)"
     add("--folder", type=Path, metavar="FOLDER", help=folder)
-    add("--dry-run", action="store_true", help="print the points and their tokens, and run nothing")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--dry-run", action="store_true", help="print the points and their tokens, and run nothing")
     member = "train one run alone, by its number from 0: for the tasks of a job array"
-    add("--member", type=at_least(0), metavar="N", help=member)
+    one("--member", type=at_least(0), metavar="N", help=member)
     show = "print the table of a sweep again, and write its files; nothing is run"
-    add("--show", type=Path, metavar="FOLDER", help=show)
-    add("--json", action="store_true", help="print the results as JSON")
+    one("--show", type=Path, metavar="FOLDER", help=show)
+    add("--json", action="store_true", help="print the results, or the points, as JSON")
     parser.set_defaults(run=_run)
 
 
+#: Option → those that have no effect beside it, by their names in argparse.
+_IDLE = {
+    "--show": ("folder", "at_once", "nproc_per_node"),
+    "--member": ("at_once", "json"),
+    "--dry-run": ("at_once",),
+}
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    given = {"--show": arguments.show, "--member": arguments.member}
+    chosen = [name for name, value in given.items() if value is not None]
+    if arguments.dry_run:
+        chosen = ["--dry-run"]
+    for name in chosen:
+        for other in _IDLE[name]:
+            if getattr(arguments, other):
+                raise bad_flag(f"--{other.replace('_', '-')}", f"has no effect with {name}")
+
+
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    _refuse_idle(arguments)
     if arguments.show is not None:
         no_flags(flags)
         if arguments.files:
             raise bad_flag("--show", "takes the folder of a sweep, and no config file")
         return report(read_plan(arguments.show), arguments.show, arguments.json)
-    asked = asked_for(files_of(arguments), flags, arguments.folder, arguments.nproc_per_node)
+    ranks = arguments.nproc_per_node or 1
+    asked = asked_for(files_of(arguments), flags, arguments.folder, ranks)
     if arguments.member is not None:
         train_member(asked, arguments.member)
     checked = check_members(asked.sweep.members, asked.config_args, asked.folder, asked.ranks)
     metric = metric_of(asked.sweep, checked)
     if arguments.dry_run:
-        return _dry_run(asked, checked), exit_codes.DONE
+        return _dry_run(asked, checked, arguments.json), exit_codes.DONE
     plan = asked.plan(metric)
-    slots = make_slots(arguments.at_once, asked.ranks)
+    slots = make_slots(arguments.at_once or 1, asked.ranks)
     crew = Crew(checked, asked.config_args, asked.folder, asked.ranks, slots)
     refuse_changes(checked, asked.folder)
     try:
@@ -231,33 +254,39 @@ def _start_ranks(ranks: int, argv: Sequence[str]) -> NoReturn:
     start_ranks(ranks, ["train", *argv])
 
 
-def _dry_run(asked: Asked, checked: Sequence[CheckedMember]) -> str:
+def _dry_run(asked: Asked, checked: Sequence[CheckedMember], as_json: bool) -> str:
     """Return the points, what each trains on, and the sums."""
+    sizes = [_size(one) for one in checked]
+    if as_json:
+        from titanlite.tools.commands.runs import to_json
+
+        points = []
+        for one, size in zip(checked, sizes, strict=True):
+            points.append({"name": one.name, "steps": one.run.steps, **asdict(size)})
+        return to_json({"folder": str(asked.folder), "ranks": asked.ranks, "runs": points})
     rows = []
-    tokens = 0
-    work = 0.0
-    for number, one in enumerate(checked):
-        size = _size(one)
-        if size.tokens is not None:
-            tokens += size.tokens
-            work += size.flops
+    for number, (one, size) in enumerate(zip(checked, sizes, strict=True)):
         steps = "by the text" if one.run.steps is None else f"{one.run.steps:,}"
         seen = "by the text" if size.tokens is None else human_count(size.tokens)
         rows.append([str(number), one.name, human_count(size.parameters), steps, seen])
     columns = ("run", "point", "parameters", "steps", "tokens")
     shown = render(Table(columns, rows, left=(1,)), sys.stdout.isatty())
+    tokens = sum(size.tokens or 0 for size in sizes)
+    work = sum(size.flops or 0.0 for size in sizes)
     total = f"{counted(len(checked), 'runs')} of {counted(asked.ranks, 'ranks')}, "
-    total += f"{human_count(tokens)} tokens, {work:.2e} FLOP in all; folder: {asked.folder}"
-    return f"{shown}\n\n{total}"
+    total += f"{human_count(tokens)} tokens, {work:.2e} FLOP in all"
+    if any(size.tokens is None for size in sizes):
+        total += ", without the runs whose text is not counted"
+    return f"{shown}\n\n{total}; folder: {asked.folder}"
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Of a run. tokens: None where the text's length decides."""
+    """Of a run. tokens, flops: None where the text's length decides."""
 
     parameters: int
     tokens: int | None
-    flops: float
+    flops: float | None
 
 
 def _size(one: CheckedMember) -> _Size:
@@ -266,8 +295,11 @@ def _size(one: CheckedMember) -> _Size:
 
     run = with_vocabulary(one.run)
     args = run.model_args()
-    flops = run.flops_per_token(args, run.batch.seq_len) * float(run.tokens or 0)
-    return _Size(run.spec.count_parameters(args), run.tokens, flops)
+    parameters = run.spec.count_parameters(args)
+    if run.tokens is None:
+        return _Size(parameters, None, None)
+    each = run.flops_per_token(args, run.batch.seq_len)
+    return _Size(parameters, run.tokens, float(each) * run.tokens)
 
 
 def report(plan: Plan, folder: Path, as_json: bool) -> tuple[str, int]:

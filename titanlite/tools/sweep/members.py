@@ -89,8 +89,8 @@ class MemberResult:
 
     name: str
     flags: tuple[str, ...]
-    #: done: it reached its last step; diverged: a loss was not finite, or the guard ended it;
-    #: failed: it ended otherwise; running: now; unfinished: it never began, or was stopped.
+    #: done: it reached its last step. diverged: a loss was not finite, or the guard ended it.
+    #: failed: it ended otherwise. unfinished: it never began, or was stopped.
     state: State
     #: Steps that are done.
     steps: int = 0
