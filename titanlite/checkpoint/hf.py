@@ -47,6 +47,7 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     found = _safetensors(path, config)
     for name in _left_out(path, spec.left_out(found)):
         del found[name]
+    found = _under_plain_names(path, found, spec)
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
@@ -61,6 +62,16 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if other in parts:
             parts[name] = parts[other]
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
+
+
+def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> dict[str, Part]:
+    """Return the tensors under the names that they have in files of this model alone."""
+    plain: dict[str, Part] = {}
+    for name, part in found.items():
+        other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
+        if other is not part:
+            raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
+    return plain
 
 
 def _left_out(path: Path, names: Mapping[str, str]) -> Collection[str]:
