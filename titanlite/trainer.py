@@ -88,13 +88,14 @@ class Trainer:
                                 self.callbacks("on_step_end", self, result)
                                 self.poll_saves()
                                 self.validate()
+                                self.run_tasks()
                                 self.save()
                             self.phase("end")
                             self.sync_guard()
                             break
                         except BadStepError as bad:
                             self.roll_back(bad)
-                if self.stopping and (self.step < self.steps or self.validation_owed):
+                if self.stopping and (self.step < self.steps or self.owes):
                     from titanlite.training.stopped import stopped
 
                     raise stopped(self)
@@ -134,10 +135,11 @@ class Trainer:
             self.validation_owed = True
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
-        if self.validation_owed:
+        if self.owes:
             self.validate()
+            self.run_tasks()
             in_hf = parts.checkpointer is not None and parts.checkpointer.config.last_save_in_hf
-            if in_hf and self.step == self.steps and not self.validation_owed:
+            if in_hf and self.step == self.steps and not self.owes:
                 self.save()  # a stop in the last validation left a full checkpoint instead
 
     def end_with_text(self, later: bool = False) -> None:
@@ -239,6 +241,22 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.callbacks("on_validation_end", self, result.all.loss, result.all.tokens, seconds)
 
+    def run_tasks(self) -> None:
+        """Run the tasks of `[eval]`, every `eval.freq` steps and at the end."""
+        tasks = self.parts.tasks
+        if tasks is None or not (tasks.owed or tasks.is_due(self.step, self.steps)):
+            return
+        self.sync_guard()
+        tasks.owed = True  # until they are done: a resumed run runs them first
+        if not self.stopping:
+            tasks.run(self)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a validation or tasks are due and not done."""
+        tasks = self.parts.tasks
+        return self.validation_owed or (tasks is not None and tasks.owed)
+
     def save(self) -> None:
         """Write a checkpoint when it is due.
 
@@ -299,6 +317,8 @@ class Trainer:
             state["guard"] = statistics
         if self.validation_owed:
             state["validation_owed"] = True
+        if parts.tasks is not None:
+            state |= parts.tasks.state_dict()
         if parts.validation is not None:
             state[HELD_OUT] = parts.validation.fingerprint
         self.callbacks.add_state(self, state)
@@ -344,7 +364,7 @@ def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: fl
     last_step = trainer.step == trainer.steps
     last = last_step or trainer.stopping
     weights_only = parts.last_save_dtype
-    if not last_step or trainer.validation_owed:
+    if not last_step or trainer.owes:
         weights_only = None
     started = time.perf_counter()
     try:

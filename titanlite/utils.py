@@ -411,6 +411,7 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
     "argcomplete": "completion",
+    "lm_eval": "eval",
     "matplotlib": "plots",
     "s3fs": "s3",
     "transformers": "hf",

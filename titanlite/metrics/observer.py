@@ -105,7 +105,7 @@ class MetricsLogger(Callback):
             if is_new:
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
-            self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
+            self._jsonl.truncate_after(step, _measured_again(trainer))
             if self._metrics.enable_wandb:
                 from titanlite.metrics.boards import WandbWriter
 
@@ -210,6 +210,12 @@ class MetricsLogger(Callback):
 
             for board in open_boards:
                 board.write(step, tags(row))
+
+    def write_scores(self, step: int, row: Mapping[str, float]) -> None:
+        """Write figures of tasks, and show them in the live view."""
+        if self._view:
+            self._view.show_scores(step, row)
+        self.write(step, row)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show texts, by tag, in TensorBoard."""
@@ -342,6 +348,17 @@ class _Reduced(NamedTuple):
     loss: float
     norm: float
     layer_norms: list[float]
+
+
+def _measured_again(trainer: Trainer) -> list[str]:
+    """Return figures of the step of a checkpoint that the run begins with."""
+    found = []
+    if trainer.validation_owed:
+        found.append("validation_loss")
+    tasks = trainer.parts.tasks
+    if tasks is not None and tasks.owed:
+        found.append("eval_seconds")
+    return found
 
 
 def _keep_earlier(path: Path) -> None:

@@ -31,6 +31,7 @@ from titanlite.training.run_callbacks import (
 
 if TYPE_CHECKING:
     from titanlite.assembly import Built
+    from titanlite.features.tasks.run import TaskRun
     from titanlite.metrics.samples import PromptSampler
     from titanlite.trainer import Trainer
 
@@ -40,6 +41,7 @@ def build_callbacks(
     watchdog: HangWatchdog | None,
     sampler: PromptSampler | None,
     own: Sequence[Callback],
+    tasks: TaskRun | None = None,
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
@@ -58,6 +60,8 @@ def build_callbacks(
     metrics = _metrics(built, gc, figures)
     if sampler is not None:
         sampler.show = metrics.write_texts
+    if tasks is not None:
+        tasks.write = metrics.write_scores
     # The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(
