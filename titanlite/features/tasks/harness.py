@@ -48,7 +48,8 @@ class HarnessTask:
 
         names: in place of its own.
         """
-        self.loaded = self.manager.load(list(names) or [self.name])
+        with _seeded():
+            self.loaded = self.manager.load(list(names) or [self.name])
 
     @property
     def writes(self) -> bool:
@@ -116,9 +117,10 @@ def open_manager(include_path: str | None, key: str) -> Any:
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
         raise ConfigError([Problem("", key, message, code="missing-package")])
-    from lm_eval.tasks import TaskManager
+    with _seeded():
+        from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=include_path)
+        return TaskManager(include_path=include_path)
 
 
 def unknown_names(manager: Any, names: Sequence[str]) -> list[str]:
@@ -192,8 +194,9 @@ def _seeded() -> Iterator[None]:
     kept_numpy = np.random.get_state()
     random.seed(_SEED)
     np.random.seed(_FEWSHOT_SEED)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(kept)
