@@ -21,7 +21,7 @@ from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
-from titanlite.features import ema_of, tasks_of
+from titanlite.features import ema_of
 from titanlite.metrics.console import ensure_console
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import LearningRate
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.schedule import SaveSchedule
     from titanlite.data.phases import Phases
     from titanlite.features.ema.average import WeightAverage
-    from titanlite.features.tasks.run import TaskRun
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.start.saves import SaveParts
 
@@ -63,8 +62,6 @@ class TrainingComponents:
     train_step: TrainStep
     loader: Prefetcher
     validation: ValidationSet | None
-    #: None where none is named.
-    tasks: TaskRun | None
     datasets: Datasets
     #: None where checkpoints are off.
     checkpointer: Checkpointer | None
@@ -151,16 +148,10 @@ def build(
     loaders = build_loaders(run, model.mesh, datasets, average)
     saves = _saves(run, world, model, datasets, loaders, average)
     built = Built(run, run.steps, world, datasets, model, optimizer, step, average, loaders, saves)
-    tasks = _tasks(built)
-    every, trackers = build_callbacks(built, watchdog, sampler, own, tasks)
+    every, trackers = build_callbacks(built, watchdog, sampler, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
-    return _components(built, every, trackers, tasks)
-
-
-def _tasks(built: Built) -> TaskRun | None:
-    feature = tasks_of(built.run.eval)
-    return None if feature is None else feature.begin(built)
+    return _components(built, every, trackers)
 
 
 def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
@@ -189,10 +180,7 @@ def _saves(
 
 
 def _components(
-    built: Built,
-    callbacks: list[Callback],
-    trackers: Callable[[], dict[str, str]],
-    tasks: TaskRun | None,
+    built: Built, callbacks: list[Callback], trackers: Callable[[], dict[str, str]]
 ) -> TrainingComponents:
     run, model, loaders, saves = built.run, built.model, built.loaders, built.saves
     batch = run.batch
@@ -218,7 +206,6 @@ def _components(
         train_step=built.train_step,
         loader=loaders.train,
         validation=loaders.validation,
-        tasks=tasks,
         datasets=built.datasets,
         checkpointer=None if saves is None else saves.checkpointer,
         save_schedule=None if saves is None else saves.schedule,

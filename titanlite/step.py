@@ -80,10 +80,7 @@ class Runner(Protocol):
         ...
 
     def loss_sum(self, batch: Batch, loss: LossFunction | None = None) -> torch.Tensor:
-        """Return a batch's loss, summed over its tokens (0-dim).
-
-        loss: in place of that of training; with tensor parallelism it gets DTensors.
-        """
+        """Return a batch's loss, summed over its tokens (0-dim); `loss` replaces the run's."""
         ...
 
 

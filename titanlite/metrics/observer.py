@@ -353,10 +353,9 @@ class _Reduced(NamedTuple):
 def _measured_again(trainer: Trainer) -> list[str]:
     """Return figures of the step of a checkpoint that the run begins with."""
     found = []
-    if trainer.validation_owed:
+    if "validation" in trainer.owed:
         found.append("validation_loss")
-    tasks = trainer.parts.tasks
-    if tasks is not None and tasks.owed:
+    if trainer.loaded is not None and "tasks_owed" in trainer.loaded.train:
         found.append("eval_seconds")
     return found
 

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of, lora_of
+from titanlite.features import float8_of, lora_of, tasks_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
@@ -31,7 +31,6 @@ from titanlite.training.run_callbacks import (
 
 if TYPE_CHECKING:
     from titanlite.assembly import Built
-    from titanlite.features.tasks.run import TaskRun
     from titanlite.metrics.samples import PromptSampler
     from titanlite.trainer import Trainer
 
@@ -41,7 +40,6 @@ def build_callbacks(
     watchdog: HangWatchdog | None,
     sampler: PromptSampler | None,
     own: Sequence[Callback],
-    tasks: TaskRun | None = None,
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
@@ -60,8 +58,7 @@ def build_callbacks(
     metrics = _metrics(built, gc, figures)
     if sampler is not None:
         sampler.show = metrics.write_texts
-    if tasks is not None:
-        tasks.write = metrics.write_scores
+    tasks = tasks_of(run.eval)
     # The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(
@@ -85,6 +82,8 @@ def build_callbacks(
         _document_log(built),
         sampler,
         *own,
+        # The last: an evaluation may end with the save of a run.
+        None if tasks is None else tasks.begin(built, metrics.write_scores),
     ]
     return [callback for callback in every if callback is not None], metrics.run_ids
 

@@ -44,9 +44,8 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
     _check_state(loaded)
     restore(trainer, loaded)
     owed = loaded.origin == "resume" and trainer.parts.validation is not None
-    trainer.validation_owed = owed and bool(loaded.train.get("validation_owed"))
-    if trainer.parts.tasks is not None and loaded.origin == "resume":
-        trainer.parts.tasks.load_state_dict(loaded.train)
+    if owed and loaded.train.get("validation_owed"):
+        trainer.owed.add("validation")
 
 
 def restore(trainer: Trainer, loaded: LoadedState) -> None:
@@ -93,9 +92,8 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
     restore(trainer, trainer.loaded)
     trainer.recent.clear()
     # A request to stop is repeated with every step.
-    trainer.stopping = trainer.validation_owed = False
-    if parts.tasks is not None:
-        parts.tasks.owed = False
+    trainer.stopping = False
+    trainer.owed.clear()
     trainer.callbacks("on_rollback", trainer)
     parts.anomalies.rolled_back(bad, fetched, trainer.step, data)
     for notice in loaded.notices:
@@ -110,14 +108,11 @@ def _close_at_checkpoint(trainer: Trainer) -> None:
     The checkpoint is there. Only weights for `transformers` have a folder of their own.
     """
     texts = trainer.parts.validation
-    tasks = trainer.parts.tasks
     saver = trainer.parts.checkpointer
     # Else it was done before this checkpoint was written.
     if texts is not None and trainer.step % texts.freq:
         trainer.validate()
-    if tasks is not None and trainer.step % tasks.section.freq:
-        trainer.run_tasks()
-    if saver is not None and saver.config.last_save_in_hf and not trainer.owes:
+    if saver is not None and saver.config.last_save_in_hf and not trainer.owed:
         trainer.save()
     elif trainer.parts.last_save_dtype is not None:
         log_once(

@@ -12,7 +12,7 @@ that need torch or the package `lm_eval` are imported where they are used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import ConfigError, Problem
@@ -98,10 +98,10 @@ class TaskEvaluation(Feature):
         for entry in section.tasks:
             yield by_name[entry]
 
-    # The run: `titanlite.assembly` calls this
+    # The run: `titanlite.start.callbacks` calls this
 
-    def begin(self, built: Built) -> TaskRun:
-        """Return what runs the tasks on this rank."""
+    def begin(self, built: Built, write: Callable[[int, Mapping[str, float]], object]) -> TaskRun:
+        """Return what runs the tasks on this rank. write: takes a step and figures."""
         from titanlite.features.context.loader import split_batch
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun
@@ -135,7 +135,7 @@ class TaskEvaluation(Feature):
         weights: Any = contextlib.nullcontext
         if self.section.ema and built.average is not None:
             weights = built.average.applied
-        return TaskRun(self.section, built.datasets.tasks, scorer, weights)
+        return TaskRun(self.section, built.datasets.tasks, scorer, weights, write)
 
     # The start report
 

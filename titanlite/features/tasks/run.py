@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from titanlite.callbacks import Callback
 from titanlite.config.run_sections import Eval
 from titanlite.exit_codes import no_exit
 from titanlite.features.tasks.ranks import InterruptedTasksError, RankScorer
 from titanlite.features.tasks.scoring import Scorer
-from titanlite.step import do_nothing
 from titanlite.utils import Table, human_time, logger, render
 
 if TYPE_CHECKING:
+    from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
-#: Entry of a checkpoint's train state: the tasks of its step are to be run by the resumed run.
-OWED = "tasks_owed"
+#: Their name among what a run owes, and in the train state of a checkpoint.
+NAME = "tasks"
+OWED = f"{NAME}_owed"
 
 
 class Task(Protocol):
@@ -34,11 +36,11 @@ class Task(Protocol):
         ...
 
 
-class TaskRun:
+class TaskRun(Callback):
     """Runs the tasks of `[eval]` while a model trains. All ranks call it together.
 
     tasks: of rank 0; the other ranks need none. weights: entered while the model is run, as
-    `WeightAverage.applied`.
+    `WeightAverage.applied`. write: takes a step and figures.
     """
 
     def __init__(
@@ -47,37 +49,53 @@ class TaskRun:
         tasks: Sequence[Task],
         scorer: RankScorer,
         weights: Callable[[], AbstractContextManager[object]],
+        write: Callable[[int, Mapping[str, float]], object],
     ) -> None:
-        self.section = section
-        #: Due and not done: a resumed run does it first.
-        self.owed = False
-        #: Takes a step and figures.
-        self.write: Callable[[int, Mapping[str, float]], object] = do_nothing
+        self._section = section
         self._tasks = tasks
         self._scorer = scorer
         self._weights = weights
+        self._write = write
         #: Failures that were told.
         self._told: set[tuple[str, str]] = set()
 
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether the tasks run after a step. steps: of the whole run."""
-        at_end = self.section.at_end and step >= steps
-        return at_end or step % self.section.freq == 0
+    def on_start(self, trainer: Trainer) -> None:
+        """Run the tasks that an earlier attempt has left.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return entries for a checkpoint's train state."""
-        return {OWED: True} if self.owed else {}
+        Behind the last step a save of weights for `transformers` is left, too.
+        """
+        loaded = trainer.loaded
+        if loaded is None or loaded.origin != "resume" or OWED not in loaded.train:
+            return
+        self._run(trainer)
+        saver = trainer.parts.checkpointer
+        in_hf = saver is not None and saver.config.last_save_in_hf
+        if in_hf and trainer.step == trainer.steps and not trainer.owed:
+            trainer.save()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what the train state of a checkpoint says."""
-        self.owed = bool(state.get(OWED))
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        step = trainer.step
+        at_end = self._section.at_end and step >= trainer.steps
+        if not at_end and step % self._section.freq:
+            return
+        trainer.sync_guard()
+        trainer.owed.add(NAME)  # until they are done
+        if not trainer.stopping:
+            self._run(trainer)
 
-    def run(self, trainer: Trainer) -> None:
+    def on_rollback(self, trainer: Trainer) -> None:
+        """Run the tasks of the end, where no text is left for another step."""
+        done = trainer.step % self._section.freq == 0
+        if trainer.step >= trainer.steps and self._section.at_end and not done:
+            self._run(trainer)
+
+    def _run(self, trainer: Trainer) -> None:
         """Run the tasks and hand their figures on.
 
         A task that fails is told, and training continues. A stop leaves the tasks to the resumed
         run.
         """
+        trainer.owed.add(NAME)
         trainer.phase("evaluate")
         began = time.perf_counter()
         try:
@@ -87,7 +105,7 @@ class TaskRun:
             trainer.stopping = True
             logger.info(f"the tasks at {trainer.step} were interrupted; the resumed run runs them")
             return
-        self.owed = False
+        trainer.owed.discard(NAME)
         trainer.phase("log")
         if self._scorer.place.leads:
             self._report(trainer.step, found, time.perf_counter() - began)
@@ -135,4 +153,4 @@ class TaskRun:
         table = render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal=False)
         for line in table.splitlines():
             logger.info(line)
-        self.write(step, {**row, "eval_seconds": seconds})
+        self._write(step, {**row, "eval_seconds": seconds})
