@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import Pools
-from tests.support.task_files import SHORT, evaluated, scores_of, with_and_without
+from tests.support.task_files import SHORT, evaluated, scores_of, task_run, with_and_without
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.config.errors import ConfigError
 from titanlite.parallel.dist_env import DistEnv
@@ -132,7 +132,7 @@ def _lost_data(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
     """A task was not loaded at the start, as without a network, and later its data is gone."""
     trainer = make_trainer(world, folder, *SHORT, *flags)
     if world.rank == 0:
-        tasks: Any = trainer.parts.tasks
+        tasks = task_run(trainer)
         rolling = tasks._tasks[1]
         rolling.loaded = {}
         file = Path(str(rolling.manager.include_path)) / "tiny_rolling.yaml"

@@ -21,6 +21,7 @@ from tests.support.task_files import (
     evaluated,
     flags_of,
     scores_of,
+    task_run,
     with_and_without,
     write_files,
 )
@@ -136,16 +137,22 @@ class _Broken:
         self.runs += 1
         if self.runs == 1:
             scorer.likelihoods([([1], [2, 3])])
+            scorer._sent -= 60  # of work without a pass
+            assert list(scorer.waiting("abc")) == ["a", "b", "c"]
         raise KeyError("target")
 
 
 def _broken_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer = make_trainer(world, folder, *SHORT, *flags)
-    tasks: Any = trainer.parts.tasks
+    tasks = task_run(trainer)
     broken = _Broken()
     if world.rank == 0:
         tasks._tasks = [broken, *tasks._tasks]
+    phases: list[str] = []
+    tell = trainer.phase
+    trainer.phase = lambda name: (phases.append(name), tell(name))[1]  # type: ignore[method-assign]
     found = outcome_of(trainer, folder)
+    found["phases"] = [name for name in phases if name == "evaluate"]
     return {**found, "runs": broken.runs, "training": trainer.parts.model.training}
 
 
@@ -159,6 +166,8 @@ def test_a_task_that_fails_on_one_rank_is_told_once_and_ends_nothing(
     assert losses_of(first["rows"]) == losses_of(bare["rows"])
     assert sorted(scores_of(first["rows"])) == [2, 4]
     assert first["runs"] == 2
+    # Twice the begin, requests of the questions and the end; once a pass of the broken, and a wait.
+    assert len(first["phases"]) == len(second["phases"]) == 2 * 3 + 2
     assert first["training"] and second["training"]
     (said,) = [line for line in first["said"] if "broken" in line]
     assert said == (
@@ -250,7 +259,7 @@ def _slow_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     import time
 
     trainer = make_trainer(world, folder, *SHORT, *flags)
-    tasks: Any = trainer.parts.tasks
+    tasks = task_run(trainer)
     if world.rank == 0:
         run = tasks._tasks[0].__class__.run
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_run
+from titanlite.features.tasks.run import TaskRun
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main as command
+from titanlite.trainer import Trainer
 
 TEXTS = ["The first of all", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
 SHORT = ["--training.steps=4", "--checkpoint.interval=4", "--no-validation.enable"]
@@ -70,6 +72,12 @@ def evaluated(
         for metric, value in row.items():
             if isinstance(value, float) and "stderr" not in metric:
                 found[f"eval/{task}/{metric.removesuffix(',none')}"] = value
+    return found
+
+
+def task_run(trainer: Trainer) -> Any:
+    """What runs the tasks of a run."""
+    (found,) = [one for one in trainer.callbacks.all if isinstance(one, TaskRun)]
     return found
 
 

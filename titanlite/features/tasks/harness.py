@@ -69,7 +69,7 @@ class HarnessTask:
         """Return the figures; those of a task within a group or tag have its name before them."""
         if not self.loaded:
             self.load()
-        with _quiet():
+        with _watched(scorer):
             found = self.evaluate(scorer, iterations=0)
         # A group has figures of its own, or its tasks have.
         results = found["results"]
@@ -204,16 +204,18 @@ def _seeded() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the harness's progress bar inside, which would cut the log of a run."""
-    from lm_eval.api import task
+def _watched(scorer: Scorer) -> Iterator[None]:
+    """Replace the harness's progress bars inside, which would cut the log of a run.
 
-    bar = getattr(task, "tqdm", None)
-    if bar is None:
-        yield
-        return
-    task.tqdm = lambda items, *_, **__: items
+    They are around long work of rank 0. In their place other ranks hear of it.
+    """
+    from lm_eval.api import model, task
+
+    bars = [(module, module.tqdm) for module in (model, task) if hasattr(module, "tqdm")]
+    for module, _ in bars:
+        module.tqdm = lambda items, *_, **__: scorer.waiting(items)
     try:
         yield
     finally:
-        task.tqdm = bar
+        for module, bar in bars:
+            module.tqdm = bar

@@ -12,7 +12,8 @@ their own part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,12 @@ from titanlite.features.tasks.scoring import (
     evaluating,
 )
 from titanlite.start.signals import StopSignal
-from titanlite.step import Runner
+from titanlite.step import Runner, do_nothing
 
 #: Passes of each rank between two messages, after which ranks may stop.
 _PASSES = 16
+#: Seconds of work on rank 0 after which other ranks hear that it goes on.
+_ALIVE_SECONDS = 10.0
 #: What a rank without a batch runs: one token.
 _IDLE = [Row([0, 0], 1)]
 
@@ -76,6 +79,9 @@ class RankScorer(Scorer):
         self._divide = divide
         #: Tells that the run is to stop.
         self.stop = StopSignal()
+        #: Is called on all ranks when rank 0 has sent something.
+        self.tick: Callable[[], object] = do_nothing
+        self._sent = 0.0
         #: The model or a collective failed here: no error of a task.
         self.failed = False
 
@@ -95,6 +101,13 @@ class RankScorer(Scorer):
         self._send("write", work)
         return self._write(*work)
 
+    def waiting(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield items; tell the other ranks from time to time, whose collective would time out."""
+        for item in items:
+            if time.monotonic() > self._sent + _ALIVE_SECONDS:
+                self._send("wait", None)
+            yield item
+
     def end(self) -> None:
         """Let the other ranks leave `follow`."""
         self._send("end", None)
@@ -109,7 +122,7 @@ class RankScorer(Scorer):
                 self._score(work)
             elif kind == "write":
                 self._write(*work)
-            else:
+            elif kind == "end":
                 return
 
     # All ranks together
@@ -119,6 +132,8 @@ class RankScorer(Scorer):
         message = [(kind, work)]
         with self._noted():
             dist.broadcast_object_list(message, 0)
+        self._sent = time.monotonic()
+        self.tick()
         return message[0]
 
     def _score(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:

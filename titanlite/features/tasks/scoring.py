@@ -137,6 +137,10 @@ class Scorer:
         """Return this rank's part of a batch."""
         return batch
 
+    def waiting(self, items: Iterable[Any]) -> Iterable[Any]:
+        """Return items of long work between passes, on which no other rank waits here."""
+        return items
+
     # Texts
 
     @property
