@@ -411,9 +411,12 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
     "argcomplete": "completion",
+    "comet-ml": "comet",
     "lm_eval": "eval",
     "matplotlib": "plots",
+    "mlflow-skinny": "mlflow",
     "s3fs": "s3",
+    "trackio": "trackio",
     "transformers": "hf",
     "wandb": "wandb",
 }

@@ -93,7 +93,7 @@ def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
     assert steps is not None
     if not section.enable_checkpoint:
         return
-    kept = kept_at_once(section, steps, 1.0, validated=False)
+    kept = kept_at_once(section, steps, 1.0)
     assert kept is not None
     assert section.keep_latest_k == 3
     assert kept <= 15

@@ -135,7 +135,9 @@ def _files_of_index(index: Path) -> dict[Path, set[str]]:
 def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     """Return name → tensor of all files. Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
-    for file, listed in _files(path).items():
+    files = _files(path)
+    in_index = {name for listed in files.values() for name in listed}
+    for file, listed in files.items():
         handle = open_safetensors(file)
         names = {*handle.keys()}
         missing = listed - names
@@ -143,7 +145,8 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             raise CheckpointError(
                 f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again"
             )
-        for name in names:
+        # A file may hold a tensor once more, and the index says which one counts.
+        for name in names - (in_index - listed):
             opened[name] = (file, handle)
     parts = {}
     for name, (file, handle) in opened.items():
@@ -247,6 +250,11 @@ def _dequantized(
     A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole
     tensor. Raises ValueError for others.
     """
+    if not scale.is_floating_point():
+        kind = str(scale.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"has scales of type {kind}, which may be exponents: take bfloat16 weights"
+        )
     grid = scale.float()
     if grid.numel() == 1:
         grid = grid.reshape(1, 1)

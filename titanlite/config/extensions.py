@@ -140,9 +140,7 @@ def not_given(config: LoadedConfig) -> list[str]:
     path = config.value("optimizer.name")
     if not is_dotted(path):
         return []
-    from titanlite.config.signatures import names_class
-
-    if not names_class(path) or class_takes_settings(path):
+    if not gets_args_alone(path):
         return []
     known = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
     written = [name for name in known if config.is_given(f"optimizer.{name}")]
@@ -155,6 +153,15 @@ def not_given(config: LoadedConfig) -> list[str]:
             f"alone; set {names}"
         )
     ]
+
+
+def gets_args_alone(path: str) -> bool:
+    """Return whether a dotted path names a class of optimizers that gets lr and `optimizer.args`
+    and no other key, as far as its source tells.
+    """
+    from titanlite.config.signatures import names_class
+
+    return names_class(path) and not class_takes_settings(path)
 
 
 def class_takes_settings(path: str) -> bool:

@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "titanlite.tools.commands.compare:add_command",
     "data": "titanlite.tools.commands.data:add_commands",
     "plan": "titanlite.tools.plan.plan:add_command",
+    "sweep": "titanlite.tools.sweep.command:add_command",
     "lr": "titanlite.tools.commands.learning_rate:add_command",
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
     "export": "titanlite.tools.commands.exchange:add_commands",

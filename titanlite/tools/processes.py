@@ -5,11 +5,14 @@ they started. The commands are torchrun and the pieces of benchmarks/gpu.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -58,12 +61,63 @@ def search_path() -> str:
 
 def train(command: Sequence[str], console: Path, device_type: str) -> int:
     """Run a training command as `run` does, with the variables of a launch. Raises OSError."""
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 10)}
+    return run(command, console, environment=training_environment(device_type))
+
+
+def training_environment(device_type: str, grace: float = GRACE_SECONDS) -> dict[str, str]:
+    """Return the variables of a training command whose output goes to a file.
+
+    grace: seconds that the command has to end.
+    """
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace - 10))}
     if device_type == "cpu":
         variables["OMP_NUM_THREADS"] = "1"
     variables |= os.environ
     variables |= {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    return run(command, console, environment=variables)
+    return variables
+
+
+def start(
+    command: Sequence[str], console: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a command beside this process, with its output in the file `console`.
+
+    Call it from the main thread. On Linux the command is asked to end when this process dies.
+    Raises OSError.
+    """
+    with console.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
+
+
+#: PR_SET_PDEATHSIG of prctl(2).
+_SIGNAL_AT_DEATH_OF_PARENT = 1
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return what a new process calls so that it gets SIGTERM when this one dies.
+
+    None: only Linux has that.
+    """
+    if sys.platform != "linux":
+        return None
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGTERM)
+        # It died before the call.
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask
 
 
 def run(  # noqa: PLR0913
@@ -116,21 +170,41 @@ def _heed_interrupts() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], ask: signal.Signals, grace: float) -> None:
-    """Ask a command to end.
+    """End one command, as `end_all` does."""
+    end_all([process], ask, grace)
 
-    If that takes too long, or on a second signal, kill it and all that it started. The signal is
-    raised then.
+
+def end_all(
+    processes: Sequence[subprocess.Popen[bytes]],
+    ask: signal.Signals = signal.SIGTERM,
+    grace: float = GRACE_SECONDS,
+) -> None:
+    """Ask commands to end, all at once.
+
+    If that takes too long, or on a second signal, kill them and all that they started. The signal
+    is raised then.
     """
-    process.send_signal(ask)
+    for process in processes:
+        process.send_signal(ask)
+    deadline = time.monotonic() + grace
     try:
-        process.wait(grace)
+        for process in processes:
+            process.wait(max(deadline - time.monotonic(), 0.0))
     except BaseException as error:
-        for pid in [*_descendants(process.pid), process.pid]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        for process in processes:
+            _kill(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command, unless it has ended, and all that it started."""
+    if process.poll() is not None:
+        return
+    for pid in [*_descendants(process.pid), process.pid]:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _descendants(pid: int) -> list[int]:
