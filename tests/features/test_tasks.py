@@ -93,6 +93,11 @@ LAYOUTS = {
             "--parallelism.expert_parallel_degree=2",
         ],
     ),
+    "weights gathered in each pass": (
+        "dp_shard 2",
+        2,
+        ["--training.reshard_after_forward=always"],
+    ),
     "compiled": ("dp_shard 2", 2, ["--training.compile", "--compile.backend=aot_eager"]),
     "loss in chunks": (
         "dp_shard 1",
@@ -190,30 +195,35 @@ def test_a_task_that_fails_on_one_rank_is_told_once_and_ends_nothing(
     )
 
 
-def _stopped_run(world: DistEnv, folder: str, step: int, *flags: str) -> dict[str, Any]:
-    """The last rank is asked to stop in the evaluation of a step."""
+def _stopped_run(
+    world: DistEnv, folder: str, step: int, trains: bool, *flags: str
+) -> dict[str, Any]:
+    """The last rank is asked to stop in the evaluation of a step, or while it trains in it."""
     trainer = make_trainer(world, folder, *SHORT, *flags)
 
     def strike(model: Any, given: Any) -> None:
-        if not model.training and trainer.step == step and world.rank == world.size - 1:
+        is_here = model.training == trains and trainer.step == step
+        if is_here and world.rank == world.size - 1:
             trainer.stop.request("a test")
 
     trainer.parts.model.register_forward_pre_hook(strike)
     return outcome_of(trainer, folder)
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("step", "trains"), [(2, False), (4, False), (1, True)])
 def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them_once(
-    pool: Pools, tmp_path: Path, step: int
+    pool: Pools, tmp_path: Path, step: int, trains: bool
 ) -> None:
     files = write_files(tmp_path)
     flags = flags_of(*files)
     whole = pool(2).run(train_run, str(tmp_path / "whole"), *SHORT, *flags)[0]
     folder = str(tmp_path / "run")
-    stopped = pool(2).run(_stopped_run, folder, step, *flags)[0]
+    stopped = pool(2).run(_stopped_run, folder, step, trains, *flags)[0]
     assert stopped["code"] == exit_codes.PREEMPTED
-    assert sorted(scores_of(stopped["rows"])) == [2][: step // 2 - 1]
-    assert any("were interrupted" in line for line in stopped["said"])
+    assert sorted(scores_of(stopped["rows"])) == ([2] if step == 4 else [])
+    assert any("were interrupted" in line for line in stopped["said"]) is not trains
+    # Ranks learn of a stop in a step with the next one.
+    assert stopped["step"] == (2 if trains else step)
     resumed = pool(2).run(train_run, folder, *SHORT, *flags)[0]
     assert scores_of(resumed["rows"]) == scores_of(whole["rows"])
     assert losses_of(resumed["rows"]) == losses_of(whole["rows"])
