@@ -40,6 +40,7 @@ SIZES = {
     "deepseek_v3_16b": ("deepseek_v3", "16B"),
     "gpt_oss_20b": ("gpt_oss", "20B"),
     "gpt_oss_120b": ("gpt_oss", "120B"),
+    "llama4_17bx16e": ("llama4", "17Bx16E"),
 }
 
 

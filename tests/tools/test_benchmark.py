@@ -303,11 +303,13 @@ def test_keys_that_need_checkpoints_or_validation_do_not_refuse_a_config(tmp_pat
         f"[checkpoint]\nenable_checkpoint = true\nfolder = {json.dumps(str(tmp_path))}\n"
         'start = "resume"\ncreate_seed_checkpoint = true\nkeep_best = 2\nmilestones = [1]\n'
         '[validation]\nenable = true\n[guard]\npolicy = "rollback"\n'
+        '[metrics]\ntrackers = ["mlflow"]\n'
         '[compile]\nbackend = "aot_eager"\n'
     )
     for level in check(tmp_path, text):
         found = level.values
         assert (found["checkpoint.enable_checkpoint"], found["guard.policy"]) == (False, "stop")
+        assert found["metrics.trackers"] == []
     # Weights to begin with are loaded, and the folder of the config is left alone.
     at = text.replace(
         "[checkpoint]", f"[checkpoint]\ninitial_load_path = {json.dumps(str(tmp_path))}"

@@ -19,7 +19,14 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.families import family_of, get_spec
-from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, is_derived
+from titanlite.models.hf_names import (
+    HF_HEAD,
+    HFName,
+    as_names,
+    entry_of,
+    is_derived,
+    parts_of_entry,
+)
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import counted, logger
 
@@ -47,6 +54,7 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     found = _safetensors(path, config)
     for name in _left_out(path, spec.left_out(found)):
         del found[name]
+    found = _under_plain_names(path, found, spec)
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
@@ -61,6 +69,16 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if other in parts:
             parts[name] = parts[other]
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
+
+
+def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> dict[str, Part]:
+    """Return the tensors under the names that they have in files of this model alone."""
+    plain: dict[str, Part] = {}
+    for name, part in found.items():
+        other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
+        if other is not part:
+            raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
+    return plain
 
 
 def _left_out(path: Path, names: Mapping[str, str]) -> Collection[str]:
@@ -84,6 +102,7 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
     """Take the parts of one of our tensors out of `found`; none if all of them are missing."""
     parts = []
     missing = []
+    in_entry = parts_of_entry(theirs)
     for place, name in enumerate(as_names(theirs)):
         part = found.pop(name, None)
         if part is None:
@@ -91,12 +110,20 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
         elif isinstance(theirs, str):
             parts.append(part.at_start())
         else:
-            parts.append(part.stacked(place))
+            entry, piece = divmod(place, in_entry)
+            parts.append(part.stacked(entry, piece * part.shape[0] if piece else 0))
     if parts and missing:
         raise CheckpointError(
             f"{path} lacks {missing[0]}, a part of {ours}: files are missing, or the model has "
             "another number of parts"
         )
+    first = parts[0] if parts else None
+    for part in parts:
+        if first is not None and part.shape != first.shape:
+            raise CheckpointError(
+                f"{path}: {part.name} is {list(part.shape[1:])}, and {first.name} "
+                f"{list(first.shape[1:])}: both are parts of {ours}, which are alike"
+            )
     return parts
 
 

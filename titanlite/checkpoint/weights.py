@@ -45,13 +45,13 @@ class Part:
         """Read all of it."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
-    def stacked(self, place: int) -> Part:
-        """Return the part as row `place` of a stack of such tensors."""
+    def stacked(self, place: int, row: int = 0) -> Part:
+        """Return the part as entry `place` of a stack, where it begins at row `row`."""
         read = self.read
         return replace(
             self,
             shape=(1, *self.shape),
-            offsets=(place, *(0 for _ in self.shape)),
+            offsets=(place, row, *(0 for _ in self.shape[1:])),
             read=lambda slices: read(slices[1:])[None],
         )
 
@@ -70,6 +70,13 @@ class Weights:
     #: A head in the file of a model that ties it to the embedding, and our name of that.
     spare_head: Part | None = None
     embedding: str = "tok_embeddings.weight"
+
+    @property
+    def context(self) -> Any:
+        """`max_position_embeddings` of config.json, or of its text part; None: it has none."""
+        name = "max_position_embeddings"
+        part = self.config.get("text_config")
+        return self.config.get(name, part.get(name) if isinstance(part, dict) else None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that the parts of a tensor make up."""

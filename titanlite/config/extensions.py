@@ -157,21 +157,13 @@ def not_given(config: LoadedConfig) -> list[str]:
 
 def gets_args_alone(path: str) -> bool:
     """Return whether a dotted path names a class of optimizers that gets lr and `optimizer.args`
-    and no other key, as far as its source tells.
+    and no other key, as far as its source tells: it does not ask for a section `[optimizer]`.
     """
-    from titanlite.config.signatures import names_class
-
-    return names_class(path) and not class_takes_settings(path)
-
-
-def class_takes_settings(path: str) -> bool:
-    """Return whether a class asks for a section `[optimizer]` itself, as far as its source
-    tells.
-    """
-    from titanlite.config.signatures import class_signature
+    from titanlite.config.signatures import class_signature, names_class
 
     signature = class_signature(path)
-    return signature is not None and "settings" in signature.names
+    takes_settings = signature is not None and "settings" in signature.names
+    return names_class(path) and not takes_settings
 
 
 def is_optimizer_class(found: Any) -> bool:

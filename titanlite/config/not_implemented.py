@@ -33,6 +33,7 @@ _AUTOGRAD = (
     "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward "
     "of each block"
 )
+_LOADS = ("resume-or-fresh", "resume", "from")
 _MOMENTS = ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [
@@ -58,21 +59,11 @@ def _not_bundled(dataset: str) -> bool:
     return dataset not in BUNDLED
 
 
-def _loads(start: str) -> bool:
-    return start != "fresh"
-
-
 def _optimizer(*names: str) -> Callable[[str], bool]:
     """Return a function that tells whether an optimizer is one of these, or a user's that receives
     all keys.
     """
-
-    def reads(optimizer: str) -> bool:
-        if optimizer in names:
-            return True
-        return is_dotted(optimizer) and not gets_args_alone(optimizer)
-
-    return reads
+    return lambda name: name in names or (is_dotted(name) and not gets_args_alone(name))
 
 
 _FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
@@ -106,7 +97,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": bool},
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
     **{
-        f"checkpoint.{n}": {"checkpoint.start": _loads}
+        f"checkpoint.{n}": {"checkpoint.start": _LOADS}
         for n in ("exclude_from_loading", "allow_missing", "allow_changes")
     },
     "validation": {"validation.enable": True},

@@ -208,6 +208,11 @@ class ExpertArgs(LlamaArgs):
         return False
 
     @property
+    def joined_experts(self) -> bool:
+        """Whether gate and up of an expert are one matrix (`titanlite.models.llama4_layers`)."""
+        return False
+
+    @property
     def shared_width(self) -> int:
         """Hidden width of the shared experts together; 0: there are none."""
         return self.n_shared_experts * self.expert_width

@@ -64,12 +64,15 @@ class ExpertMemory:
         rows = s.tokens * a.top_k
         outer = rows * a.dim * s.size
         router = s.linear("gate", "n2", *self.router)
-        # The router keeps logits and probabilities in float32, and the places of rows in int64.
+        # The router keeps probabilities in float32, for a z-loss logits too, and the places of rows
+        # in int64.
         probabilities = s.tokens * a.n_experts * 4
-        kept = probabilities * 3 + rows * 8 * 2
+        kept = probabilities * 2 + rows * 8 * 2
         if a.score == "softmax_of_chosen":
-            # The softmax has weights and chosen experts beside the logits that the losses take.
-            kept = probabilities * 2 + rows * (8 * 3 + 4) + s.tokens * 4
+            # The softmax has weights and chosen experts beside what the losses take.
+            kept = probabilities + rows * (8 * 3 + 4) + s.tokens * 4
+        if a.z_loss:
+            kept += probabilities
         ops = [
             replace(router, keeps=kept),
             Op("rows", outer, ("n2",), backward=outer),
@@ -151,7 +154,30 @@ class ExpertMemory:
             yield Weight(*stack, over, matrix=matrix, copied=divides, neighbours=self.ranks)
 
 
-class BiasedExpertMemory(ExpertMemory):
+class JoinedExpertMemory(ExpertMemory):
+    """Experts whose gate and up are one matrix (`titanlite.models.llama4_layers`)."""
+
+    def products(self, s: Shape, x: str) -> list[Op]:
+        a = self.args
+        rows = s.tokens * a.top_k
+        inner = rows * a.expert_width * s.size
+        outer = rows * a.dim * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
+        pairs = "pairs"
+        return [
+            Op(pairs, 2 * inner, (x,), s.input_of(x), weight=2 * weight, kind="matmul"),
+            # Its backward makes both gradients, and then puts them together.
+            Op("m", inner, reads=(pairs,), saves=(pairs,), backward=2 * inner),
+            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
+        ]
+
+    def matrices(self) -> list[tuple[int, int]]:
+        dim = self.args.dim
+        width = self.args.expert_width
+        return [(dim, 2 * width), (width, dim)]
+
+
+class BiasedExpertMemory(JoinedExpertMemory):
     """Experts with biases and a clamped SwiGLU, whose gate and up are one matrix
     (`titanlite.models.gpt_oss_layers`).
     """
@@ -190,11 +216,6 @@ class BiasedExpertMemory(ExpertMemory):
             Op("e", outer, reads=("d",), passes=True, forward=outer, holds=(x, "pairs", "m")),
         ]
 
-    def matrices(self) -> list[tuple[int, int]]:
-        dim = self.args.dim
-        width = self.args.expert_width
-        return [(dim, 2 * width), (width, dim)]
-
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Add the biases."""
         yield from super().weights(mesh)
@@ -214,4 +235,6 @@ def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
         return None
     if args.expert_biases:
         return BiasedExpertMemory(args, ranks)
+    if args.joined_experts:
+        return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)

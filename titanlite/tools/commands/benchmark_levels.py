@@ -199,7 +199,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     """
     found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
     found += [f"--{key}=false" for key in _OFF]
-    found += ["--sample.prompts=[]", "--eval.tasks=[]"]
+    found += ["--sample.prompts=[]", "--eval.tasks=[]", "--metrics.trackers=[]"]
     base, _ = read([f"--job.config_file={config}", *flags])
     if base.value("checkpoint.keep_best"):
         found.append("--checkpoint.keep_best=0")

@@ -67,6 +67,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         "enable_color_printing": False,
         "enable_tensorboard": False,
         "enable_wandb": False,
+        "trackers": [],
     },
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "sample": {"prompts": []},
