@@ -61,6 +61,13 @@ def count_active_parameters(args: LlamaArgs) -> int:
     return _summed(args, (_block(block).active for block in blocks(args)))
 
 
+def count_hidden_parameters(args: LlamaArgs) -> int:
+    """Return the parameters that one token is multiplied by, without embedding and head: the N of
+    scaling laws.
+    """
+    return sum(_block(block).active for block in blocks(args)) + _norm(args)
+
+
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward.
 

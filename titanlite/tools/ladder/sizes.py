@@ -1,0 +1,150 @@
+"""The models of a ladder: small ones of the target's proportions. No torch.
+
+N is what `titanlite.models.counts.count_hidden_parameters` counts: the parameters that a token is
+multiplied by, without embedding and head, of mixtures those of the chosen experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlite.models.counts import count_hidden_parameters
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.spec import ShapeError
+from titanlite.tools.ladder.law import LadderError
+from titanlite.utils import human_count
+
+#: Models of a ladder without `ladder.sizes`, and the share of the largest in the target.
+DEFAULT_SIZES = 5
+DEFAULT_SHARE = 8
+#: Fields of arguments that follow the width, where a family has them.
+_WIDTHS = ("ffn_dim", "expert_width", "q_lora_rank", "kv_lora_rank")
+#: A model may be off the wanted number of parameters, or of heads for each key, by this factor.
+_NEAR = 1.25
+_NEAR_GROUP = 1.5
+#: Most by which a model may be deeper or flatter, and what that weighs beside its size.
+_SKEW = 1.5
+_WEIGHT_OF_DEPTH = 0.5
+#: Widths that matrix products like: multiples of the first up to ten of the second.
+_COARSE = 64
+_FINE = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the ladder."""
+
+    args: LlamaArgs
+    #: N.
+    parameters: int
+    #: Fields of `model.overrides`.
+    overrides: dict[str, Any]
+    #: How far depth over width is from that of the target, in logarithms.
+    skew: float
+
+    @property
+    def name(self) -> str:
+        return f"d{self.args.dim}-l{self.args.n_layers}"
+
+
+def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
+    """Return the models nearest to the wanted parameters, the smallest first.
+
+    wanted: `ladder.sizes`; empty: the default ones. Raises LadderError.
+    """
+    whole = count_hidden_parameters(target)
+    sizes = sorted(wanted)
+    if not sizes:
+        largest = whole / DEFAULT_SHARE
+        sizes = [round(largest / 2**step) for step in reversed(range(DEFAULT_SIZES))]
+    candidates = list(_candidates(target, sizes[-1]))
+    found: list[Shape] = []
+    for size in sizes:
+        shape = _nearest(candidates, size)
+        if shape in found:
+            raise LadderError(
+                f"ladder.sizes: {human_count(size)} and another size give the same model, "
+                f"{shape.name} with {human_count(shape.parameters)}: take sizes further apart"
+            )
+        found.append(shape)
+    return found
+
+
+def _nearest(candidates: Sequence[Shape], size: int) -> Shape:
+    """Return the model for a size: near to it, and near to the proportions of the target."""
+
+    def distance(shape: Shape) -> float:
+        return abs(math.log(shape.parameters / size))
+
+    best = min(candidates, key=lambda shape: distance(shape) + _WEIGHT_OF_DEPTH * shape.skew)
+    if distance(best) > math.log(_NEAR):
+        raise LadderError(
+            f"ladder.sizes: no model of this file's proportions is near {human_count(size)} "
+            f"parameters; the nearest is {best.name} with {human_count(best.parameters)}"
+        )
+    return best
+
+
+def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
+    """Yield models for each number of heads, up to the first well above the largest size."""
+    heads = 0
+    while True:
+        heads += 1
+        if not _keeps_groups(target, heads):
+            continue
+        layers = target.n_layers * heads / target.n_heads
+        found = []
+        for number in range(max(math.floor(layers / _SKEW), 1), math.ceil(layers * _SKEW) + 1):
+            shape = _shape(target, heads, number)
+            if shape is not None:
+                found.append(shape)
+        yield from found
+        if found and found[0].parameters > largest * _NEAR:
+            return
+
+
+def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
+    """Return whether so many heads can share keys about as those of the target do."""
+    wanted = max(heads * target.kv_heads / target.n_heads, 1)
+    shared = _kv_heads(target, heads)
+    return max(shared / wanted, wanted / shared) <= _NEAR_GROUP
+
+
+def _kv_heads(target: LlamaArgs, heads: int) -> int:
+    """Return the divisor of the heads that is nearest to the target's share of key heads."""
+    wanted = max(heads * target.kv_heads / target.n_heads, 1)
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    return min(divisors, key=lambda number: abs(math.log(number / wanted)))
+
+
+def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
+    """Return the model with this many heads, each as wide as the target's; None: there is none."""
+    share = heads / target.n_heads
+    dim = round(target.dim * share)
+    if "head_dim" in target.__dataclass_fields__ or target.is_latent:
+        dim = _round(target.dim * share)
+    overrides: dict[str, Any] = {"dim": dim, "n_layers": layers, "n_heads": heads}
+    if target.n_kv_heads is not None:
+        overrides["n_kv_heads"] = _kv_heads(target, heads)
+    overrides["ffn_dim"] = _round(target.ffn_width * share)
+    for name in _WIDTHS[1:]:
+        if name in target.__dataclass_fields__ and getattr(target, name):
+            overrides[name] = _round(getattr(target, name) * share)
+    dense = getattr(target, "n_dense_layers", 0)
+    if dense and "n_dense_layers" in target.__dataclass_fields__:
+        overrides["n_dense_layers"] = min(max(round(dense * share), 1), layers - 1)
+    try:
+        args = replace(target, **overrides)
+    except ShapeError:
+        return None
+    skew = abs(math.log(layers / (target.n_layers * dim / target.dim)))
+    return Shape(args, count_hidden_parameters(args), overrides, skew)
+
+
+def _round(width: float) -> int:
+    """Return the nearest width that matrix products like."""
+    unit = _COARSE if width >= 10 * _COARSE else _FINE
+    return max(round(width / unit), 1) * unit
