@@ -262,9 +262,9 @@ class Ladder(Section, frozen=True):
     """
 
     sizes: list[Count] = []
-    """Parameters of each model without embedding and head, as [20_000_000, 40_000_000]. The nearest
-    model of this file's proportions is trained. Empty: five, each twice the one before, the last an
-    eighth of this file's.
+    """Parameters of each model without its embedding, as [20_000_000, 40_000_000]. The nearest
+    model of this file's proportions is trained. Empty: five, whose blocks have an eighth of the
+    parameters of this file's, half of that, and so on.
     """
     tokens_per_parameter: Annotated[list[Positive], Meta(min_length=1)] = field(
         default_factory=lambda: [5.0, 10.0, 20.0]

@@ -61,11 +61,11 @@ def count_active_parameters(args: LlamaArgs) -> int:
     return _summed(args, (_block(block).active for block in blocks(args)))
 
 
-def count_hidden_parameters(args: LlamaArgs) -> int:
-    """Return the parameters that one token is multiplied by, without embedding and head: the N of
-    scaling laws.
+def count_multiplied_parameters(args: LlamaArgs) -> int:
+    """Return the parameters that one token is multiplied by, the head among them: an embedding is
+    looked up.
     """
-    return sum(_block(block).active for block in blocks(args)) + _norm(args)
+    return count_active_parameters(args) - (0 if args.tied else _table(args))
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:

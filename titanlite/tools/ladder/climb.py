@@ -35,11 +35,15 @@ def climb(target: Target, arguments: argparse.Namespace, style: Style) -> tuple[
     if not arguments.far:
         check_distance(ahead, target.parameters, target.tokens)
     plan_of(target, arguments)
-    folder = arguments.folder or Path("outputs", "ladder", Path(arguments.files[-1]).stem)
+    folder = arguments.folder or Path(f"{target.run.job.dump_folder.rstrip('/')}-ladder")
     try:
         points, missing = _run(target, found, folder)
     except Stopped as stop:
-        return "", 128 + stop.number
+        return "", exit_codes.after_signal(stop.number)
+    except OSError as error:
+        raise LadderError(
+            f"cannot write to {folder}: {error.strerror or error}; name another with --folder"
+        ) from None
     try:
         check_points(points)
     except LadderError as error:

@@ -33,15 +33,15 @@ def add_command(commands: Commands) -> None:
     )
     add_files(parser)
     add = parser.add_argument
-    folder = "where the runs and the results go (default: ./outputs/ladder/NAME-OF-CONFIG)"
+    folder = "folder of the ladder (default: job.dump_folder with -ladder behind it)"
     add("--folder", type=Path, metavar="FOLDER", help=folder)
-    add("--list", action="store_true", help="show the runs, and train nothing")
-    ranks = "ranks of each run (default: one per GPU that its share has; without a GPU 1)"
-    add("--nproc", type=at_least(1), metavar="N", help=ranks)
+    add("--dry-run", action="store_true", help="print the runs and their tokens, and run nothing")
+    ranks = "ranks of each run (default: 1)"
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
     add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
     fit = "fit the points of points.json, or of a CSV (parameters, tokens, loss); train nothing"
     add("--fit", type=Path, metavar="FILE", help=fit)
-    at = "with --fit: predict N parameters (without embedding and head) and D tokens, as 7B 160B"
+    at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B 160B"
     add("--at", nargs=2, type=token_count, metavar=("N", "D"), help=at)
     add("--far", action="store_true", help="predict more than 100 times beyond the largest run")
     _add_hardware(parser)
@@ -69,11 +69,12 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 
     if arguments.fit and not (arguments.files or flags):
         return conclude(read_points(arguments.fit), None, arguments, style)
-    refuse_keys(flags, OWN)
+    if not arguments.fit:
+        refuse_keys(flags, OWN)
     target = target_of(arguments, flags)
     if arguments.fit:
         return conclude(read_points(arguments.fit), target, arguments, style)
-    if arguments.list:
+    if arguments.dry_run:
         return list_text(target, style), exit_codes.DONE
     return climb(target, arguments, style)
 
@@ -86,8 +87,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if not arguments.files:
             raise bad_flag("CONFIG", "none is given", "name the config that is to be predicted")
         return
-    for name in ("list", "nproc", "folder"):
+    for name in ("dry_run", "nproc_per_node", "folder"):
         if getattr(arguments, name):
-            raise bad_flag(f"--{name}", "is for runs, and --fit makes none")
+            flag = "--" + name.replace("_", "-")
+            raise bad_flag(flag, "is for runs, and --fit makes none")
     if arguments.at and arguments.files:
         raise bad_flag("--at", "a config is given, too: predict one of them")

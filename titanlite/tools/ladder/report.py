@@ -60,7 +60,7 @@ class Report:
     #: Points of the largest model, predicted from the smaller ones.
     left_out: Sequence[LeftOut]
     prediction: Prediction | None = None
-    #: Parameters of the target with embedding and head; None: the target is two numbers.
+    #: Parameters of the target with its embedding; None: the target is two numbers.
     whole: int | None = None
     cost: Cost | None = None
     #: Runs that gave no point, with the reason.
@@ -106,7 +106,7 @@ def report_text(report: Report, style: Style) -> str:
 def prediction_line(report: Report, found: Prediction) -> str:
     """Return one line: what the run learns, how long it takes and what it costs."""
     digits = _decimals(found.error)
-    size = f"{human_count(found.parameters)} parameters without embedding and head"
+    size = f"{human_count(found.parameters)} parameters without embedding"
     if report.whole is not None:
         size = f"{human_count(report.whole)} parameters"
     parts = [

@@ -39,13 +39,18 @@ DEFAULTS = (
     "--parallelism.expert_parallel_degree=1",
     "--sample.prompts=[]",
 )
-#: Keys that a ladder sets itself → what to use instead.
-OWN = {
-    "job.dump_folder": "give --folder",
-    "training.steps": "ladder.tokens_per_parameter has the horizons",
-    "training.tokens": "ladder.tokens_per_parameter has the horizons",
-    "training.epochs": "ladder.tokens_per_parameter has the horizons",
-}
+_IN_A_FILE = "write it into the file: the runs of a ladder have lengths of their own"
+#: Keys that a command line cannot have beside the flags of a run → what to do instead.
+OWN = dict.fromkeys(
+    (
+        "training.tokens",
+        "training.epochs",
+        "lr_scheduler.warmup_ratio",
+        "lr_scheduler.decay_ratio",
+        "lr_scheduler.plateau_ratio",
+    ),
+    _IN_A_FILE,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """The models of a ladder: small ones of the target's proportions. No torch.
 
-N is what `titanlite.models.counts.count_hidden_parameters` counts: the parameters that a token is
-multiplied by, without embedding and head, of mixtures those of the chosen experts.
+N is what `titanlite.models.counts.count_multiplied_parameters` counts: the parameters that a token
+is multiplied by. The head is among them, the embedding is not, of mixtures the chosen experts are.
+A count without the head bends the laws of small models, whose largest part it is (Porian et al.
+2024, arXiv:2406.19146; Pearce and Song 2024, arXiv:2406.12907).
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from titanlite.models.counts import count_hidden_parameters
+from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import ShapeError
 from titanlite.tools.ladder.law import LadderError
@@ -46,6 +49,11 @@ class Shape:
     skew: float
 
     @property
+    def in_blocks(self) -> int:
+        """N without the head."""
+        return self.parameters - self.args.n_vocab * self.args.dim
+
+    @property
     def name(self) -> str:
         return f"d{self.args.dim}-l{self.args.n_layers}"
 
@@ -55,32 +63,39 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
 
     wanted: `ladder.sizes`; empty: the default ones. Raises LadderError.
     """
-    whole = count_hidden_parameters(target)
-    sizes = sorted(wanted)
-    if not sizes:
-        largest = whole / DEFAULT_SHARE
-        sizes = [round(largest / 2**step) for step in reversed(range(DEFAULT_SIZES))]
-    candidates = list(_candidates(target, sizes[-1]))
-    found: list[Shape] = []
+    if wanted:
+        candidates = list(_candidates(target, max(wanted)))
+        return _distinct([_nearest(candidates, size) for size in sorted(wanted)])
+    # By blocks: of a small model with a large vocabulary the head is nearly all.
+    whole = Shape(target, count_multiplied_parameters(target), {}, 0.0).in_blocks
+    sizes = [whole / DEFAULT_SHARE / 2**step for step in reversed(range(DEFAULT_SIZES))]
+    candidates = list(_candidates(target, round(sizes[-1]) + target.n_vocab * target.dim))
+    found = []
     for size in sizes:
-        shape = _nearest(candidates, size)
-        if shape in found:
+        found.append(min(candidates, key=lambda shape: _distance(shape, shape.in_blocks, size)))
+    return _distinct(found)
+
+
+def _distinct(found: list[Shape]) -> list[Shape]:
+    """Return the models; two equal ones are refused."""
+    for one, other in pairwise(found):
+        if one == other:
             raise LadderError(
-                f"ladder.sizes: {human_count(size)} and another size give the same model, "
-                f"{shape.name} with {human_count(shape.parameters)}: take sizes further apart"
+                f"ladder.sizes: two sizes give the same model, {one.name} with "
+                f"{human_count(one.parameters)} parameters: name sizes further apart"
             )
-        found.append(shape)
     return found
 
 
+def _distance(shape: Shape, parameters: int, size: float) -> float:
+    """Return how far a model is from a size, and from the proportions of the target."""
+    return abs(math.log(parameters / size)) + _WEIGHT_OF_DEPTH * shape.skew
+
+
 def _nearest(candidates: Sequence[Shape], size: int) -> Shape:
-    """Return the model for a size: near to it, and near to the proportions of the target."""
-
-    def distance(shape: Shape) -> float:
-        return abs(math.log(shape.parameters / size))
-
-    best = min(candidates, key=lambda shape: distance(shape) + _WEIGHT_OF_DEPTH * shape.skew)
-    if distance(best) > math.log(_NEAR):
+    """Return the model for a size of `ladder.sizes`."""
+    best = min(candidates, key=lambda shape: _distance(shape, shape.parameters, size))
+    if not 1 / _NEAR < best.parameters / size < _NEAR:
         raise LadderError(
             f"ladder.sizes: no model of this file's proportions is near {human_count(size)} "
             f"parameters; the nearest is {best.name} with {human_count(best.parameters)}"
@@ -97,7 +112,9 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
             continue
         layers = target.n_layers * heads / target.n_heads
         found = []
-        for number in range(max(math.floor(layers / _SKEW), 1), math.ceil(layers * _SKEW) + 1):
+        fewest = max(math.floor(layers / _SKEW), 1)
+        most = max(math.ceil(layers * _SKEW), 2)
+        for number in range(fewest, most + 1):
             shape = _shape(target, heads, number)
             if shape is not None:
                 found.append(shape)
@@ -141,7 +158,7 @@ def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
     except ShapeError:
         return None
     skew = abs(math.log(layers / (target.n_layers * dim / target.dim)))
-    return Shape(args, count_hidden_parameters(args), overrides, skew)
+    return Shape(args, count_multiplied_parameters(args), overrides, skew)
 
 
 def _round(width: float) -> int:

@@ -12,14 +12,13 @@ from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.rules import Finding
 from titanlite.config.run_sections import Ladder
-from titanlite.models.counts import count_hidden_parameters
+from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_loaded
-from titanlite.tools.commands.run import count_gpus
 from titanlite.tools.ladder.law import LadderError
 from titanlite.tools.parser import files_of
 from titanlite.tools.plan.plan import ranks_of
@@ -52,9 +51,8 @@ class Target:
 
     @property
     def whole(self) -> int:
-        """Parameters with embedding and head."""
-        run = with_vocabulary(self.run)
-        return run.spec.count_parameters(run.model_args())
+        """Parameters with the embedding."""
+        return self.run.spec.count_parameters(self.args)
 
 
 def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
@@ -65,10 +63,13 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     config, problems = read([*files_of(arguments), *flags])
     if problems:
         raise ConfigError(problems)
-    config, run = check_loaded(config, problems, ranks_of(arguments, config))
+    # What this machine lacks matters only to runs on it.
+    runs = not (arguments.fit or arguments.dry_run)
+    config, run = check_loaded(config, problems, ranks_of(arguments, config), training=runs)
     found = placed(config, list(_obstacles(config)))
     if found:
         raise ConfigError(found)
+    run = with_vocabulary(run)
     args = run.model_args()
     if not isinstance(args, LlamaArgs):
         raise LadderError(
@@ -77,19 +78,17 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
         )
     if run.tokens is None:
         raise LadderError("training.epochs: give the length as training.steps or training.tokens")
-    gpus = count_gpus()
-    at_once = arguments.at_once
     return Target(
         config=config,
         run=run,
         args=args,
-        parameters=count_hidden_parameters(args),
+        parameters=count_multiplied_parameters(args),
         tokens=run.tokens,
         ladder=config.sections.ladder,
         files=files_of(arguments),
         flags=flags,
-        ranks=arguments.nproc or max(gpus // at_once, 1),
-        at_once=at_once,
+        ranks=arguments.nproc_per_node or 1,
+        at_once=arguments.at_once,
     )
 
 

@@ -36,7 +36,7 @@ TAIL = 0.1
 #: Exit codes of a run that somebody stopped; it is not at fault.
 _STOPPED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
-#: Keys of a run's config that do not change what it learns.
+#: Keys of a run's config that do not change what it learns; nor does [ladder].
 _MAY_DIFFER = ("job.dump_folder", "job.description")
 
 State = Literal["done", "diverged", "failed", "running", "unfinished"]
@@ -216,7 +216,7 @@ def changes(checked: CheckedMember, folder: Path) -> dict[str, str]:
     known = provenance.config_values(old)
     for key in list(found):
         is_new = key not in known and checked.config.source(key).kind == "default"
-        if is_new or key in _MAY_DIFFER:
+        if is_new or key in _MAY_DIFFER or key.startswith("ladder."):
             del found[key]
     run = _run_in(own)
     ranks = run.attempts[-1].get("ranks") if run and run.attempts else None
