@@ -18,7 +18,7 @@ from fsspec.registry import _registry
 from tests.support.processes import ROOT
 from titanlite.checkpoint import paths
 from titanlite.checkpoint.paths import StoreError, to_path
-from titanlite.config.checks import missing_packages
+from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
 from titanlite.config.load import load
 from titanlite.config.text_names import hub_text
 from titanlite.data import DataError
@@ -92,7 +92,9 @@ def imported(path: Path, at_run_time: bool = False) -> Iterator[str]:
 def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> None:
     found = {name for path in (ROOT / "titanlite").rglob("*.py") for name in imported(path)}
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
-    known = names(PROJECT["dependencies"]) | set(EXTRAS) | BROUGHT | HARNESS | FOR_TYPES
+    trackers = {module for module, package in TRACKER_PACKAGES.values() if package in EXTRAS}
+    known = names(PROJECT["dependencies"]) | set(EXTRAS) | trackers
+    known |= BROUGHT | HARNESS | FOR_TYPES
     assert others - known == set()
 
 

@@ -1,14 +1,23 @@
-"""What a pool of ranks tells when one of its processes dies."""
+"""What a pool of ranks tells when one of its processes dies, and what its jobs find."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import random
+import sys
+import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.support.pool import RankFailure, RankPool
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.init import use_deterministic
+from titanlite.utils import logger
 
 
 def rank_of(world: DistEnv) -> int:
@@ -38,3 +47,90 @@ def test_a_death_is_told_with_its_signal_its_stacks_and_the_jobs_before(ranks: R
     assert f"  rank_of in {name} (call), 3 times\n  die in {name} (call)" in told
     # The next job starts new processes.
     assert ranks.run(rank_of) == [0]
+
+
+class Seen(NamedTuple):
+    """What a job finds of the process."""
+
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+    handlers: int
+    level: int
+    drawn: tuple[float, float]
+    dtype: torch.dtype
+    device: torch.device
+    precision: str
+    threads: int
+    flags: tuple[bool, ...]
+
+
+def look(world: DistEnv) -> Seen:
+    return Seen(
+        dict(os.environ),
+        os.getcwd(),
+        list(sys.path),
+        len(logger.handlers),
+        logger.level,
+        (random.random(), torch.rand(1).item()),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        (
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            gc.isenabled(),
+            any("ignored" in str(one[1]) for one in warnings.filters),
+        ),
+    )
+
+
+def change(world: DistEnv) -> Seen:
+    os.environ["TITANLITE_OF_A_JOB"] = "1"
+    del os.environ["MASTER_PORT"]
+    os.chdir("/")
+    sys.path.insert(0, "/of/a/job")
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.CRITICAL)
+    random.seed(7)
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_float32_matmul_precision("medium")
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
+    use_deterministic()
+    gc.disable()
+    warnings.filterwarnings("ignore", category=BytesWarning, message="ignored")
+    with torch.device("cpu"):
+        return look(world)
+
+
+def test_a_job_finds_the_process_as_the_first_one_did(ranks: RankPool) -> None:
+    (before,) = ranks.run(look)
+    (changed,) = ranks.run(change)
+    same = [name for name in Seen._fields if getattr(before, name) == getattr(changed, name)]
+    assert same == ["device"]  # `look` is told where to draw
+    assert not any(one == other for one, other in zip(before.flags, changed.flags, strict=True))
+    assert ranks.run(look) == [before]
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def compile_for(world: DistEnv, sizes: range) -> None:
+    compiled = torch.compile(double, backend="eager", fullgraph=True, dynamic=False)
+    for size in sizes:
+        compiled(torch.ones(size))
+    torch._dynamo.config.recompile_limit += 9
+
+
+def test_a_job_may_compile_what_jobs_before_it_compiled_many_times(ranks: RankPool) -> None:
+    limit = torch._dynamo.config.recompile_limit
+    with pytest.raises(RankFailure, match="recompile_limit"):
+        ranks.run(compile_for, range(2, limit + 4))
+    ranks.run(compile_for, range(2, limit))
+    ranks.run(compile_for, range(limit, 2 * limit - 2))

@@ -411,8 +411,11 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
     "argcomplete": "completion",
+    "comet-ml": "comet",
     "matplotlib": "plots",
+    "mlflow-skinny": "mlflow",
     "s3fs": "s3",
+    "trackio": "trackio",
     "transformers": "hf",
     "wandb": "wandb",
 }

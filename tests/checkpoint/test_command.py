@@ -20,7 +20,7 @@ from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.cli import main
 from titanlite.tools.hub.tensors import Contents, measure
-from titanlite.utils import human_bytes
+from titanlite.utils import escape_name, human_bytes
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,20 @@ def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> N
     if isinstance(run, Path):
         (run / "checkpoint").rmdir()
     assert _lines(capsys, "inspect", above)[0] == f"{run}/other/step-1"  # the only one is meant
+
+
+def test_inspect_shows_each_value_of_a_manifest_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoof = "x\n  state         valid\x1b[31m"
+    git = {"commit": 5, "dirty": True}
+    write(tmp_path, 3, fingerprints={"data": spoof}, trackers={"a\nb": spoof}, git=git)
+    lines = _lines(capsys, "inspect", tmp_path / "step-3")
+    shown = escape_name(spoof)
+    facts = {line[2:15].strip(): line[16:] for line in lines[1:] if line.startswith("  ")}
+    assert facts["data"] == facts[escape_name("a\nb")] == shown
+    assert facts["commit"] == "5 with uncommitted changes"
+    assert sum(line.startswith("  state") for line in lines) == 1
 
 
 def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:

@@ -592,6 +592,8 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
         ("mixtral", "parallelism.expert_parallel_degree"),
         ("mixtral", FSDP),
         ("gpt_oss", FSDP),
+        ("llama4", FSDP),
+        ("llama4", "parallelism.expert_parallel_degree"),
         ("hf", FSDP),
     ],
 )

@@ -109,6 +109,18 @@ def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
     assert _step(check, 5, 2.5) is None, "rank 0 alone has a result"
 
 
+@pytest.mark.parametrize(
+    "change", [{"loss": None}, {"norm": "x"}, {"setting": []}, {"tolerance": [1]}], ids=str
+)
+def test_an_entry_that_lacks_figures_is_as_none(tmp_path: Path, change: dict[str, Any]) -> None:
+    state = _left(tmp_path / FILE)
+    (entry,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
+    (tmp_path / FILE).write_text(json.dumps({**entry, **change}) + "\n")
+    result = _step(_again(tmp_path / FILE, state), 5, 2.5)
+    assert result.verified
+    assert "no earlier attempt has left figures of step 5" in result.text
+
+
 def test_bad_numbers_and_bad_files(tmp_path: Path) -> None:
     for folder, loss in ((tmp_path, float("nan")), (tmp_path / "nowhere", 2.5)):
         check = ResumeCheck(folder / FILE, 0, HERE)

@@ -13,7 +13,13 @@ import pytest
 
 from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint import retention
-from titanlite.checkpoint.manifest import REASON, CheckpointError, find, steps_in
+from titanlite.checkpoint.manifest import (
+    REASON,
+    CheckpointError,
+    find,
+    marked_folder,
+    steps_in,
+)
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -151,6 +157,25 @@ def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
     deleter.delete(leftovers(root))
     assert deleter.wait(300)
     assert names(root) == ["step-2"]
+
+
+@pytest.mark.parametrize("kind", [".partial-", ".deleted-"])
+def test_a_mark_deletes_no_folder_but_that_of_a_checkpoint(root: AnyPath, kind: str) -> None:
+    """A checkpoint may come from somebody else, with files of any name beside it."""
+    write(root, 8)
+    if isinstance(root, Path):
+        (root / "notes").mkdir()
+    (root / "notes" / "mine").write_bytes(b"kept")
+    (root.parent / "beside").write_bytes(b"kept")
+    for name in ("notes", "..", "step-8-more"):
+        mark = root / f"{kind}{name}-1f0c77aa"
+        mark.write_bytes(b"")
+        assert marked_folder(mark) is None
+    for leftover in leftovers(root):
+        delete(leftover)
+    assert (root / "notes" / "mine").read_bytes() == b"kept"
+    assert (root.parent / "beside").read_bytes() == b"kept"
+    assert steps_in(root) == [8]
 
 
 def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:

@@ -139,6 +139,25 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     )
     assert idle("--sample.prompts=a", "--sample.seed=1").endswith("sample.seed")
     assert idle("--sample.prompts=a", "--sample.seed=1", "--sample.temperature=1") == ""
+    sgd = "--optimizer.name=torch.optim.SGD"
+    assert idle(sgd, "--optimizer.kahan", "--optimizer.momentum=0.5").endswith(
+        "optimizer.momentum, optimizer.kahan"
+    )
+    compensation = ("--optimizer.name=AdamW8bit", "--optimizer.compensation_dtype=float32")
+    assert idle(*compensation).endswith("optimizer.compensation_dtype")
+    assert idle(*compensation, "--optimizer.kahan") == ""
+    held_out = ("--validation.enable", "--validation.split=x", "--validation.format=json")
+    assert idle(*held_out).endswith("validation.split, validation.format")
+    assert idle(*held_out, "--validation.dataset=c4").endswith("off: validation.format")
+    assert idle(*held_out, "--validation.dataset_path=x") == ""
+    fresh = ("--checkpoint.enable_checkpoint", "--checkpoint.allow_missing=a")
+    assert idle(*fresh, "--checkpoint.start=fresh").endswith("checkpoint.allow_missing")
+    assert idle(*fresh) == ""
+    assert idle("--launch.system=slurm", "--launch.role=a", "--launch.kind=TrainJob").endswith(
+        "launch.kind, launch.role"
+    )
+    assert idle("--launch.system=sagemaker", "--launch.role=a") == idle("--launch.role=a") == ""
+    assert idle("--lora.adapter=a", "--lora.rank=0").endswith("lora.adapter")
     # The shipped file turns checkpoints off two lines above their interval; and a path's text may
     # have a name.
     assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""

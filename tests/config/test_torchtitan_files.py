@@ -49,8 +49,6 @@ QWEN3_4B = {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
 }
-#: Families to come: a part of their files' names.
-WAITING = ("/llama4/",)
 #: A part of a file's name → why the file is refused.
 REFUSED = {
     "/flux/": "model.name: .*makes images",
@@ -108,13 +106,15 @@ SIZES = {
     ("deepseek_v3", "16B"): 15_706_484_224,
     ("deepseek_v3", "236B"): 235_741_434_880,
     ("deepseek_v3", "671B"): 671_026_404_352,
+    ("llama4", "debugmodel"): 15_017_216,
+    ("llama4", "17bx16e"): 107_769_861_120,
+    ("llama4", "17bx128e"): 400_711_848_960,
     ("gpt_oss", "20b"): 20_914_757_184,
     ("gpt_oss", "120b"): 116_829_156_672,
 }
 #: Vocabulary of torchtitan's debug models.
 VOCABULARY = 2048
 RIGHT = [name for name in FILES if reason_of(name) is None]
-HERE_NOW = [name for name in RIGHT if not any(part in name for part in WAITING)]
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +203,9 @@ def test_norms_of_deepseek_have_the_epsilons_of_torchtitan(flavor: str) -> None:
         # The same numbers as a softmax of all, divided by the sum of the chosen.
         (("gpt_oss", "debugmodel"), ("softmax_of_chosen", True, 1.0, 1, 4, 8, 0, 1e-3, range(4))),
         (("gpt_oss", "20b"), ("softmax_of_chosen", True, 1.0, 1, 4, 32, 0, 1e-3, range(24))),
+        (("llama4", "debugmodel"), ("sigmoid", False, 1.0, 1, 1, 8, 1, 1e-3, range(1, 6, 2))),
+        (("llama4", "17bx16e"), ("sigmoid", False, 1.0, 1, 1, 16, 1, 1e-3, range(48))),
+        (("llama4", "17bx128e"), ("sigmoid", False, 1.0, 1, 1, 128, 1, 1e-3, range(1, 48, 2))),
         (("deepseek_v3", "debugmodel"), ("softmax", False, 1.0, 1, 3, 8, 2, 1e-3, range(1, 6))),
         (("deepseek_v3", "16B"), ("softmax", False, 1.0, 1, 6, 64, 2, 1e-3, range(1, 27))),
         (("deepseek_v3", "671B"), ("sigmoid", True, 2.5, 8, 8, 256, 1, 1e-3, range(3, 61))),
@@ -219,10 +222,35 @@ def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[A
     found += (block.n_experts, block.n_shared_experts, block.bias_update)
     assert (*found, sparse) == (*wanted[:-1], list(wanted[-1]))
     assert block.aux_loss == 0
-    assert not block.scales_input
+    assert block.scales_input == (model[0] == "llama4")
 
 
-@pytest.mark.parametrize("name", HERE_NOW)
+@pytest.mark.parametrize("flavor", ["debugmodel", "17bx16e", "17bx128e"])
+def test_attention_of_llama4_is_that_of_torchtitan(flavor: str) -> None:
+    """Its flavors without "irope" have RoPE everywhere, neither chunks nor norms of q and k. 0.1.0
+    has no scaling, and a softmax.
+    """
+    args = model_run("llama4", flavor).model_args()
+    scaling = args.rope_scaling
+    if flavor == "17bx128e":
+        assert scaling is None
+    else:
+        factors = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
+        assert (*factors, scaling.original_context) == (16, 1, 1, 8192)
+    for index in range(args.n_layers):
+        block = args.of_block(index)
+        assert block.rotary is not None and not block.chunk and not block.unit_qk
+    file = "debug_model" if flavor == "debugmodel" else f"llama4_{flavor}"
+    name = f"0.1.0/torchtitan/experiments/llama4/train_configs/{file}.toml"
+    text = text_of(name).replace(
+        "training.local_batch_size = 1\n", "training.local_batch_size = 4\n"
+    )
+    older = run_of(text).model_args()
+    assert (older.score, older.rope_scaling) == ("softmax", None)
+    assert replace(older, score="sigmoid", rope_scaling=scaling, max_seq_len=2048) == args
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_migrated(
     name: str,
 ) -> None:
@@ -241,15 +269,6 @@ def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_migrat
     again = run_of(migrate_text(text_of(name), Path("run.toml")).text)
     assert again.model == run.model
     assert (again.batch, again.schedule, again.mesh) == (run.batch, run.schedule, run.mesh)
-
-
-@pytest.mark.parametrize("name", [name for name in RIGHT if name not in HERE_NOW])
-def test_a_file_of_a_family_to_come_lacks_that_family_alone(name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        run_of(text_of(name))
-    (problem,) = error.value.problems
-    assert problem.key == "model.name"
-    assert problem.message.startswith("no model ")
 
 
 @pytest.mark.parametrize(
@@ -280,9 +299,7 @@ def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_tor
     assert args.skeleton.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FILES if name not in RIGHT and "llama4" not in name]
-)
+@pytest.mark.parametrize("name", [name for name in FILES if name not in RIGHT])
 def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         run_of(text_of(name))

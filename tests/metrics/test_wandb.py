@@ -22,8 +22,10 @@ from tests.support.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.metrics import boards as background_writer
-from titanlite.metrics.boards import ID_FILE, WandbWriter, tags
+from titanlite.metrics.boards import tags
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.trackers.tracker import TrackedRun
+from titanlite.metrics.trackers.wandb import WandbTracker
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import load_config
 
@@ -119,7 +121,7 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
     assert run["notes"] == "a test"
     assert run["project"] == "llamas", "the environment goes before"
     assert run["exit"] == 0
-    assert (folder / ID_FILE).read_text().strip() == run["run_id"]
+    assert (folder / "wandb-run-id").read_text().strip() == run["run_id"]
 
 
 class Backend(types.ModuleType):
@@ -161,14 +163,14 @@ def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", backend := Backend())
-    for first_step in (1, 11, 1):
-        WandbWriter(tmp_path, {"a": {"b": 1}}, "words", first_step).close()
+    for resumed in (False, True, False):
+        WandbTracker(TrackedRun(tmp_path, {"a": {"b": 1}}, "words", resumed)).close()
     first, resumed, fresh = backend.begun
     assert first["id"] == resumed["id"] != fresh["id"]
     assert resumed["resume"] == "allow"
     assert "resume" not in first
     assert "resume" not in fresh
-    assert (tmp_path / ID_FILE).read_text().strip() == fresh["id"]
+    assert (tmp_path / "wandb-run-id").read_text().strip() == fresh["id"]
     assert first["config"] == {"a": {"b": 1}}
     assert first["notes"] == "words"
     assert first["name"] == tmp_path.name
@@ -178,11 +180,11 @@ def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
     assert first["settings"].console == "off"
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
-    WandbWriter(tmp_path, {}, first_step=11).close()
+    WandbTracker(TrackedRun(tmp_path, {}, resumed=True)).close()
     given = backend.begun[-1]
     assert given["id"] == "theirs"
     assert not {"project", "name", "notes", "dir", "resume"} & set(given)
-    assert (tmp_path / ID_FILE).read_text().strip() == "theirs"
+    assert (tmp_path / "wandb-run-id").read_text().strip() == "theirs"
 
 
 @pytest.mark.parametrize("where", ["init", "log"])
@@ -195,7 +197,7 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     backend = Backend(**{where: lambda *_: release.wait(600)})
     monkeypatch.setitem(sys.modules, "wandb", backend)
     with listening() as said:
-        board = WandbWriter(tmp_path, {})
+        board = WandbTracker(TrackedRun(tmp_path, {}))
         began = time.perf_counter()
         for step in range(10_000):
             board.write(step, {"loss": 1.0, "lr": 2.0})

@@ -69,6 +69,15 @@ VARIANTS = {
         n_shared_experts=2,
         route_scale=1.0,
     ),
+    "v2, groups": replace(
+        V3,
+        score="softmax",
+        norm_topk=False,
+        group_best=1,
+        bias_update=0.0,
+        n_shared_experts=2,
+        route_scale=1.0,
+    ),
 }
 
 
@@ -131,6 +140,7 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
         {"rope_scaling": replace(V3.rope_scaling, mscale_all_dim=0.7)},  # type: ignore[type-var]
         {"rope_scaling": None},
         {"top_groups": 4},
+        {"group_best": 1},
         {"route_scale": 1.0},
         {"norm_topk": False},
     ],
@@ -174,7 +184,7 @@ def test_a_cache_of_keys_and_values_changes_no_token(variant: str) -> None:
     assert tokens[0, 6:].tolist() == found[0]
 
 
-@pytest.mark.parametrize("variant", ["v3", "v2"])
+@pytest.mark.parametrize("variant", ["v3", "v2", "v2, groups"])
 def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -352,6 +362,23 @@ V2_LITE_JSON: dict[str, Any] = {
 }
 
 
+V2_JSON: dict[str, Any] = {
+    **V2_LITE_JSON,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+
+
 def test_the_published_config_json_describes_the_flavors() -> None:
     assert SPEC.args_from_hf(V3_JSON) == replace(
         published("671B"), max_seq_len=163840, n_kv_heads=128
@@ -360,7 +387,11 @@ def test_the_published_config_json_describes_the_flavors() -> None:
     wanted = replace(published("16B"), max_seq_len=163840, n_kv_heads=16)
     # Its experts were balanced by a loss.
     assert lite == replace(wanted, bias_update=0.0, aux_loss=0.001)
-    for config in (V3_JSON, V2_LITE_JSON):
+    large = SPEC.args_from_hf(V2_JSON)
+    wanted = replace(published("236B"), max_seq_len=163840, n_kv_heads=128)
+    # Its groups are as good as their best expert.
+    assert large == replace(wanted, bias_update=0.0, aux_loss=0.001, group_best=1)
+    for config in (V3_JSON, V2_LITE_JSON, V2_JSON):
         family, args = family_of(config)
         assert family == "deepseek_v3"
         written = SPEC.hf_config(args)
@@ -392,10 +423,13 @@ def test_another_config_json_is_refused(changes: dict[str, Any], words: str) -> 
     ("changes", "words"),
     [
         (
-            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
-            "as good as its best expert",
+            {"topk_method": "other"},
+            "topk_method is 'other', and it must be one of 'greedy', 'group_limited_greedy'",
         ),
-        ({"topk_method": "other"}, "topk_method is 'other'"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9},
+            "top_groups must be between 1 and n_groups = 8",
+        ),
         ({"norm_topk_prob": True}, "norm_topk_prob is true"),
     ],
 )
@@ -408,8 +442,28 @@ def test_a_router_without_a_name_is_not_exported() -> None:
     softmax = replace(V3, score="softmax", bias_update=0.0)
     with pytest.raises(ValueError, match="norm_topk is true"):
         SPEC.hf_config(softmax)
-    with pytest.raises(ValueError, match="n_groups is above 1"):
+    with pytest.raises(
+        ValueError, match="group_best is 2, .*-V2 .* model.overrides.group_best = 1"
+    ):
         SPEC.hf_config(replace(softmax, norm_topk=False))
+    with pytest.raises(
+        ValueError, match="group_best is 1, .*-V3 .* model.overrides.group_best = 2"
+    ):
+        SPEC.hf_config(replace(V3, group_best=1))
+
+
+def test_a_choice_of_all_experts_heeds_no_groups_of_the_file() -> None:
+    with_groups = {**V2_LITE_JSON, "n_group": 8, "topk_group": 3}
+    assert SPEC.args_from_hf(with_groups) == SPEC.args_from_hf(V2_LITE_JSON)
+    by_groups = {**V2_LITE_JSON, "topk_method": "group_limited_greedy"}
+    assert SPEC.args_from_hf(by_groups) == SPEC.args_from_hf(V2_LITE_JSON)
+    args = replace(V3, score="softmax", norm_topk=False, bias_update=0.0, n_groups=1, top_groups=1)
+    theirs = theirs_of("deepseek_v3", args)
+    plain = theirs(tokens_of(args)).logits
+    for layer in theirs.model.layers[args.n_dense_layers :]:
+        layer.mlp.gate.num_group = 4
+        layer.mlp.gate.topk_group = 1
+    assert torch.equal(theirs(tokens_of(args)).logits, plain)
 
 
 def test_norms_have_the_epsilons_of_their_place() -> None:

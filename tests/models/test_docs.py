@@ -42,6 +42,10 @@ WEIGHTS = {
         "671B": "deepseek-ai/DeepSeek-V3-Base",
     },
     "gpt_oss": {size: f"openai/gpt-oss-{size.lower()}" for size in ("20B", "120B")},
+    "llama4": {
+        "17Bx16E": "meta-llama/Llama-4-Scout-17B-16E",
+        "17Bx128E": "meta-llama/Llama-4-Maverick-17B-128E",
+    },
     "olmo2": {
         "1B": "allenai/OLMo-2-0425-1B",
         **{size: f"allenai/OLMo-2-1124-{size}" for size in ("7B", "13B")},

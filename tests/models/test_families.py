@@ -17,11 +17,12 @@ from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.gpt_oss import GptOssArgs
+from titanlite.models.llama4_args import Llama4Args
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args
 from titanlite.models.qwen3 import Qwen3Args
-from titanlite.models.rope_scaling import LinearScaling, YarnScaling
+from titanlite.models.rope_scaling import LinearScaling, RopeScaling, YarnScaling
 
 SMALL: dict[str, Any] = {
     "dim": 64,
@@ -54,6 +55,23 @@ GEMMA3 = Gemma3Args(
     query_scalar=24,
     local_theta=100.0,
 )
+#: A chunk shorter than the sequence, with which its last one is not full; every second block dense,
+#: block 2 without RoPE. Positions of three floors.
+LLAMA4 = Llama4Args(
+    **{**SMALL, "n_layers": 4},
+    ffn_dim=80,
+    expert_width=48,
+    n_experts=4,
+    sparse_step=2,
+    nope_every=3,
+    chunk=24,
+    temperature=0.4,
+    temperature_floor=20,
+    aux_loss=0.0,
+    rope_scaling=RopeScaling(
+        factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_context=64
+    ),
+)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
 #: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
@@ -76,6 +94,17 @@ VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
         replace(GPT_OSS, window=128, top_k=4, rope_scaling=None, n_kv_heads=8),
     ),
     "gpt_oss, no window": ("gpt_oss", replace(GPT_OSS, window=None, norm_eps=1e-6)),
+    "llama4": ("llama4", LLAMA4),
+    "llama4, experts everywhere, no unit norm": (
+        "llama4",
+        replace(LLAMA4, sparse_step=1, unit_qk=False, rope_scaling=None, n_kv_heads=8, chunk=23),
+    ),
+    "llama4, two experts, no chunks, tied": (
+        "llama4",
+        replace(LLAMA4, top_k=2, chunk=0, temperature=0.0, norm_eps=1e-6, tied=True),
+    ),
+    "llama4, RoPE everywhere": ("llama4", replace(LLAMA4, nope_every=0, chunk=128)),
+    "llama4, RoPE nowhere": ("llama4", replace(LLAMA4, nope_every=1)),
     "olmo2": ("olmo2", OLMO2),
     "olmo2, tied, scaled": ("olmo2", replace(OLMO2, tied=True, rope_scaling=SCALED, n_kv_heads=8)),
     "olmo3": ("olmo3", OLMO3),
@@ -127,7 +156,7 @@ def _width(name: str, p: Tensor) -> int:
     """Numbers that a result of a matrix is the sum of; biases and sinks are small beside it."""
     if name.endswith(("bias", "sinks.weight")):
         return 16
-    # Experts of GPT-OSS are matrices [in, out].
+    # Experts of GPT-OSS and Llama 4 are matrices [in, out].
     return p.size(-2) if name.endswith(("gate_up", "down")) else p.size(-1)
 
 
@@ -160,7 +189,16 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama, gqa", "mistral, window", "qwen3", "olmo2", "olmo3", "gemma3, untied", "gpt_oss"],
+    [
+        "llama, gqa",
+        "mistral, window",
+        "qwen3",
+        "olmo2",
+        "olmo3",
+        "gemma3, untied",
+        "gpt_oss",
+        "llama4",
+    ],
 )
 def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
@@ -205,6 +243,8 @@ PUBLISHED = {
     ("mistral", "mathstral-7B"): 7_248_023_552,
     ("gpt_oss", "20B"): 20_914_757_184,
     ("gpt_oss", "120B"): 116_829_156_672,
+    ("llama4", "17Bx16E"): 107_769_861_120,
+    ("llama4", "17Bx128E"): 400_711_848_960,
     ("qwen3", "0.6B"): 596_049_920,
     ("qwen3", "1.7B"): 1_720_574_976,
     ("qwen3", "4B"): 4_022_468_096,
@@ -270,6 +310,18 @@ def test_attention_outside_the_window_costs_nothing() -> None:
             {"layer_types": ["full_attention", "sliding_attention"] * 2},
             "layer_types are not sliding_attention and full_attention in turns",
         ),
+        ("llama4", {"model_type": "llama4"}, "text_config is missing"),
+        (
+            "llama4",
+            {"no_rope_layers": [1, 0, 1, 1], "layer_types": None},
+            "no_rope_layers has its first 0 at 1",
+        ),
+        ("llama4", {"no_rope_layers": [1, 0]}, "expected 0 or 1 for each of 4 layers"),
+        ("llama4", {"moe_layers": [0, 1]}, "every layer with interleave_moe_layer_step = 2"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4}, "layer_types are not chunked"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None, expected"),
+        ("llama4", {"attention_bias": True}, "attention_bias is True"),
+        ("llama4", {"interleave_moe_layer_step": 9}, "no block has experts"),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the models here have 'silu'"),
         ("olmo3", {"sliding_window": None}, "sliding_window is None, expected an integer"),
@@ -305,6 +357,7 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
         "olmo3": OLMO3,
         "gemma3": GEMMA3,
         "gpt_oss": GPT_OSS,
+        "llama4": LLAMA4,
     }
     args = small[family]
     with pytest.raises(ValueError, match=words):
@@ -313,7 +366,7 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
 
 @pytest.mark.parametrize(
     "family",
-    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3", "gpt_oss"],
+    ["llama3", "mistral", "mixtral", "qwen3", "olmo2", "deepseek_v3", "gpt_oss", "llama4"],
 )
 def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
     from transformers import CONFIG_MAPPING

@@ -71,6 +71,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 12,
+        "floor_scale": 8,
+    },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
     "olmo3": {
         "model_type": "olmo3",

@@ -30,6 +30,7 @@ class Args(ExpertArgs):
     route_scale: float = 1.0
     n_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
     scales_input: bool = False
     bias_update: float = 0.0
@@ -45,6 +46,7 @@ DEEPSEEK = replace(
     bias_update=0.001,
     n_shared_experts=2,
 )
+V2 = replace(ARGS, norm_topk=False, route_scale=16.0, n_groups=4, top_groups=3, group_best=1)
 #: Of logits: some equal, and rows of padding that are all alike.
 LOGITS = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 LOGITS[5:20] = LOGITS[5:20].round()
@@ -79,6 +81,23 @@ def deepseek(args: Args) -> Any:
     return router_of(DeepseekV3TopkRouter, config=config, e_score_correction_bias=BIAS)
 
 
+def deepseek_v2(args: Args) -> Any:
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    config = DeepseekV2Config(
+        hidden_size=8,
+        num_attention_heads=1,
+        n_routed_experts=8,
+        num_experts_per_tok=args.top_k,
+        topk_method="group_limited_greedy" if args.n_groups > 1 else "greedy",
+        n_group=args.n_groups,
+        topk_group=args.top_groups,
+        routed_scaling_factor=args.route_scale,
+    )
+    return router_of(DeepseekV2TopkRouter, config=config)
+
+
 def qwen3(args: Args) -> Any:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -104,6 +123,10 @@ CASES: dict[str, tuple[Any, Args]] = {
     "deepseek": (deepseek, DEEPSEEK),
     "deepseek, scores as they are": (deepseek, replace(DEEPSEEK, norm_topk=False)),
     "deepseek, one of each": (deepseek, replace(DEEPSEEK, norm_topk=False, top_k=1, top_groups=1)),
+    "deepseek_v2": (deepseek_v2, replace(V2, n_groups=1, top_groups=1)),
+    "deepseek_v2, groups": (deepseek_v2, V2),
+    "deepseek_v2, larger groups": (deepseek_v2, replace(V2, n_groups=2, top_groups=1)),
+    "deepseek_v2, one of each": (deepseek_v2, replace(V2, top_k=1, top_groups=1)),
     "qwen3": (qwen3, ARGS),
     "qwen3, scores as they are": (qwen3, replace(ARGS, norm_topk=False, top_k=1)),
     "gpt_oss": (gpt_oss, replace(ARGS, score="softmax_of_chosen")),
@@ -256,7 +279,14 @@ def test_dense_blocks_come_first_and_count_in_no_mean() -> None:
             "top_k must be between 1 and n_experts = 8, got 9$",
         ),
         ({"n_groups": 3}, "n_groups = 3 does not divide n_experts = 8"),
-        ({"n_groups": 8}, "n_groups = 8 leaves 1 expert for each group"),
+        (
+            {"n_groups": 8},
+            "group_best must be between 1 and 1, the experts of each of n_groups = 8",
+        ),
+        (
+            {"n_groups": 4, "top_groups": 2, "group_best": 0},
+            "between 1 and 2, .* n_groups = 4, got 0",
+        ),
         ({"n_groups": 2, "top_groups": 3}, "top_groups must be between 1 and n_groups = 2, got 3"),
         ({"n_groups": 4, "top_groups": 1}, "top_k = 3 is more than the 2 experts of top_groups"),
         ({"route_scale": 0.0}, "route_scale must be positive, got 0.0"),

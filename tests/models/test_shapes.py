@@ -136,9 +136,9 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
             "nearest: original_context",
         ),
         (
-            {"rope_scaling": {"factor": 8, "low_freq_factor": 4}},
+            {"rope_scaling": {"factor": 8, "low_freq_factor": 5}},
             "rope_scaling",
-            "low_freq_factor < high_freq_factor",
+            "low_freq_factor <= high_freq_factor",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling", '"yarn"'),
     ],

@@ -92,7 +92,6 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     """Train with a counting backend, a sequence length per step; validation, in larger batches,
     after even steps.
     """
-    torch._dynamo.reset()
     COUNTING.graphs = 0
     model, optimizer, rank = build_tiny(world, run)
     builder = run.builder(world)
@@ -126,7 +125,6 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
                 counted.validations.append(COUNTING.graphs)
     finally:
         logger.removeHandler(handler)
-        torch._dynamo.reset()
     return counted
 
 

@@ -300,6 +300,20 @@ SHARDS = "data_parallel_shard = "
             "these work: 1, 2",
         ),
         (2, {EP: 4}, EP, f"{SHARDS}2", "1, 2"),
+        (
+            3,
+            {EP: 3, "training.global_batch_size": 6},
+            EP,
+            f"both {SHARDS}3 and the 4 experts",
+            "take 2 or 4, the nearest that divide the experts, and as many ranks or a multiple",
+        ),
+        (
+            5,
+            {EP: 5, "training.global_batch_size": 5},
+            EP,
+            f"both {SHARDS}5 and the 4 experts",
+            "take 4, the nearest",
+        ),
         (4, {EP: 2, REPLICAS: 4, FSDP: 1}, EP, f"{SHARDS}1", "these work: 1"),
         (
             4,

@@ -71,7 +71,6 @@ def _loss(run: Run) -> Any:
 
 def _profile(world: DistEnv, run: Run) -> Counter[str]:
     """Operators of three forward and backward passes: the last one's, and the graphs of all."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, _, _ = build_tiny(world, run)
     loss = run.builder(world).loss()
@@ -80,7 +79,6 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
             loss(model(run.tokens[step]), run.labels[step]).backward()
     counts = Counter(event.name.removeprefix("_c10d_functional::") for event in profile.events())
     counts["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
     return counts
 
 

@@ -16,6 +16,11 @@ DEEPSEEK = [
     "--model.flavor=debugmodel",
     "--model.overrides.n_dense_layers=0",
 ]
+LLAMA4 = [
+    "--model.name=llama4",
+    "--model.flavor=debugmodel",
+    "--model.overrides.sparse_step=1",
+]
 MODELS = {
     "llama3": ["--job.config_file=debug_model.toml"],
     "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
@@ -29,6 +34,13 @@ MODELS = {
         '--model.rope_scaling={rope_type = "yarn", factor = 4, mscale_all_dim = 1.0, '
         "original_max_position_embeddings = 64}",
     ],
+    "llama4": [*LLAMA4, "--model.overrides.nope_every=0"],
+    "llama4, no unit norm": [
+        *LLAMA4,
+        "--model.overrides.nope_every=0",
+        "--model.overrides.unit_qk=false",
+    ],
+    "llama4, no RoPE": [*LLAMA4, "--model.overrides.nope_every=1"],
     "mistral": ["--model.name=mistral", "--model.flavor=debugmodel"],
     "olmo2": ["--model.name=olmo2", "--model.flavor=debugmodel"],
     "olmo3": ["--model.name=olmo3", "--model.flavor=debugmodel"],

@@ -46,6 +46,7 @@ HARDWARE = {
     "deepseek_v3_16b": [(8, "h100-80g")],
     "gpt_oss_20b": [(8, "h100-80g")],
     "gpt_oss_120b": [(64, "h100-80g")],
+    "llama4_17bx16e": [(64, "h100-80g")],
     "debug_model": [(2, "l4-24g")],
     "debug_deepseek_v3": [(2, "l4-24g")],
     "sft_debug": [(2, "l4-24g")],

@@ -235,6 +235,30 @@ MORE |= {
     "gpt_oss, ep 2": (Row(2, {EXPERTS: 2, **GPT_OSS}), 2),
     "gpt_oss, ep 2, fsdp 4, recomputed": (Row(4, {EXPERTS: 2, MODE: "full", **GPT_OSS}), 1),
 }
+#: Chunks, a block without RoPE, factors that grow with the position, a sigmoid, a dense block.
+LLAMA4 = {
+    "model.name": "llama4",
+    "model.overrides.ffn_dim": 96,
+    "model.overrides.expert_width": 48,
+    "model.overrides.n_experts": 4,
+    "model.overrides.sparse_step": 2,
+    "model.overrides.nope_every": 2,
+    "model.overrides.chunk": 12,
+    "model.overrides.temperature": 0.4,
+    "model.overrides.temperature_floor": 8,
+    "model.overrides.aux_loss": 0.0,
+}
+MORE |= {
+    "llama4, 1 rank": (Row(1, LLAMA4), 2),
+    "llama4, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **LLAMA4, **GRAPH}), 1),
+    "llama4, hsdp 2 x 2": (Row(4, {REPLICAS: 2, FSDP: 2, **LLAMA4}), 1),
+    "llama4, cp 2": (Row(2, {CP: 2, **LLAMA4}), 1),
+    "llama4, cp 2, tp 2, by operation, compiled": (Row(4, {CP: 2, TP: 2, **LLAMA4, **GRAPH}), 1),
+    "llama4, pp 2, chunks": (Row(2, {PP: 2, CHUNKS: 3, **LLAMA4, **FOUR}), 2),
+    "llama4, tp 2": (Row(2, {TP: 2, **LLAMA4}), 2),
+    "llama4, ep 2": (Row(2, {EXPERTS: 2, **LLAMA4}), 2),
+    "llama4, ep 2, fsdp 4, recomputed": (Row(4, {EXPERTS: 2, MODE: "full", **LLAMA4}), 1),
+}
 #: Whole QK norm, norms after, windows in two of three blocks; norms around, two bases of RoPE.
 OLMO2 = {"model.name": "olmo2"}
 OLMO3 = {"model.name": "olmo3", "model.overrides.window": 12, "model.overrides.full_every": 2}
@@ -374,6 +398,8 @@ QUICK_MORE = {
     "gpt_oss, cp 2",
     "gpt_oss, ep 2",
     "gpt_oss, tp 2",
+    "llama4, cp 2",
+    "llama4, tp 2",
     "olmo2, tp 2",
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
@@ -492,6 +518,11 @@ MASKED = {
     "gpt_oss, 1 rank": "at once",
     "gpt_oss, cp 2": "recomputed",
     "gpt_oss, tp 2": "by operation",
+    "llama4, 1 rank": "at once",
+    "llama4, cp 2": "recomputed",
+    "llama4, tp 2": "by operation",
+    "llama4, pp 2, chunks": "at once",
+    "llama4, ep 2": "recomputed",
     "olmo3, cp 2": "accumulated",
     "olmo3, tp 2": "at once",
     "gemma3, tp 2": "compiled",

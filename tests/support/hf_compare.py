@@ -112,8 +112,6 @@ def larger(name: str, parameter: torch.Tensor) -> None:
 
 def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
     """Run forward and backward of the global batch as a run does; every rank returns the sums."""
-    # The ranks serve many tests, and dynamo counts how many times it compiled a function.
-    torch._dynamo.reset()
     run = load_config(TOML, world.size, flags)
     parts = build_model(run, world, VOCABULARY)
     with torch.no_grad():

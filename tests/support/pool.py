@@ -8,6 +8,7 @@ every rank's traceback and ends that pool's processes, since a rank left inside 
 no further use. When a process dies, its signal, its threads' Python stacks and the jobs that it has
 done are told: memory may have been corrupted by any of them.
 
+Before each job `tests.support.process_state` puts back what an earlier one may have changed.
 Between two jobs the processes are stopped: each process group has threads of gloo's that wake a
 hundred times a second, and the pools together would keep half a core busy doing nothing.
 """
@@ -25,6 +26,7 @@ import socket
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -73,6 +75,7 @@ def _serve(
     import torch
     import torch.distributed.device_mesh
 
+    from tests.support.process_state import ProcessState
     from titanlite.parallel.dist_env import DistEnv
 
     # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a
@@ -81,16 +84,20 @@ def _serve(
     torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
     with DistEnv.open("cpu", init_timeout_seconds=300, rendezvous_seconds=300) as world:
+        kept = ProcessState()
         while True:
             try:
                 job = pipe.recv()
             except EOFError:
                 os._exit(0)
             function, args, kwargs = job
+            kept.restore()
             gc.collect()
             gc.freeze()  # a run collects garbage: let it not look through all that is imported
             try:
-                pipe.send((True, function(world, *args, **kwargs)))
+                with warnings.catch_warnings():
+                    result = function(world, *args, **kwargs)
+                pipe.send((True, result))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
 

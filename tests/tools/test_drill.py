@@ -262,3 +262,9 @@ def test_compile_stays_only_with_the_flag() -> None:
     )
     assert (off.training.compile, off.activation_checkpoint.mode) == (False, "full")
     assert (on.training.compile, on.activation_checkpoint.mode) == (True, "budget")
+
+
+def test_a_drill_sends_no_metrics_to_services(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[metrics]\nenable_wandb = true\ntrackers = ["mlflow", "comet"]\n')
+    assert tiny_config(str(config), []).config.metrics.tracker_names == []

@@ -47,6 +47,7 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     found = _safetensors(path, config)
     for name in _left_out(path, spec.left_out(found)):
         del found[name]
+    found = _under_plain_names(path, found, spec)
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
@@ -61,6 +62,16 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if other in parts:
             parts[name] = parts[other]
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
+
+
+def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> dict[str, Part]:
+    """Return the tensors under the names that they have in files of this model alone."""
+    plain: dict[str, Part] = {}
+    for name, part in found.items():
+        other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
+        if other is not part:
+            raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
+    return plain
 
 
 def _left_out(path: Path, names: Mapping[str, str]) -> Collection[str]:
@@ -135,7 +146,9 @@ def _files_of_index(index: Path) -> dict[Path, set[str]]:
 def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     """Return name → tensor of all files. Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
-    for file, listed in _files(path).items():
+    files = _files(path)
+    in_index = {name for listed in files.values() for name in listed}
+    for file, listed in files.items():
         handle = open_safetensors(file)
         names = {*handle.keys()}
         missing = listed - names
@@ -143,7 +156,8 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             raise CheckpointError(
                 f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again"
             )
-        for name in names:
+        # A file may hold a tensor once more, and the index says which one counts.
+        for name in names - (in_index - listed):
             opened[name] = (file, handle)
     parts = {}
     for name, (file, handle) in opened.items():
@@ -247,6 +261,11 @@ def _dequantized(
     A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole
     tensor. Raises ValueError for others.
     """
+    if not scale.is_floating_point():
+        kind = str(scale.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"has scales of type {kind}, which may be exponents: take bfloat16 weights"
+        )
     grid = scale.float()
     if grid.numel() == 1:
         grid = grid.reshape(1, 1)

@@ -51,7 +51,8 @@ _STEP = re.compile(r"step-(\d+)")
 #: Levels of folders that `roots_below` searches.
 _DEPTH = 4
 _DEPTH_OF_STORE = 2
-_MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
+#: Of checkpoints alone: what a mark names is deleted, and somebody else may have written the mark.
+_MARK = re.compile(r"\.(?:partial|deleted)-(step-[0-9]+(?:\.invalid-[0-9]+)?)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
 #: The manifest's entry with the hash of all others.
@@ -210,7 +211,7 @@ def steps_in(root: AnyPath) -> list[int]:
 
 
 def marked_folder(mark: AnyPath) -> AnyPath | None:
-    """Return the folder that a mark is about; None for other names."""
+    """Return the folder of a checkpoint that a mark is about; None for other names."""
     match = _MARK.fullmatch(mark.name)
     return mark.parent / match.group(1) if match else None
 

@@ -67,7 +67,9 @@ def _open_files(path: Path, args: LlamaArgs | None) -> _Opened:
         files = sorted(path.glob(META_FILES))
         states = []
         for file in files:
-            states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            _check_tensors(state)
+            states.append(state)
         args = args or args_from_meta(config, states)
         head = {"output.weight"} if args.tied else set()
         return _Opened(config, args, files, states, frozenset({*hf_names(args), *head}))
@@ -76,19 +78,40 @@ def _open_files(path: Path, args: LlamaArgs | None) -> _Opened:
         raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
 
 
+def _check_tensors(state: Any) -> None:
+    """Raise ValueError unless a file holds tensors by name."""
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}, and no tensors by name")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"its entry {name!r:.80} is no tensor with a name")
+
+
 def _parts_of(name: str, opened: _Opened, shape: tuple[int, ...] | None) -> list[Part]:
     """Return the parts of one tensor, by file. shape: of the whole; None: the model has no such
     tensor.
     """
     pieces = [state[name] for state in opened.states]
+    is_known = shape is not None
     shape = shape or tuple(pieces[0].shape)
+    for file, piece in zip(opened.files, pieces, strict=True):
+        if piece.ndim != len(shape):
+            raise CheckpointError(
+                f"{file}: {name} has the shape {list(piece.shape)}, and the whole {list(shape)}"
+            )
     cut = _divided_dimension(pieces, shape)
     parts = []
     start = 0
     for file, piece in zip(opened.files, pieces, strict=True):
         offsets = [0] * piece.ndim
-        offsets[cut or 0] = start
-        order = _row_order(name, opened.args, piece, shape)
+        if cut is not None:
+            offsets[cut] = start
+        order = None
+        if is_known:
+            try:
+                order = _row_order(name, opened.args, piece, shape)
+            except ValueError as error:
+                raise CheckpointError(f"{file}: {name} {error}") from None
         read = partial(_meta_rows, piece, order)
         parts.append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
         if cut is None:
@@ -110,13 +133,19 @@ def _divided_dimension(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -
 def _row_order(
     name: str, args: LlamaArgs, piece: torch.Tensor, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Return our order of the rows in a part of q or k; None for other tensors."""
+    """Return our order of the rows in a part of q or k; None for other tensors.
+
+    Raises ValueError for rows that are no whole heads.
+    """
     heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
     if not heads:
         return None
     # A head is in one file.
-    rows = torch.arange(piece.size(0))[:, None]
-    return permute(rows, heads * piece.size(0) // shape[0])[:, 0]
+    number = piece.size(0)
+    each = shape[0] // heads
+    if not number or number % each:
+        raise ValueError(f"has {number} rows, and a head has {each}")
+    return permute(torch.arange(number)[:, None], number // each)[:, 0]
 
 
 def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:

@@ -92,9 +92,10 @@ class ResumeCheck:
         records = []
         if self._rank == 0 and identity:
             records = read_lines(self.file)
-        self._earlier = next(
-            (record for record in reversed(records) if record.get("id") == identity), None
-        )
+        self._earlier = None
+        for record in records:
+            if record.get("id") == identity and _is_whole(record):
+                self._earlier = record
         # Without numbers yet, this attempt records them.
         if identity:
             self._next = None
@@ -223,6 +224,13 @@ class ResumeCheck:
                 f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be "
                 "compared"
             )
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Return whether an entry of the file has what a comparison reads."""
+    numbers = (record.get("loss"), record.get("norm"), record.get("tolerance", 0.0))
+    has_numbers = all(type(number) in (int, float) for number in numbers)
+    return has_numbers and isinstance(record.get("setting"), dict)
 
 
 def _on_its_way(step: int, identity: str, loss: torch.Tensor, norm: torch.Tensor) -> _Late:

@@ -71,6 +71,13 @@ class Weights:
     spare_head: Part | None = None
     embedding: str = "tok_embeddings.weight"
 
+    @property
+    def context(self) -> Any:
+        """`max_position_embeddings` of config.json, or of its text part; None: it has none."""
+        name = "max_position_embeddings"
+        part = self.config.get("text_config")
+        return self.config.get(name, part.get(name) if isinstance(part, dict) else None)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that the parts of a tensor make up."""
         ends = []

@@ -494,15 +494,31 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+#: Tracker -> the module that it imports, and the package that brings it.
+TRACKER_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "comet": ("comet_ml", "comet-ml"),
+    "trackio": ("trackio", "trackio"),
+}
+
+
 def missing_packages(config: LoadedConfig) -> list[Problem]:
     """Return problems for optional packages that a key needs and that are not installed, and
     unusable stores.
     """
     found: list[Finding] = []
-    if config.sections.metrics.enable_wandb and not _is_installed("wandb"):
-        hint = f"{pip_install('wandb')}, or leave the key out"
-        message = "needs the package wandb, which is not installed"
-        found.append(("missing-package", "metrics.enable_wandb", message, hint))
+    metrics = config.sections.metrics
+    for tracker in metrics.tracker_names:
+        module, package = TRACKER_PACKAGES[tracker]
+        if _is_installed(module):
+            continue
+        key = "metrics.trackers"
+        if tracker == "wandb" and metrics.enable_wandb:
+            key = "metrics.enable_wandb"
+        hint = f"{pip_install(package)}, or leave the key out"
+        message = f"needs the package {package}, which is not installed"
+        found.append(("missing-package", key, message, hint))
     if config.sections.checkpoint.enable_checkpoint:
         for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
             url = config.value(key)

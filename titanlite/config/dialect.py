@@ -68,6 +68,17 @@ _GPT_OSS_DEBUG = {
     "model.overrides.ffn_dim": 2880,
     **_GPT_OSS_BALANCE,
 }
+_LLAMA4 = (
+    "attention to all tokens with RoPE in each layer, no norms of q and k, biases of experts that "
+    "balance the load, no auxiliary loss"
+)
+_LLAMA4_PLAIN = {
+    "model.overrides.nope_every": 0,
+    "model.overrides.chunk": 0,
+    "model.overrides.unit_qk": False,
+    **_NO_LOSS,
+    "model.overrides.bias_update": 0.001,
+}
 _DEEPSEEK = "norms with epsilon 1e-5, and the last one with that of float32"
 _DEEPSEEK_EPS = {
     "model.overrides.norm_eps": 1e-5,
@@ -115,6 +126,11 @@ LATER_MODELS: dict[tuple[str, str], Later] = {
     ),
     ("gpt_oss", "20b"): Later("20B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
     ("gpt_oss", "120b"): Later("120B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
+    ("llama4", "debugmodel"): Later(
+        "debugmodel", f"{_LLAMA4}. The vocabulary is the tokenizer's", settings=_LLAMA4_PLAIN
+    ),
+    ("llama4", "17bx16e"): Later("17Bx16E", _LLAMA4, settings=_LLAMA4_PLAIN),
+    ("llama4", "17bx128e"): Later("17Bx128E", _LLAMA4, settings=_LLAMA4_PLAIN),
     ("deepseek_v3", "debugmodel"): Later("debugmodel", _DEEPSEEK, settings=_DEEPSEEK_EPS),
     ("deepseek_v3", "debugmodel_flex_attn"): Later(
         "debugmodel", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
@@ -183,6 +199,8 @@ def apply_later(layers: Layers, sign: Source, why: str) -> None:
         _apply_0_1_0(layers, model[1], sign)
     else:
         _take_later_model(layers, model, sign)
+        if model[0] == "llama4" and _is_of_0_1_0(layers, sign):
+            _apply_llama4_0_1_0(layers, model[1], source)
 
 
 def _put_missing(layers: Layers, settings: Mapping[str, Any], source: Source) -> list[str]:
@@ -300,4 +318,16 @@ def _apply_0_1_0(layers: Layers, flavor: str, sign: Source) -> None:
         f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
         f"model.hf_assets_path: model.flavor {quote(flavor)} has RoPE without scaling. "
         '[job] dialect = "2026" gives it that of 0.2.x'
+    )
+
+
+def _apply_llama4_0_1_0(layers: Layers, flavor: str, source: Source) -> None:
+    """Give a Llama 4 of torchtitan 0.1.0 its router, and RoPE without scaling."""
+    _put_missing(layers, {"model.overrides.score": "softmax"}, source)
+    if not layers.gives_scaling:
+        layers.put("model.rope_scaling", "none", source)
+    place = layers.tokenizer_path.place if layers.tokenizer_path else ""
+    layers.notes.append(
+        f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does: model.flavor "
+        f"{quote(flavor)} has RoPE without scaling, and its router a softmax over all experts"
     )

@@ -15,6 +15,7 @@ from titanlite.config.aliases import ALIASES, is_subsection, known_names, known_
 from titanlite.config.errors import COMMAND_LINE, Problem, Source
 from titanlite.config.key_types import base, choices, members
 from titanlite.config.keys import fits, keys, table_of, type_of
+from titanlite.config.sweep_table import SWEEP
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
 from titanlite.config.unsupported_keys import OTHER_MODELS, UNSUPPORTED, unsupported_type
 from titanlite.utils import parse_json
@@ -91,12 +92,14 @@ class _FileEntries:
         """Add a value, or all values of a section. is_top: it is in no section."""
         source = Source("file", self.file, self.lines.get(name), name)
         is_table = isinstance(value, dict)
-        if is_table and is_subsection(name):
+        if is_top and is_table and name == SWEEP:
+            self.entries.append(Entry(name, value, source, self.lines))
+        elif is_table and is_subsection(name):
             for part, item in value.items():
                 self.add(join(name, part), item)
         elif name in known_names() or table_of(name):
             self.entries.append(Entry(name, value, source, self.lines))
-        elif name in known_sections():
+        elif name in known_sections() or (is_top and name == SWEEP):
             message = f"is a section, not a value; got {quote(value)}"
             self.problems.append(Problem(source.place, name, message, code="wrong-type"))
         else:

@@ -140,9 +140,7 @@ def not_given(config: LoadedConfig) -> list[str]:
     path = config.value("optimizer.name")
     if not is_dotted(path):
         return []
-    from titanlite.config.signatures import names_class
-
-    if not names_class(path) or class_takes_settings(path):
+    if not gets_args_alone(path):
         return []
     known = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
     written = [name for name in known if config.is_given(f"optimizer.{name}")]
@@ -157,14 +155,15 @@ def not_given(config: LoadedConfig) -> list[str]:
     ]
 
 
-def class_takes_settings(path: str) -> bool:
-    """Return whether a class asks for a section `[optimizer]` itself, as far as its source
-    tells.
+def gets_args_alone(path: str) -> bool:
+    """Return whether a dotted path names a class of optimizers that gets lr and `optimizer.args`
+    and no other key, as far as its source tells: it does not ask for a section `[optimizer]`.
     """
-    from titanlite.config.signatures import class_signature
+    from titanlite.config.signatures import class_signature, names_class
 
     signature = class_signature(path)
-    return signature is not None and "settings" in signature.names
+    takes_settings = signature is not None and "settings" in signature.names
+    return names_class(path) and not takes_settings
 
 
 def is_optimizer_class(found: Any) -> bool:

@@ -31,6 +31,7 @@ from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
+from titanlite.config.sweep_table import SWEEP
 from titanlite.config.toml import loads, quote
 from titanlite.config.trust import (
     Claim,
@@ -198,6 +199,8 @@ class Layers:
     notes: list[str] = field(default_factory=list)
     #: Unsupported keys by name.
     idle: dict[str, Entry] = field(default_factory=dict)
+    #: The table [sweep] of the last file that has one.
+    sweep: Entry | None = None
     #: What `model.converters` says, and values under names that count only with one of them.
     converters: _Value | None = None
     of_mx: dict[str, _Value] = field(default_factory=dict)
@@ -258,6 +261,10 @@ class Layers:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
+            if entry.name == SWEEP:
+                # Its values become flags, which have their variables replaced then.
+                found.append(entry)
+                continue
             refused = _refused_variables(entry, origin)
             if refused:
                 self.problems += refused
@@ -275,6 +282,9 @@ class Layers:
         """
         layer: dict[str, _Value] = {}
         for entry in entries:
+            if entry.name == SWEEP:
+                self.sweep = entry
+                continue
             if file:
                 self._note_version(entry)
             value = self._checked(entry, file)
@@ -401,6 +411,12 @@ class Layers:
             from titanlite.config import idle_names
 
             idle_names.settle(self)
+        if self.sweep is not None:
+            place = self.sweep.source.place
+            self.notes.append(
+                f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
+                "and of the command line"
+            )
         sources: dict[str, Source] = {}
         deferred: dict[str, Any] = {}
         claims: list[Claim] = []
@@ -417,6 +433,7 @@ class Layers:
             deferred,
             tuple(claims),
             self.origin,
+            self.sweep,
         )
 
     def _tree(self) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -15,6 +15,9 @@ from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
 from titanlite.config.variables import escaped
 from titanlite.utils import escape_name
+
+if TYPE_CHECKING:
+    from titanlite.config.entries import Entry
 
 EXCLUSIVE = (
     ("training.steps", "training.tokens", "training.epochs"),
@@ -48,6 +51,8 @@ class LoadedConfig:
     claims: tuple[Claim, ...] = ()
     #: Who wrote the file of the claims.
     origin: Origin = Origin.OWN
+    #: The table [sweep] as it was written; `titanlite sweep` reads it.
+    sweep: Entry | None = None
 
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import Problem
+from titanlite.config.extensions import gets_args_alone
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.text_names import BUNDLED
@@ -32,7 +33,7 @@ _AUTOGRAD = (
     "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward "
     "of each block"
 )
-_KAHAN = ("kahan", "compensation_dtype")
+_LOADS = ("resume-or-fresh", "resume", "from")
 _MOMENTS = ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [
@@ -59,18 +60,33 @@ def _not_bundled(dataset: str) -> bool:
 
 
 def _optimizer(*names: str) -> Callable[[str], bool]:
-    """Return whether an optimizer is one of these, or one of the user's, which receives all
-    keys.
+    """Return a function that tells whether an optimizer is one of these, or a user's that receives
+    all keys.
     """
-    return lambda optimizer: optimizer in names or is_dotted(optimizer)
+    return lambda name: name in names or (is_dotted(name) and not gets_args_alone(name))
 
 
 _FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
 _TEXTS = ("training.dataset_path", "data.source", "validation.dataset_path", "validation.sources")
+_OWN_HELD_OUT = {
+    "validation.dataset": _not_bundled,
+    "validation.dataset_path": bool,
+}
 _OWN_TEXT = {
     **dict.fromkeys(_TEXTS, bool),
     "training.dataset": _not_bundled,
     "validation.dataset": _not_bundled,
+}
+_FOR_SYSTEM = {
+    "kubernetes": (
+        "kind",
+        "namespace",
+        "volumes",
+        "cpu_request",
+        "memory_request",
+        "token_secret",
+    ),
+    "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
 #: function that is true for it. `bool` is true for any but 0 and none.
@@ -80,16 +96,20 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": bool},
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
+    **{
+        f"checkpoint.{n}": {"checkpoint.start": _LOADS}
+        for n in ("exclude_from_loading", "allow_missing", "allow_changes")
+    },
     "validation": {"validation.enable": True},
+    "validation.split": _OWN_HELD_OUT,
+    "validation.format": {"validation.dataset_path": bool},
     "float8": {"float8.enable_float8_linear": True},
     "lora": {"lora.rank": bool},
     **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _many}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _many}),
-    **{
-        f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")}
-        for n in _KAHAN
-    },
+    "optimizer.kahan": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")},
+    "optimizer.compensation_dtype": {"optimizer.kahan": True},
     **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW")} for n in _MOMENTS},
     "optimizer.momentum": {"optimizer.name": _optimizer("Muon")},
     "optimizer.args": {"optimizer.name": is_dotted},
@@ -127,6 +147,12 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
+    # A command may name the system, so keys of all systems count while the config names none.
+    **{
+        f"launch.{n}": {"launch.system": (system, "")}
+        for system, names in _FOR_SYSTEM.items()
+        for n in names
+    },
 }
 
 

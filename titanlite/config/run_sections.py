@@ -89,8 +89,10 @@ class Metrics(Section, frozen=True):
     save_tb_folder: Location = "tb"
     """TensorBoard folder, below job.dump_folder; a dated subfolder is added."""
     enable_wandb: bool = False
-    """Send the metrics to Weights & Biases too, from rank 0. Needs the package wandb, and reads its
-    WANDB_* environment variables.
+    """As trackers = ["wandb"]."""
+    trackers: list[Literal["wandb", "mlflow", "comet", "trackio"]] = []
+    """Services that get the metrics too, from rank 0. Each needs its own package (wandb, mlflow,
+    comet_ml, trackio) and reads its own environment variables. A resumed run continues there.
     """
     layer_norms: Natural = 0
     """With every layer_norms-th log, log the gradient norm of each block, the embedding and the
@@ -102,6 +104,12 @@ class Metrics(Section, frozen=True):
     """
     peak_tflops: Positive | None = None
     """Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU."""
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """The services that get the metrics, each once."""
+        first = ["wandb"] if self.enable_wandb else []
+        return list(dict.fromkeys([*first, *self.trackers]))
 
 
 class Sample(Section, frozen=True):

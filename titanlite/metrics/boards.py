@@ -1,14 +1,11 @@
-"""TensorBoard and Weights & Biases, each with its own thread: it may fail or hang, and training
-goes on.
-"""
+"""Boards, each with a thread of its own: it may fail or hang, and training goes on."""
 
 from __future__ import annotations
 
-import os
 import queue
-import secrets
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,7 @@ class BackgroundWriter:
         #: The run failed; known at the end of the rows.
         self.failed = False
         self._dropped = self._ended = False
+        self._stopped_at: float | None = None
         self._thread = threading.Thread(
             target=self._work, name=f"titanlite-{self.name}", daemon=True
         )
@@ -60,16 +58,23 @@ class BackgroundWriter:
                 "dropped there; metrics.jsonl has all of them"
             )
 
+    def stop(self, failed: bool = False) -> None:
+        """Have the thread send the rest and end, and return. `close` waits for it."""
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+            self.failed = failed
+            self._rows.put(None)
+
     def close(self, failed: bool = False) -> None:
-        """Send the rest and end; give up after ten seconds, or `failed_seconds` when the run
-        failed.
+        """Send the rest and end. Give up ten seconds after `stop`, or `failed_seconds` when the
+        run failed.
         """
         if self._ended:
             return
-        self.failed = failed
-        self._rows.put(None)
-        seconds = self.failed_seconds if failed else _CLOSE_SECONDS
-        self._thread.join(seconds)
+        self.stop(failed)
+        assert self._stopped_at is not None
+        seconds = self.failed_seconds if self.failed else _CLOSE_SECONDS
+        self._thread.join(max(0.0, self._stopped_at + seconds - time.monotonic()))
         if self._thread.is_alive():
             self._ended = True
             logger.warning(
@@ -87,6 +92,14 @@ class BackgroundWriter:
                     f"numbers{self.advice}"
                 )
         self._ended = True
+
+
+def close_all(boards: Sequence[BackgroundWriter], failed: bool) -> None:
+    """Close boards beside each other, so that their limits of time do not add up."""
+    for board in boards:
+        board.stop(failed)
+    for board in boards:
+        board.close(failed)
 
 
 #: Key of metrics.jsonl -> tag, which users of this kind of trainer have dashboards for.
@@ -165,72 +178,3 @@ class TensorBoard(BackgroundWriter):
                 for tag, value in values.items():
                     add = writer.add_text if isinstance(value, str) else writer.add_scalar
                     add(tag, value, step)
-
-
-#: Holds the id of the run at Weights & Biases, below the run's folder.
-ID_FILE = "wandb-run-id"
-
-_PROJECT = "titanlite"
-#: Limits of wandb itself to begin and to end a run. The end of the process waits for either.
-_INIT_SECONDS, _FINISH_SECONDS = 30.0, 8.0
-
-
-class WandbWriter(BackgroundWriter):
-    """A run at Weights & Biases; make one on rank 0 only.
-
-    folder: of the run; its name is the run's name, and wandb's own files go below it. config:
-    nested tables. first_step: first step that will be written. Over 1 the run that the folder names
-    continues. Weights & Biases keeps the first values of steps that it has already.
-
-    wandb's environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_MODE, …) override
-    these settings.
-    """
-
-    name = "Weights & Biases"
-    advice = "; without a network WANDB_MODE=offline keeps them for `wandb sync`"
-
-    def __init__(
-        self, folder: Path, config: Mapping[str, Any], description: str = "", first_step: int = 1
-    ) -> None:
-        self._folder, self._config, self._description = Path(folder), config, description
-        self._resumed = first_step > 1
-        #: The id of the run at Weights & Biases; "" until the thread knows it.
-        self.run_id = ""
-        super().__init__()
-
-    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
-        self.run_id = self._find_id()
-        import wandb
-
-        # Silent, it does not ask for a login on the terminal either.
-        wandb.setup(settings=wandb.Settings(silent=True))
-        # If wandb captured the console, the thread that writes a line of the log would wait for it.
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_SECONDS)
-        if "WANDB_INIT_TIMEOUT" not in os.environ:
-            settings.init_timeout = _INIT_SECONDS
-        given = {
-            "WANDB_PROJECT": ("project", _PROJECT),
-            "WANDB_NAME": ("name", self._folder.resolve().name),
-            "WANDB_NOTES": ("notes", self._description),
-            "WANDB_DIR": ("dir", str(self._folder)),
-        }
-        if self._resumed:
-            given["WANDB_RESUME"] = ("resume", "allow")
-        ours: dict[str, Any] = {
-            name: value for variable, (name, value) in given.items() if variable not in os.environ
-        }
-        run = wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
-        logger.info(f"{self.name}: {run.url or f'offline, in {run.dir}'}")
-        for step, values in rows:
-            run.log(dict(values), step=step)
-        run.finish(exit_code=int(self.failed))
-
-    def _find_id(self) -> str:
-        """Return the id of the resumed run, or a new one, and keep it in the folder."""
-        path = self._folder / ID_FILE
-        run_id = os.environ.get("WANDB_RUN_ID")
-        if run_id is None and self._resumed and path.exists():
-            run_id = path.read_text().strip()
-        run_id = run_id or secrets.token_hex(4)
-        path.write_text(f"{run_id}\n")
-        return run_id

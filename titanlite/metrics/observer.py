@@ -1,6 +1,4 @@
-"""The figures of a run: step lines, metrics.jsonl, TensorBoard, Weights & Biases and the
-live view.
-"""
+"""The figures of a run: step lines, metrics.jsonl, TensorBoard, trackers and the live view."""
 
 from __future__ import annotations
 
@@ -35,8 +33,9 @@ from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
-    from titanlite.metrics.boards import BackgroundWriter, TensorBoard, WandbWriter
+    from titanlite.metrics.boards import BackgroundWriter, TensorBoard
     from titanlite.metrics.live import LiveView
+    from titanlite.metrics.trackers.tracker import Tracker
     from titanlite.trainer import Trainer
 
 
@@ -85,7 +84,7 @@ class MetricsLogger(Callback):
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
-        self._tracker: WandbWriter | None = None
+        self._trackers: list[Tracker] = []
         self._view: LiveView | None = None
         self._logs = 0
         #: It was warned of data, or of a save, that takes long.
@@ -106,13 +105,7 @@ class MetricsLogger(Callback):
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
-            if self._metrics.enable_wandb:
-                from titanlite.metrics.boards import WandbWriter
-
-                config = loads(self._toml)
-                self._tracker = WandbWriter(
-                    folder, config, self._job.description, 1 if is_new else step + 1
-                )
+            self._open_trackers(folder, resumed=not is_new)
         self._open_tensorboard(0 if is_new else step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
             self._view = start_view(step, trainer.steps)
@@ -121,7 +114,7 @@ class MetricsLogger(Callback):
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
-        """Drop what was recorded after the checkpoint. Weights & Biases keeps what it has."""
+        """Drop what was recorded after the checkpoint. Trackers keep what they have."""
         self._first_step = trainer.step + 1
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
@@ -188,27 +181,25 @@ class MetricsLogger(Callback):
         failed = end.state not in ("done", "preempted")
         if self._view:
             self._view.close()
-        if self._tensorboard:
-            self._tensorboard.close(failed=failed)
-        if self._tracker:
-            self._tracker.close(failed=failed)
+        boards = self._boards()
+        if boards:
+            from titanlite.metrics.boards import close_all
+
+            close_all(boards, failed)
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
-        if self._tracker is None or not self._tracker.run_id:
-            return {}
-        return {"wandb": self._tracker.run_id}
+        return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Write a row to metrics.jsonl, TensorBoard and Weights & Biases."""
+        """Write a row to metrics.jsonl, TensorBoard and the trackers."""
         if self._jsonl:
             self._jsonl.write({"step": step, "time": time.time(), **row})
-        boards: list[BackgroundWriter | None] = [self._tensorboard, self._tracker]
-        open_boards = [board for board in boards if board is not None]
-        if open_boards:
+        boards = self._boards()
+        if boards:
             from titanlite.metrics.boards import tags
 
-            for board in open_boards:
+            for board in boards:
                 board.write(step, tags(row))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
@@ -230,6 +221,22 @@ class MetricsLogger(Callback):
             from titanlite.metrics.boards import TensorBoard
 
             self._tensorboard = TensorBoard(folder, purge_step=step + 1)
+
+    def _boards(self) -> list[BackgroundWriter]:
+        boards: list[BackgroundWriter] = [*self._trackers]
+        if self._tensorboard:
+            boards.append(self._tensorboard)
+        return boards
+
+    def _open_trackers(self, folder: Path, resumed: bool) -> None:
+        names = self._metrics.tracker_names
+        if not names:
+            return
+        from titanlite.metrics.trackers import open_trackers
+        from titanlite.metrics.trackers.tracker import TrackedRun
+
+        run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
+        self._trackers = open_trackers(names, run)
 
     def _is_logged(self, step: int, steps: int) -> bool:
         """Whether a step is logged: the first, the last and every `log_freq` steps."""

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 class NoRotation:
-    """Leaves q and k as they are."""
+    """Leaves q and k as they are.
+
+    positions: those of the tokens, [batch, seq] int64; None: 0, 1, 2, …
+    """
+
+    def __init__(self, positions: Tensor | None = None) -> None:
+        self.positions = positions
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
@@ -75,7 +81,7 @@ class BlockRopes(nn.Module):
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotations:
         """Return the rotations of positions; arguments and errors are those of `Rope.forward`."""
-        found: dict[Rotary | None, Rotation | NoRotation] = {None: NoRotation()}
+        found: dict[Rotary | None, Rotation | NoRotation] = {None: NoRotation(positions)}
         for kind, rope in self.ropes.items():
             found[kind] = rope(seq_len, positions)
         return Rotations(found)

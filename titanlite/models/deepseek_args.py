@@ -47,6 +47,8 @@ class DeepSeekV3Args(ExpertArgs):
     #: Groups of experts, and those that a token chooses among.
     n_groups: int = 1
     top_groups: int = 1
+    #: Best experts of a group whose scores together tell how good it is: 2 (V3), or 1 (V2).
+    group_best: int = 2
     #: Step by which each expert's bias moves after an update; 0: it stays.
     bias_update: float = 0.001
     #: Biases balance the load, so no loss does.

@@ -29,6 +29,9 @@ _ATTENTION = {
 }
 _V3 = "deepseek_v3"
 _V2 = "deepseek_v2"
+#: Names of the choices in V2: of all experts, and by groups of which the best expert counts.
+_PLAIN = "greedy"
+_BY_GROUPS = "group_limited_greedy"
 #: Name of the choice with biases of experts, by groups of which the best two experts count.
 _WITH_BIASES = "noaux_tc"
 #: Entries without which `transformers` takes these numbers, by `model_type`.
@@ -140,19 +143,25 @@ def _check_epsilons(args: DeepSeekV3Args) -> None:
 
 def _method(args: DeepSeekV3Args) -> str:
     """Return `topk_method`. Raises ValueError for a router that has no name."""
+    is_grouped = args.n_groups > 1
     if args.expert_bias:
+        if is_grouped and args.group_best != 2:
+            raise ValueError(
+                f"group_best is {args.group_best}, and DeepSeek-V3 in `transformers` takes the "
+                "best two experts of a group: train with model.overrides.group_best = 2"
+            )
         return _WITH_BIASES
     if args.norm_topk:
         raise ValueError(
             "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores "
             "by their sum"
         )
-    if args.n_groups > 1:
+    if is_grouped and args.group_best != 1:
         raise ValueError(
-            "n_groups is above 1 without biases of experts, and DeepSeek-V2 in `transformers` "
-            "chooses other groups"
+            f"group_best is {args.group_best}, and DeepSeek-V2 in `transformers` takes the best "
+            "expert of a group: train with model.overrides.group_best = 1"
         )
-    return "greedy"
+    return _BY_GROUPS if is_grouped else _PLAIN
 
 
 def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
@@ -185,11 +194,23 @@ def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
         score=score,
         norm_topk=entry_of(known, "norm_topk_prob", bool, is_v3),
         route_scale=entry_of(known, "routed_scaling_factor", float),
-        n_groups=entry_of(known, "n_group", int, 1),
-        top_groups=entry_of(known, "topk_group", int, 1),
+        **_groups_of(known, is_v3),
         bias_update=0.001 if has_biases else 0.0,
         aux_loss=0.0 if is_v3 else entry_of(known, "aux_loss_alpha", float, 0.0),
     )
+
+
+def _groups_of(config: Mapping[str, Any], is_v3: bool) -> dict[str, int]:
+    """Return the arguments of the choice by groups. config: with the defaults."""
+    method = _WITH_BIASES if is_v3 else entry_of(config, "topk_method", str, _PLAIN)
+    # Its files may name groups all the same, and `transformers` does not heed them.
+    if method == _PLAIN:
+        return {}
+    groups = entry_of(config, "n_group", int, 1)
+    found = {"n_groups": groups, "top_groups": entry_of(config, "topk_group", int, 1)}
+    if method == _BY_GROUPS and groups > 1:
+        found["group_best"] = 1
+    return found
 
 
 def _check_router(config: Mapping[str, Any], score: str) -> None:
@@ -202,15 +223,11 @@ def _check_router(config: Mapping[str, Any], score: str) -> None:
         raise ValueError("moe_layer_freq is not 1; all blocks after the dense ones have experts")
     if score == "sigmoid":
         return
-    method = entry_of(config, "topk_method", str, "greedy")
-    groups = entry_of(config, "n_group", int, 1)
-    if method == "group_limited_greedy" and groups > 1:
-        raise ValueError(
-            "topk_method is 'group_limited_greedy': a group is as good as its best expert, and "
-            "here as its best two"
-        )
-    if method not in ("greedy", "group_limited_greedy", _WITH_BIASES):
-        raise ValueError(f"topk_method is {method!r}; there is 'greedy' and {_WITH_BIASES!r} here")
+    method = entry_of(config, "topk_method", str, _PLAIN)
+    known = (_PLAIN, _BY_GROUPS, _WITH_BIASES)
+    if method not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"topk_method is {method!r}, and it must be one of {names}")
     if entry_of(config, "norm_topk_prob", bool, False) and method != _WITH_BIASES:
         raise ValueError("norm_topk_prob is true; `transformers` does not heed it in deepseek_v2")
 

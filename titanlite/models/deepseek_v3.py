@@ -36,7 +36,8 @@ def _deepseek(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) 
 
 
 #: Flavor → arguments: "16B" is DeepSeek-V2-Lite, "236B" DeepSeek-V2, "671B" DeepSeek-V3. Experts of
-#: all have biases; those of the published V2 were balanced by losses.
+#: all have biases, and the best two tell how good a group is. Published V2 was balanced by losses,
+#: and its groups are as good as their best expert.
 FLAVORS = {
     "debugmodel": _deepseek(
         256, 6, 16, 1024, n_experts=8, top_k=3, expert_width=256, vocab_size=None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.data.rows import max_documents
-from titanlite.models.attention import attend, band, document_begins
+from titanlite.models.attention import attend, band, document_begins, document_positions
 
 #: torch 2.11 has no such argument: there the kernels take fewer heads of keys unasked.
 _ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -92,10 +92,25 @@ def _attend(  # noqa: PLR0913
     return y.unflatten(0, (batch, seq_len)).transpose(1, 2)
 
 
-def document_mask(doc_ids: Tensor) -> DocumentMask:
+def chunk_ids(doc_ids: Tensor, chunk: int) -> Tensor:
+    """Return the number of each token's chunk in its row, [batch, seq] int64.
+
+    Chunks of so many tokens are counted from the beginning of each document, as if it were alone.
+    """
+    return (document_positions(doc_ids) % chunk == 0).cumsum(1)
+
+
+def chunk_mask(doc_ids: Tensor, chunk: int) -> DocumentMask:
+    """Return the mask of chunks within documents. doc_ids: [batch, seq] int."""
+    # Each document may end with a chunk that is not full.
+    return document_mask(chunk_ids(doc_ids, chunk), more=doc_ids.size(1) // chunk)
+
+
+def document_mask(doc_ids: Tensor, more: int = 0) -> DocumentMask:
     """Return the mask for doc_ids: [batch, seq] int.
 
-    Neighbours with the same number are of one document.
+    Neighbours with the same number are of one document. more: documents of a row beside those that
+    the data has.
 
     On GPUs a row has at most `titanlite.data.rows.max_documents`: the kernel's time grows with the
     number of places.
@@ -104,7 +119,7 @@ def document_mask(doc_ids: Tensor) -> DocumentMask:
     number = document_begins(doc_ids).flatten().cumsum(0) - 1
     most = batch * seq_len
     if doc_ids.device.type == "cuda":
-        most = batch * max_documents(seq_len)
+        most = batch * (max_documents(seq_len) + more)
         torch._assert_async(
             number[-1] < most, "more documents than titanlite.data.rows.max_documents"
         )

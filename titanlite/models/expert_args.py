@@ -23,6 +23,7 @@ _DECIDING = (
     "route_scale",
     "n_groups",
     "top_groups",
+    "group_best",
     "router_bias",
     "scales_input",
 )
@@ -96,10 +97,10 @@ class ExpertArgs(LlamaArgs):
             return [f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}"]
         each = self.n_experts // self.n_groups
         wrong = []
-        if self.n_groups > 1 and each < 2:
+        if self.n_groups > 1 and not 1 <= self.group_best <= each:
             wrong.append(
-                f"n_groups = {self.n_groups} leaves {each} expert for each group, and the best two "
-                "tell how good a group is"
+                f"group_best must be between 1 and {each}, the experts of each of n_groups = "
+                f"{self.n_groups}, got {self.group_best}"
             )
         if not 1 <= self.top_groups <= self.n_groups:
             wrong.append(
@@ -174,6 +175,11 @@ class ExpertArgs(LlamaArgs):
         return 1
 
     @property
+    def group_best(self) -> int:
+        """Best experts of a group whose scores together tell how good it is."""
+        return 2
+
+    @property
     def router_bias(self) -> bool:
         """Whether the router's linear has a bias, which is learned."""
         return False
@@ -199,6 +205,11 @@ class ExpertArgs(LlamaArgs):
     @property
     def expert_biases(self) -> bool:
         """Whether experts have biases, as those of `titanlite.models.gpt_oss_layers`."""
+        return False
+
+    @property
+    def joined_experts(self) -> bool:
+        """Whether gate and up of an expert are one matrix (`titanlite.models.llama4_layers`)."""
         return False
 
     @property

@@ -24,6 +24,7 @@ _NAMES = (
     "gemma3",
     "deepseek_v3",
     "gpt_oss",
+    "llama4",
     "hf",
 )
 
@@ -91,6 +92,8 @@ def _model_types() -> dict[str, str]:
         for flavor in spec.flavors.values():
             args = replace(flavor, vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
+        if spec.part_of:
+            known[spec.part_of] = name
     return known
 
 

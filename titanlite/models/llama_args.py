@@ -187,6 +187,11 @@ class LlamaArgs:
         return False
 
     @property
+    def neighbours_rotate(self) -> bool:
+        """Return whether pairs that rotate together are neighbours (`llama4`)."""
+        return False
+
+    @property
     def kv_heads(self) -> int:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 

@@ -220,7 +220,7 @@ def rope_frequencies(
     keep = (turns_in_context - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    keep = keep.clamp(0.0, 1.0)
+    keep = keep.clamp(0.0, 1.0).nan_to_num(0.0)
     return (1.0 - keep) * plain / scaling.factor + keep * plain
 
 

@@ -129,9 +129,9 @@ class RopeScaling(Scaling):
 
     def __post_init__(self) -> None:
         _at_least_one(self, "factor")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+        if not 0.0 < self.low_freq_factor <= self.high_freq_factor:
             given = f"{self.low_freq_factor} and {self.high_freq_factor}"
-            raise _error(f"needs 0 < low_freq_factor < high_freq_factor, got {given}")
+            raise _error(f"needs 0 < low_freq_factor <= high_freq_factor, got {given}")
         if self.original_context < 1:
             raise _error(f"original_context must be positive, got {self.original_context}")
 

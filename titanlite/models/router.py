@@ -43,6 +43,7 @@ class Routing:
     route_scale: float = 1.0
     n_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
 
     @classmethod
     def of(cls, args: ExpertArgs) -> Routing:
@@ -54,6 +55,7 @@ class Routing:
             args.route_scale,
             args.n_groups,
             args.top_groups,
+            args.group_best,
         )
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Choice:
@@ -86,10 +88,12 @@ class Routing:
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Leave out the experts of all but the best `top_groups` groups.
 
-        A group is as good as its best two experts together (DeepSeek-V3, 2024).
+        A group is as good as its best `group_best` experts together: one (DeepSeek-V2, 2024) or two
+        (DeepSeek-V3, 2024).
         """
         groups = ranking.unflatten(1, (self.n_groups, -1))
-        best = groups.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
+        worth = groups.topk(self.group_best, -1).values.sum(-1)
+        best = worth.topk(self.top_groups, -1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
 

@@ -147,6 +147,10 @@ class ModelSpec:
     #: Names of tensors in Hugging Face's files → those of parts that are not trained here, each
     #: with the reason. They are left out, and a line tells.
     left_out: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
+    #: `model_type` of a larger model at Hugging Face that has this one as a part, and what names of
+    #: that part begin with in its files. `args_from_hf` takes its config.json, too.
+    part_of: str = ""
+    part_prefix: str = ""
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
@@ -201,6 +205,7 @@ class ModelSpec:
         from titanlite.models.hf_names import HF_HEAD
 
         self.names_from_hf(state, args)
+        state = {name.removeprefix(self.part_prefix): tensor for name, tensor in state.items()}
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
             if isinstance(theirs, str):
@@ -214,8 +219,8 @@ class ModelSpec:
         return found
 
     def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
-        """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied
-        head is not.
+        """Return Hugging Face's name, as `hf_names` has it, → ours, for the tensors among `given`
+        that are weights; a tied head is not.
 
         Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
         or unknown.
@@ -225,7 +230,8 @@ class ModelSpec:
         names: dict[str, str] = {}
         for ours, theirs in self.hf_names(args).items():
             names.update((name, ours) for name in as_names(theirs))
-        known = {name for name in given if not is_derived(name)} - self.left_out(given).keys()
+        kept = {*given} - self.left_out(given).keys()
+        known = {name.removeprefix(self.part_prefix) for name in kept if not is_derived(name)}
         if self.tied(args):
             known.discard(HF_HEAD)
         compare_names(names.keys(), known)

@@ -192,21 +192,26 @@ def attention_ops(s: Shape) -> list[Op]:
             s.gather("n1 whole", n1, frozenset(("attention.wq", "attention.wk", "attention.wv")))
         )
         n1 = "n1 whole"
-    ops.append(s.linear("q", n1, width, a.dim, key="attention.wq"))
-    ops.append(s.linear("k", n1, kv_width, a.dim, key="attention.wk"))
-    ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
-    query = "q"
-    key = "k"
-    if a.qk_norm:
-        query = "qn"
-        key = "kn"
-        for name, x, count in (("qn", "q", heads), ("kn", "k", groups)):
-            if a.qk_norm_whole:
-                ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
-            else:
-                ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
-    ops.append(s.rotation("qr", query, width))
-    ops.append(s.rotation("kr", key, kv_width))
+    if a.neighbours_rotate:
+        from titanlite.plan.llama4_ops import input_ops
+
+        ops += input_ops(s, n1)
+    else:
+        query = "q"
+        key = "k"
+        ops.append(s.linear("q", n1, width, a.dim, key="attention.wq"))
+        ops.append(s.linear("k", n1, kv_width, a.dim, key="attention.wk"))
+        ops.append(s.linear("v", n1, kv_width, a.dim, key="attention.wv"))
+        if a.qk_norm:
+            query = "qn"
+            key = "kn"
+            for name, x, count in (("qn", "q", heads), ("kn", "k", groups)):
+                if a.qk_norm_whole:
+                    ops.append(s.norm(name, x, s.tokens, count * a.head_dim))
+                else:
+                    ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
+        ops.append(s.rotation("qr", query, width))
+        ops.append(s.rotation("kr", key, kv_width))
     ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:

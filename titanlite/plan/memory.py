@@ -33,7 +33,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     it. Of a run in phases it is that of the phase with the largest peak.
 
     rank: None for the worst. device: "cuda" or "cpu", the type that the run would have. Raises
-    NoFormula for a model that is no family of `titanlite.models.llama`, and for
+    NoFormula for a model whose arguments are no `LlamaArgs`, for norms other than RMSNorm, and for
     `training.fsdp_units` that go by classes or sizes.
     """
     if len(run.course.legs) > 1:

@@ -304,8 +304,14 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
     parts = {"processes": PROCESS, **memory.host, "loaders": loaders}
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
         held = {**memory.peak.parts, **memory.host}
-        saved = held.get("parameters", 0) + held.get("optimizer", 0)
-        parts["copy of an asynchronous save"] = saved
+        weights = held.get("parameters", 0)
+        lora = lora_of(run.lora)
+        if lora is not None:
+            # Frozen weights are in no checkpoint.
+            adapters = lora.adapters(run.spec, run.model_args()).parameters
+            shares = run.mesh.weight_shards * run.mesh.pipeline
+            weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
+        parts["copy of an asynchronous save"] = weights + held.get("optimizer", 0)
     ranks = min(cluster.gpus_per_node, run.mesh.world_size)
     return {name: size * ranks for name, size in parts.items()}
 
@@ -324,8 +330,8 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     ema = ema_of(run.optimizer)
     if ema is not None:
         size += ema.bytes_each * parameters
-    validated = run.validation.enable
-    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds, validated))
+    validated_every = run.validation.freq if run.validation.enable else 0
+    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds, validated_every))
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
@@ -348,19 +354,28 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
 
 
 def kept_at_once(
-    section: Checkpoint, steps: int | None, step_seconds: float, validated: bool
+    section: Checkpoint, steps: int | None, step_seconds: float, validated_every: int = 0
 ) -> int | None:
     """Return the most checkpoints at one time, as `retention.prune` keeps them; None: the run's
     length is not known.
 
-    step_seconds: turns an interval in seconds into steps. validated: checkpoints have a validation
-    loss, without which one more is kept.
+    step_seconds: turns an interval in seconds into steps. validated_every: steps between
+    validations; 0: there are none. With `keep_best` each may save. A save in a step without one
+    keeps at least two.
     """
-    latest = max(section.keep_latest_k, 1 if validated else 2)
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
+        latest = max(section.keep_latest_k, 2)
         return latest + section.keep_best + 1 if bounded else None
     saved = _saved_steps(section, steps, step_seconds)
+    validated = set()
+    if validated_every:
+        validated = {steps, *range(validated_every, steps + 1, validated_every)}
+    if section.keep_best:
+        saved |= validated
+    latest = section.keep_latest_k
+    if not saved <= validated:
+        latest = max(latest, 2)
     if not section.keep_latest_k:
         return len(saved)
     # With the one that is being written.

@@ -28,7 +28,7 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
 def render_page(template: str, **values: Any) -> str:
     """Return a page of `pages/` with its variables filled in; an unknown one is an error.
 
-    HTML is escaped.
+    HTML and SVG are escaped.
     """
     return templates(Path(__file__).parent / "pages").get_template(template).render(values)
 
@@ -39,7 +39,7 @@ def templates(folder: Path, **options: Any) -> Any:
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
-        autoescape=jinja2.select_autoescape(("html.jinja",)),
+        autoescape=jinja2.select_autoescape(("html.jinja", "svg.jinja")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -87,7 +87,7 @@ class KVCache:
         for owner in model.modules():
             inner = dict(owner.named_children()).get(_REPLACED)
             if inner is not None:
-                new = CachedAttention(self, getattr(inner, "window", None))
+                new = CachedAttention(self, inner)
                 self._modules.append((owner, inner, new))
         #: Of the tokens of this forward pass: slots [rows, seq].
         self.slots = torch.empty(0)
@@ -112,13 +112,15 @@ class KVCache:
 class CachedAttention(nn.Module):
     """Causal attention to the tokens in a cache.
 
-    window: tokens that a token sees, itself among them; None: all.
+    replaced: what it takes the place of. Its `window`: tokens that a token sees, itself among
+    them; None: all. Its `chunk`: tokens of a chunk, within which they see; None: there are none.
     """
 
-    def __init__(self, cache: KVCache, window: int | None) -> None:
+    def __init__(self, cache: KVCache, replaced: nn.Module) -> None:
         super().__init__()
         self.cache = cache
-        self.window = window
+        self.window: int | None = getattr(replaced, "window", None)
+        self.chunk: int | None = getattr(replaced, "chunk", None)
         #: [rows, slots, kv_heads, head_dim]; made for the first token.
         self._keys = self._values = torch.empty(0)
 
@@ -135,6 +137,8 @@ class CachedAttention(nn.Module):
         seen = places <= slots
         if self.window is not None:
             seen &= places > slots - self.window
+        if self.chunk is not None:
+            seen &= places // self.chunk == slots // self.chunk
         return seen.unsqueeze(1)
 
     def forward(

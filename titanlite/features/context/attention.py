@@ -31,15 +31,17 @@ class ContextAttention(nn.Module):
     """Causal attention of this rank's queries to the keys of the whole sequence.
 
     Keys and values are gathered before they are repeated for groups of queries. Keys after a
-    chunk's end, or before the window of its first query, are not multiplied. window: as for
-    `SdpaAttention`. has_sinks: `forward` gets them.
+    chunk's end, or before the window of its first query, are not multiplied. replaced: what it
+    takes the place of. Its `window` is as for `SdpaAttention`, its `chunk` as for
+    `titanlite.models.llama4_layers.ChunkedAttention`; where `has_sinks`, `forward` gets them.
     """
 
-    def __init__(self, cp_rank: CPRank, window: int | None = None, has_sinks: bool = False) -> None:
+    def __init__(self, cp_rank: CPRank, replaced: nn.Module | None = None) -> None:
         super().__init__()
         self.cp_rank = cp_rank
-        self.window = window
-        self.has_sinks = has_sinks
+        self.window: int | None = getattr(replaced, "window", None)
+        self.chunk: int | None = getattr(replaced, "chunk", None)
+        self.has_sinks: bool = getattr(replaced, "has_sinks", False)
 
     def _spans(self, chunk: int) -> list[tuple[int, int]]:
         """Return for each chunk its first key and its end."""
@@ -62,6 +64,10 @@ class ContextAttention(nn.Module):
         if doc_ids is None:
             early, late = (self._causal(chunk, end) for _, end in spans)
             return early, late
+        if self.chunk is not None:
+            from titanlite.models.document_attention import chunk_ids
+
+            doc_ids = chunk_ids(doc_ids, self.chunk)
         own = self.cp_rank.part(doc_ids).chunk(2, 1)
         masks = []
         for queries, (begin, end) in zip(own, spans, strict=True):
@@ -109,6 +115,9 @@ class ContextAttention(nn.Module):
                 continue
             if seen is None:
                 seen = band(queries.size(2), end - begin, self.window, q.device)
+                if self.chunk is not None:
+                    numbers = torch.arange(begin, end, device=q.device) // self.chunk
+                    seen &= numbers[-queries.size(2) :, None] == numbers
             parts.append(attend(*inputs, seen))
         return torch.cat(parts, 2)
 
@@ -139,9 +148,7 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     for owner in owners:
         inner = owner.get_submodule(_REPLACED)
-        window = getattr(inner, "window", None)
-        has_sinks = getattr(inner, "has_sinks", False)
-        setattr(owner, _REPLACED, ContextAttention(cp_rank, window, has_sinks))
+        setattr(owner, _REPLACED, ContextAttention(cp_rank, inner))
     rope: Any = model.get_submodule("rope")
     rope.sharing_ranks = cp_rank.degree
     model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)

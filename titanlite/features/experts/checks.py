@@ -35,12 +35,26 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     experts = math.gcd(*run.spec.experts(args).values())
     shards = run.mesh.weight_shards
     if shards % ranks or experts % ranks:
-        fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
         message = (
             f"is {ranks}, which does not divide both {run.mesh.weight_shards_in_words} = {shards} "
             f"and the {experts} experts"
         )
-        yield "divide", DEGREE, message, f"these work: {fitting}"
+        yield "divide", DEGREE, message, _fitting(ranks, shards, experts)
+
+
+def _fitting(ranks: int, shards: int, experts: int) -> str:
+    """Return a hint with the degrees that work.
+
+    ranks: the wanted degree. shards: ranks that share the weights.
+    """
+    on_these = divisors(math.gcd(shards, experts))
+    if len(on_these) > 1 or experts % ranks == 0:
+        return f"these work: {', '.join(map(str, on_these))}"
+    others = divisors(experts)
+    below = [number for number in others if number < ranks][-1:]
+    above = [number for number in others if number > ranks][:1]
+    nearest = " or ".join(map(str, below + above))
+    return f"take {nearest}, the nearest that divide the experts, and as many ranks or a multiple"
 
 
 def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:

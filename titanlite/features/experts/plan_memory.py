@@ -151,7 +151,30 @@ class ExpertMemory:
             yield Weight(*stack, over, matrix=matrix, copied=divides, neighbours=self.ranks)
 
 
-class BiasedExpertMemory(ExpertMemory):
+class JoinedExpertMemory(ExpertMemory):
+    """Experts whose gate and up are one matrix (`titanlite.models.llama4_layers`)."""
+
+    def products(self, s: Shape, x: str) -> list[Op]:
+        a = self.args
+        rows = s.tokens * a.top_k
+        inner = rows * a.expert_width * s.size
+        outer = rows * a.dim * s.size
+        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
+        pairs = "pairs"
+        return [
+            Op(pairs, 2 * inner, (x,), s.input_of(x), weight=2 * weight, kind="matmul"),
+            # Its backward makes both gradients, and then puts them together.
+            Op("m", inner, reads=(pairs,), saves=(pairs,), backward=2 * inner),
+            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
+        ]
+
+    def matrices(self) -> list[tuple[int, int]]:
+        dim = self.args.dim
+        width = self.args.expert_width
+        return [(dim, 2 * width), (width, dim)]
+
+
+class BiasedExpertMemory(JoinedExpertMemory):
     """Experts with biases and a clamped SwiGLU, whose gate and up are one matrix
     (`titanlite.models.gpt_oss_layers`).
     """
@@ -190,11 +213,6 @@ class BiasedExpertMemory(ExpertMemory):
             Op("e", outer, reads=("d",), passes=True, forward=outer, holds=(x, "pairs", "m")),
         ]
 
-    def matrices(self) -> list[tuple[int, int]]:
-        dim = self.args.dim
-        width = self.args.expert_width
-        return [(dim, 2 * width), (width, dim)]
-
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Add the biases."""
         yield from super().weights(mesh)
@@ -214,4 +232,6 @@ def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
         return None
     if args.expert_biases:
         return BiasedExpertMemory(args, ranks)
+    if args.joined_experts:
+        return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)

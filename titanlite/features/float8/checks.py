@@ -94,7 +94,7 @@ def misfits(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterato
     unknown = list(_unknown_filters(run.float8, linears))
     yield from unknown
     if not unknown:
-        yield from _nothing_converted(choices)
+        yield from _nothing_converted(run.float8, choices)
     yield from _odd_tokens(run, multiple)
     if run.float8.enable_fsdp_float8_all_gather:
         yield from _uneven_rows(run, choices)
@@ -112,11 +112,12 @@ def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Finding]:
             yield "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
 
 
-def _nothing_converted(choices: Sequence[Float8Choice]) -> Iterator[Finding]:
+def _nothing_converted(settings: Float8, choices: Sequence[Float8Choice]) -> Iterator[Finding]:
     if any(choice.converted for choice in choices):
         return
     shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
-    message = f"leaves no product in float8: {shown}"
+    numbers = settings.recipe_name if settings.is_mx else "float8"
+    message = f"leaves no product in {numbers}: {shown}"
     yield "model", ENABLE, message, "convert some linears, or set it to false"
 
 

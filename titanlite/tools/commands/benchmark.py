@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from titanlite.tools import at_least, refuse_keys
 from titanlite.tools.commands import benchmark_report as report
 from titanlite.tools.commands.benchmark_levels import (
     LEVELS,
+    SAVES,
     SWITCHES,
     BenchmarkError,
     Level,
@@ -48,7 +50,7 @@ OWN = {
         ("training.steps", "training.tokens", "training.epochs"),
         "use --steps, the length of each run",
     ),
-    "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
+    "checkpoint.enable_checkpoint": "the runs are short and keep no checkpoints",
     **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
 }
 _RESULTS = "benchmark.json"
@@ -239,7 +241,10 @@ class Benchmark:
         config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
         device_type = "cuda" if self.machine.gpus else "cpu"
+        # A run that was stopped has left a checkpoint there, and must not resume from it.
+        shutil.rmtree(folder / SAVES, ignore_errors=True)
         code = train(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
+        shutil.rmtree(folder / SAVES, ignore_errors=True)
         done = None if code else _finished_run(folder)
         if done is None:
             why = f"left no metrics of {self.steps} steps in {folder}"

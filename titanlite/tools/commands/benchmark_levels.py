@@ -62,6 +62,31 @@ _OFF = (
     "metrics.enable_tensorboard",
     "metrics.enable_wandb",
 )
+#: Folder of a run that begins with weights of others, for the save at its end.
+SAVES = "checkpoint"
+#: Such a run needs checkpoints. It takes weights alone, and saves once, as little as can be.
+_LOADS = (
+    "--checkpoint.enable_checkpoint=true",
+    f"--checkpoint.folder={SAVES}",
+    "--checkpoint.start=from",
+    "--checkpoint.load_step=-1",
+    "--checkpoint.initial_load_model_only=true",
+    "--checkpoint.interval_type=steps",
+    "--checkpoint.milestones=[]",
+    "--checkpoint.enable_first_step_checkpoint=false",
+    "--checkpoint.async_mode=disabled",
+    "--checkpoint.verify_saves=false",
+    "--checkpoint.model_weights_only=true",
+    "--checkpoint.export_dtype=bfloat16",
+    "--checkpoint.export_ema=false",
+    "--checkpoint.last_save_in_hf=false",
+)
+#: Values that need what is off -> what stands for them.
+_WITHOUT = {
+    ("checkpoint.start", "resume"): "resume-or-fresh",
+    ("checkpoint.create_seed_checkpoint", True): "false",
+    ("guard.policy", "rollback"): "stop",
+}
 #: Beside all of [model].
 _TASK = (
     "training.dataset",
@@ -169,19 +194,25 @@ def _describe() -> Machine:
 
 
 def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, and the config's own learning rates for
-    these steps.
+    """Return the flags of all runs: their length, one seed, the weights that they begin with, and
+    the config's own learning rates for these steps.
     """
     found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
-    found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]"]
+    found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]", "--metrics.trackers=[]"]
     base, _ = read([f"--job.config_file={config}", *flags])
-    if base.value("checkpoint.start") == "resume":
-        found.append("--checkpoint.start=resume-or-fresh")
+    if base.value("checkpoint.keep_best"):
+        found.append("--checkpoint.keep_best=0")
+    for (key, value), other in _WITHOUT.items():
+        if base.value(key) == value:
+            found.append(f"--{key}={other}")
     found.append(f"--training.seed={base.value('training.seed') or 0}")
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
         found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
-    return [*found, *flags]
+    loads: list[str] = []
+    if base.value("checkpoint.initial_load_path"):
+        loads = [*_LOADS, f"--checkpoint.interval={steps}"]
+    return [*found, *flags, *loads]
 
 
 def check_levels(

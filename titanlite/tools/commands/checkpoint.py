@@ -43,7 +43,7 @@ from titanlite.tools.commands.checkpoint_folders import (
 )
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
 from titanlite.tools.parser import BASE, EMA, add_group, no_flags
-from titanlite.utils import Table, counted, human_bytes, human_time, render
+from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render
 
 if TYPE_CHECKING:
     from titanlite.tools.hub.tensors import TensorDifference
@@ -221,7 +221,8 @@ def _inspect(arguments: argparse.Namespace) -> str:
         return config.removesuffix("\n")
     lines = [str(folder)]
     for label, text in _facts(manifest, inspect(folder)):
-        lines.append(f"  {label:<13} {text}")
+        # A line end or a colour in a value could pass for a fact.
+        lines.append(f"  {escape_name(label):<13} {escape_name(text)}")
     files = []
     for name, size in sorted(manifest.files.items()):
         files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
@@ -253,7 +254,7 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
     form = str(manifest.format)
     if not manifest.hashes:
         form += ", without hashes"
-    commit = git.get("commit", "")
+    commit = str(git.get("commit", ""))
     if git.get("dirty"):
         commit += " with uncommitted changes"
     found = {

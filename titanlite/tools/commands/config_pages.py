@@ -21,6 +21,7 @@ from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
+from titanlite.config.sweep_table import METRICS, RANGES, SWEEP
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
@@ -85,6 +86,7 @@ def markdown() -> str:
     return render_page(
         "config-keys.md.jinja",
         sections=found,
+        sweep=_SWEEP_ROWS,
         defaults=[
             (_code(key), _value(there), _value(keys()[key].default))
             for key, there in LATER_DEFAULTS.items()
@@ -92,6 +94,15 @@ def markdown() -> str:
         models=[_later_model(model) for model in LATER_MODELS],
         off=[(_code(name), _accepted(key), key.reason) for name, key in UNSUPPORTED.items()],
     ).rstrip()
+
+
+_SWEEP_ROWS = (
+    ("`section.key`", "a list", "values of the key"),
+    ("`section.key`", "`{ log = [LOW, HIGH], n = N }`", "values at equal ratios, ends included"),
+    ("`section.key`", "`{ linear = [LOW, HIGH], n = N }`", "values at equal distances"),
+    ("`points`", "a list of tables of keys", "values of keys that change together"),
+    ("`metric`", ", ".join(f"`{name}`" for name in METRICS), "the loss that is compared"),
+)
 
 
 def _later_model(model: tuple[str, str]) -> tuple[str, str, str, str]:
@@ -162,7 +173,12 @@ def json_schema() -> Schema:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "titanlite config",
         "description": "A training run of titanlite: sections and keys of its TOML file.",
-        **_object({section: _section(section, owner) for section, owner in sections().items()}),
+        **_object(
+            {
+                **{section: _section(section, owner) for section, owner in sections().items()},
+                SWEEP: _sweep(),
+            }
+        ),
     }
     for alias in ALIASES.values():
         _place(found, alias.name, _alias(alias))
@@ -173,6 +189,31 @@ def json_schema() -> Schema:
             entry["enum"] = list(key.off)
         _place(found, name, entry)
     return found
+
+
+def _sweep() -> Schema:
+    """Return the table of `titanlite sweep`, whose names are keys of the run."""
+    ends = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    count = {"type": "integer", "minimum": 2}
+    values: list[Schema] = [{"type": "array", "minItems": 1}]
+    for kind in RANGES:
+        one = _object({kind: ends, "n": count})
+        values.append({**one, "required": [kind, "n"]})
+    return {
+        "type": "object",
+        "description": "The points of `titanlite sweep`, by section.key; a run itself ignores it.",
+        "properties": {
+            "metric": {"enum": list(METRICS), "description": "The loss that is compared."},
+            "points": {
+                "type": "array",
+                "description": "Keys that change together: each table is combined with the rest.",
+                "items": {"type": "object", "minProperties": 1},
+                "minItems": 1,
+            },
+        },
+        # A key without quotes, as optimizer.lr, is a table in a table.
+        "additionalProperties": {"anyOf": [*values, {"type": "object"}]},
+    }
 
 
 def _object(properties: Schema) -> Schema:

@@ -53,6 +53,7 @@ _NO_TRAINING = (
     "--optimizer.name=AdamW",
     "--job.callbacks=[]",
     "--metrics.enable_wandb=false",
+    "--metrics.trackers=[]",
     "--validation.enable",
     "--checkpoint.enable_checkpoint",
     "--checkpoint.folder=checkpoint",

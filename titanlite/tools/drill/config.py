@@ -67,6 +67,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         "enable_color_printing": False,
         "enable_tensorboard": False,
         "enable_wandb": False,
+        "trackers": [],
     },
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "sample": {"prompts": []},
@@ -122,8 +123,6 @@ def tiny_config(
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
-    if d.parallelism.expert_parallel_degree > 1:
-        values["parallelism.expert_parallel_degree"] = shard
     for key, value in values.items():
         argv.append(f"--{key}={value if isinstance(value, str) else quote(value)}")
     tiny = check_config(argv, ranks)[0].sections
@@ -211,6 +210,8 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
         "data.phase": [],
         "validation.sources": [],
     }
+    if d.parallelism.expert_parallel_degree > 1:
+        values["parallelism.expert_parallel_degree"] = shard
     if d.activation_checkpoint.mode == "budget" and not compiles:
         values["activation_checkpoint.mode"] = "full"
     if isinstance(d.training.reshard_after_forward, int):

@@ -288,7 +288,7 @@ def _foreign(path: AnyPath) -> Source:
         empty=dict(our_tensors(weights)),
         read=weights.read,
         is_hf=has_config and "quantization_config" not in weights.config,
-        context=weights.config.get("max_position_embeddings"),
+        context=weights.context,
         tokenizer=str(path if path.is_dir() else path.parent),
     )
 

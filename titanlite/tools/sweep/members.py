@@ -21,6 +21,7 @@ from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.loaded import LoadedConfig
 from titanlite.runs import provenance
+from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
 from titanlite.start.derive import RunConfig
@@ -35,7 +36,7 @@ LINES_KEPT = 8
 TAIL = 0.1
 #: Exit codes of a run that somebody stopped; it is not at fault.
 _STOPPED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
 #: Keys of a run's config that do not change what it learns; nor does [ladder].
 _MAY_DIFFER = ("job.dump_folder", "job.description")
 
@@ -157,7 +158,7 @@ def _check_names(members: Sequence[Member]) -> None:
         raise SweepError("a sweep needs a member; none is given")
     seen: set[str] = set()
     for member in members:
-        if not _NAME.fullmatch(member.name) or len(member.name) > 200:
+        if not NAME.fullmatch(member.name) or len(member.name) > 200:
             raise SweepError(
                 f"{member.name!r} cannot name a member: take letters, digits and . _ = + , -, at "
                 "most 200, a letter or digit first"
@@ -298,8 +299,10 @@ def _tail_mean(losses: Sequence[float]) -> float | None:
 
 
 def _console_lines(folder: Path) -> tuple[str, ...]:
-    with suppress(OSError):
-        return tuple(last_lines(folder / CONSOLE, LINES_KEPT))
+    """Return the last lines of a run, from rank 0's log if a job has started it."""
+    for file in (folder / CONSOLE, folder / LOGS / "rank_0.log"):
+        with suppress(OSError):
+            return tuple(last_lines(file, LINES_KEPT))
     return ()
 
 

@@ -150,15 +150,16 @@ class Crew:
         done = count - len(self.waiting)
         if done:
             self.report(f"{done} of {counted(count, 'runs')} are in {self.folder} already")
-        at_once = len(self.slots)
+        if self.waiting:
+            self.report(f"each run writes its output to {self.folder / 'NAME' / CONSOLE}")
         try:
             while self.waiting or self.running:
                 self._start_next()
                 self._wait()
         except Stopped as stop:
             self.report(
-                f"stopped by {stop}: {counted(len(self.running), 'runs')} of at most {at_once} "
-                f"at a time end now; the same command goes on"
+                f"stopped by {stop}: {counted(len(self.running), 'runs')} under way are asked to "
+                "save and end; the same command goes on"
             )
             raise
         finally:
@@ -195,7 +196,7 @@ class Crew:
         command = self._command(one.member)
         process = start(command, own / CONSOLE, environment)
         self.running.append(_Running(one, process, slot, time.monotonic()))
-        self.report(f"{one.name} starts; its output: {own / CONSOLE}")
+        self.report(f"{one.name} starts")
 
     def _command(self, member: Member) -> list[str]:
         words = ["train", *member.arguments(self.config_args, self.folder)]

@@ -1,0 +1,246 @@
+"""Llama 4 beside `test_families.py`: chunks, published configs, what has no form in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.test_families import LLAMA4, pair
+from tests.models.test_generate import PROMPTS, _rows
+from tests.support.llamas import relative, tokens_of
+from titanlite.models import ShapeError, get_spec
+from titanlite.models.attention import attend
+from titanlite.models.counts import count_active_parameters
+from titanlite.models.document_attention import chunk_ids
+from titanlite.models.llama4_layers import ChunkedAttention, Llama4Experts, unit_norm
+from titanlite.models.rope import rope_frequencies
+from titanlite.models.rope_scaling import RopeScaling
+
+SPEC = get_spec("llama4")
+
+
+def heads(batch: int, seq: int) -> list[Tensor]:
+    """q of 4 heads, k and v of 2, in the layout that attention gets."""
+    made = []
+    for number, count in enumerate((4, 2, 2)):
+        generator = torch.Generator().manual_seed(number)
+        made.append(torch.randn(batch, seq, count, 8, generator=generator, requires_grad=True))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seq", "chunk"), [(24, 8), (26, 8), (8, 8), (5, 8), (26, 1)], ids=lambda size: str(size)
+)
+def test_chunks_equal_a_mask(seq: int, chunk: int) -> None:
+    inputs = heads(3, seq)
+    q, k, v = (one.transpose(1, 2) for one in inputs)
+    numbers = torch.arange(seq) // chunk
+    seen = (numbers[:, None] == numbers) & torch.ones(seq, seq, dtype=torch.bool).tril()
+    found = ChunkedAttention(chunk)(q, k, v, None)
+    expected = attend(q, k, v, seen)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(4))
+    for one, other in zip(
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+
+
+def test_chunks_are_counted_from_the_beginning_of_a_document() -> None:
+    documents = torch.tensor([[7, 7, 7, 7, 7, 2, 2, 2, 2, 9], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    assert chunk_ids(documents, 4).tolist() == [
+        [1, 1, 1, 1, 2, 3, 3, 3, 3, 4],
+        [1, 1, 1, 1, 2, 2, 2, 2, 3, 3],
+    ]
+
+
+@torch.no_grad()
+def test_documents_of_a_row_compute_what_each_computes_alone() -> None:
+    """Documents longer than a chunk and a floor of the temperature, and one that is shorter."""
+    ours, theirs, _, args = pair("llama4")
+    tokens = tokens_of(args)
+    assert isinstance(ours, nn.Module) and args.chunk == 24  # type: ignore[attr-defined]
+    lengths = [50, 3, tokens.size(1) - 53]
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).expand_as(tokens)
+    found = ours(tokens, doc_ids=documents).split(lengths, 1)
+    for part, own in zip(found, tokens.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, theirs(own).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_of_keys_minds_chunks_and_positions() -> None:
+    model, _, _, args = pair("llama4")
+    found = _rows(model)
+    assert len(set(found[0])) > 10
+    assert found == _rows(model, cached=False)
+    assert found == [_rows(model, [prompt])[0] for prompt in PROMPTS]
+    wider = SPEC.build(replace(args, chunk=80))  # type: ignore[call-arg]
+    wider.load_state_dict(model.state_dict())
+    assert found != _rows(wider)
+
+
+def test_the_unit_norm_and_its_gradient() -> None:
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    found = unit_norm(x.float(), 1e-5)
+    upstream = torch.randn(5, 16)
+    (of_x,) = torch.autograd.grad(expected, x, upstream.double())
+    (ours,) = torch.autograd.grad(found, x, upstream)
+    assert relative(found, expected) < 1e-6 and relative(ours, of_x) < 1e-6
+    assert unit_norm(x.bfloat16(), 1e-5).dtype == torch.bfloat16
+
+
+def test_an_expert_without_rows_has_no_gradient_and_bfloat16_is_near() -> None:
+    experts = Llama4Experts(3, 16, 24)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(9, 16)
+    counts = torch.tensor([4, 0, 5])
+    y = experts(x, counts)
+    y.backward(torch.randn_like(y))
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[1].abs().max() == 0 < parameter.grad[0].abs().max()
+    wanted = []
+    for row, expert in zip(x, [0] * 4 + [2] * 5, strict=True):
+        gate, up = (row @ experts.gate_up[expert]).chunk(2)
+        wanted.append((nn.functional.silu(gate) * up) @ experts.down[expert])
+    torch.testing.assert_close(y, torch.stack(wanted), atol=1e-6, rtol=1e-5)
+    assert relative(experts.bfloat16()(x.bfloat16(), counts), y) < 2e-2
+
+
+#: Entries of `text_config` in the published files of both, as other projects quote them. The files
+#: themselves need an accepted licence, and were not read.
+_PUBLISHED: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attention_dropout": 0.0,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "model_type": "llama4_text",
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 200018,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "use_cache": True,
+    "vocab_size": 202048,
+}
+#: Scout has had three: of its first release, and the context of the instructed model.
+_SCOUT: dict[str, Any] = {
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "floor_scale": 8192,
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 262144,
+    "moe_layers": list(range(48)),
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "use_qk_norm": True,
+}
+_FIRST_SCALING = {**_SCOUT["rope_scaling"], "factor": 8.0, "high_freq_factor": 4.0}
+_MAVERICK: dict[str, Any] = {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "entries", "scaling"),
+    [
+        ("17Bx16E", _SCOUT, (16.0, 1.0, 1.0)),
+        ("17Bx16E", {**_SCOUT, "max_position_embeddings": 10485760}, (16.0, 1.0, 1.0)),
+        ("17Bx16E", {**_SCOUT, "rope_scaling": _FIRST_SCALING}, (8.0, 1.0, 4.0)),
+        ("17Bx128E", _MAVERICK, None),
+    ],
+    ids=["Scout", "Scout, instructed", "Scout, first release", "Maverick"],
+)
+def test_a_published_config_is_the_flavor(
+    flavor: str, entries: dict[str, Any], scaling: tuple[float, float, float] | None
+) -> None:
+    whole = {"model_type": "llama4", "text_config": {**_PUBLISHED, **entries}, "vision_config": {}}
+    args = SPEC.args_from_hf(whole)
+    assert args == SPEC.args_from_hf(whole["text_config"])
+    assert args.max_seq_len == entries["max_position_embeddings"]
+    found = args.rope_scaling
+    factors = found and (found.factor, found.low_freq_factor, found.high_freq_factor)
+    assert factors == scaling
+    ours = SPEC.flavors[flavor]
+    assert args == replace(ours, max_seq_len=args.max_seq_len, rope_scaling=found)
+    assert scaling == (8.0, 1.0, 4.0) or found == ours.rope_scaling
+    kinds = [args.of_block(index).rotary is None for index in range(8)]
+    assert kinds == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("flavor", "active"), [("17Bx16E", 17_172_894_720), ("17Bx128E", 17_184_691_200)]
+)
+def test_active_parameters_are_those_that_torchtitan_counts(flavor: str, active: int) -> None:
+    assert count_active_parameters(SPEC.flavors[flavor]) == active
+
+
+def test_attention_outside_the_chunk_costs_nothing() -> None:
+    args = SPEC.flavors["17Bx16E"]
+    more = SPEC.flops_per_token(args, 32768) - SPEC.flops_per_token(args, 8192)
+    assert more == 12 * 12 * 5120 * (32768 - 8192)
+
+
+def test_what_transformers_has_not_is_not_exported() -> None:
+    for changes, words in (
+        ({"bias_update": 0.001}, "no biases of experts"),
+        ({"score": "softmax"}, "score is 'softmax'"),
+    ):
+        for function in (SPEC.hf_names, SPEC.hf_config):
+            with pytest.raises(ValueError, match=words):
+                function(replace(LLAMA4, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"chunk": -1}, "chunk must not be negative"),
+        ({"nope_every": -1}, "nope_every must not be negative"),
+        ({"temperature_floor": 0}, "temperature_floor must be positive"),
+        ({"sparse_step": 9}, "no block has experts"),
+        ({"score": "softmax_of_chosen", "top_k": 2}, 'score must be "sigmoid" or "softmax"'),
+    ],
+)
+def test_wrong_arguments_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        replace(LLAMA4, **changes)
+
+
+def test_a_scaling_without_a_middle_multiplies_long_wavelengths_alone() -> None:
+    scaling = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0)
+    plain = rope_frequencies(128, 5e5, None)
+    found = rope_frequencies(128, 5e5, scaling)
+    is_long = 2 * torch.pi / plain > 8192
+    assert 0 < is_long.sum() < len(plain)
+    assert torch.equal(found, torch.where(is_long, plain / 16, plain))

@@ -1,0 +1,261 @@
+"""Files of the Llama 4 models that read images: their text part is read, and written alone.
+
+`Llama4ForConditionalGeneration` of `transformers` writes the files here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models.test_from_folder import FLAGS
+from tests.support.hf_compare import whole
+from tests.support.pool import Pools
+from titanlite import build
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign import open_weights
+from titanlite.models import get_spec
+from titanlite.models.families import family_of
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import check_config
+from titanlite.tools.hub.convert import convert
+
+SPEC = get_spec("llama4")
+#: Experts in every second layer, the last one without RoPE; a chunk is shorter than 32 tokens.
+TEXT: dict[str, Any] = {
+    "vocab_size": 2304,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 12,
+    "floor_scale": 8,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+}
+IMAGES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": 48,
+    "image_size": 28,
+    "projector_input_dim": 48,
+    "projector_output_dim": 48,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The model of `transformers`, whose weights all matter."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Llama4Config(text_config=TEXT, vision_config=IMAGES)
+    made = transformers.Llama4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            scale = 1.0 if "norm" in name else 0.0
+            parameter.copy_(scale + 0.2 * torch.randn_like(parameter))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folder, in several files."""
+    path = tmp_path_factory.mktemp("llama4") / "images"
+    model.save_pretrained(path, max_shard_size="200KB")
+    assert len(list(path.glob("*.safetensors"))) > 3
+    return path
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def text_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the text part, under the names of the text model."""
+    start = "language_model."
+    return {
+        name.removeprefix(start): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(start)
+    }
+
+
+def test_the_text_part_is_read_and_a_line_tells_what_is_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = stored(folder)
+    others = [name for name in files if not name.startswith("language_model.")]
+    with caplog.at_level("INFO"):
+        weights = open_weights(folder)
+    (line,) = caplog.messages
+    assert f"{len(others)} tensors left out, {min(others)} and others: they read images" in line
+    assert {name.split(".")[0] for name in others} == {"vision_model", "multi_modal_projector"}
+    args = weights.args
+    assert (weights.family, args.n_experts, args.chunk, args.context) == ("llama4", 4, 12, 262144)
+    assert args.max_seq_len == 256
+    names = SPEC.hf_names(args)
+    assert set(names.values()) == text_of(files).keys()
+    for ours, theirs in names.items():
+        assert torch.equal(weights.read(ours), files[f"language_model.{theirs}"]), ours
+
+
+def test_experts_have_the_layout_of_the_files(folder: Path) -> None:
+    """Gate and up are one matrix [experts, dim, 2 * width], down is [experts, width, dim]."""
+    weights = open_weights(folder)
+    experts = "layers.1.feed_forward.experts"
+    assert weights.shape(f"{experts}.gate_up") == (4, 64, 96)
+    assert weights.shape(f"{experts}.down") == (4, 48, 64)
+    theirs = stored(folder)["language_model.model.layers.1.feed_forward.experts.gate_up_proj"]
+    assert theirs.shape == (4, 64, 96)
+
+
+def test_an_export_is_the_text_model_alone_bit_for_bit(
+    model: Any, folder: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    lines: list[str] = []
+    convert(folder, tmp_path / "text", "hf", report=lines.append)
+    assert any("transformers" in line for line in lines), lines
+    content = json.loads((tmp_path / "text" / "config.json").read_bytes())
+    assert (content["model_type"], content["architectures"]) == (
+        "llama4_text",
+        ["Llama4ForCausalLM"],
+    )
+    assert not {"text_config", "vision_config", "image_token_index"} & content.keys()
+    assert content["max_position_embeddings"] == 256
+    written = stored(tmp_path / "text")
+    wanted = text_of(stored(folder))
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "text", output_loading_info=True
+    )
+    assert type(back) is transformers.Llama4ForCausalLM
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(2304, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(back.eval()(tokens).logits, model(tokens).logits)
+
+
+def _loaded(world: DistEnv, *flags: str) -> dict[str, Tensor]:
+    """The weights of a run from a folder, and its logits of 32 tokens."""
+    run = check_config(list(flags), world.size)[1]
+    parts = build(run, world)
+    assert parts.checkpointer is not None
+    assert parts.checkpointer.load(parts.model, parts.optimizer) is not None
+    tokens = (torch.arange(32) * 37 % 2304).unsqueeze(0)
+    with torch.no_grad():
+        logits = parts.model(tokens)
+    state = {name: whole(parameter) for name, parameter in parts.model.named_parameters()}
+    parts.close()
+    return {"logits": logits, **state}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_takes_shape_and_weights_from_the_folder(
+    pool: Pools, tmp_path: Path, model: Any, folder: Path, ranks: int
+) -> None:
+    flags = [*FLAGS, "--model.name=llama4", f"--checkpoint.initial_load_path={folder}"]
+    flags += [f"--job.dump_folder={tmp_path}", f"--training.global_batch_size={2 * ranks}"]
+    for found in pool(ranks).run(_loaded, *flags):
+        tokens = (torch.arange(32) * 37 % 2304).unsqueeze(0)
+        with torch.no_grad():
+            expected = model(tokens).logits
+        torch.testing.assert_close(found.pop("logits"), expected, atol=2e-5, rtol=1e-4)
+        wanted = SPEC.from_hf(stored(folder), SPEC.args_from_hf(read(folder)))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return content
+
+
+def test_the_part_of_a_config_json_is_the_model_that_transformers_makes_of_it(
+    folder: Path,
+) -> None:
+    content = read(folder)
+    family, args = family_of(content)
+    assert (family, args) == family_of(content["text_config"])
+    # Published ones have an older form of the entries, and a number for true.
+    text = dict(content["text_config"], attn_temperature_tuning=4, rope_theta=2e4)
+    del text["rope_parameters"], text["model_type"]
+    assert family_of({**content, "text_config": text}) == (family, args)
+
+
+def test_another_text_part_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = read(folder)
+    for change, words in (
+        ({"text_config": None}, "text_config is None, expected a table"),
+        ({"text_config": {**content["text_config"], "model_type": "llama"}}, "'llama4_text'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SPEC.args_from_hf({**content, **change})
+    del content["text_config"]
+    with pytest.raises(ValueError, match="text_config is missing"):
+        SPEC.args_from_hf(content)
+
+
+def test_a_tensor_that_is_there_twice_is_an_error(folder: Path, tmp_path: Path) -> None:
+    files = stored(folder)
+    files["model.norm.weight"] = files["language_model.model.norm.weight"].clone()
+    save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(read(folder)))
+    with pytest.raises(CheckpointError, match=r"both .*model.norm.weight and .*take one of them"):
+        open_weights(tmp_path)
+
+
+def test_an_unknown_tensor_is_an_error(folder: Path, tmp_path: Path) -> None:
+    files = stored(folder)
+    files["language_model.model.layers.0.extra"] = torch.ones(2)
+    save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(read(folder)))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.extra"):
+        convert(tmp_path, tmp_path / "out", "hf")
+
+
+def test_the_published_sizes_of_the_parts_add_up() -> None:
+    """Scout has 108,641,793,536 parameters with the part for images, and Maverick
+    401,583,781,376.
+    """
+    import transformers
+
+    vision = {
+        "hidden_size": 1408,
+        "image_size": 336,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 34,
+        "patch_size": 14,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        "vision_output_dim": 4096,
+    }
+    config = transformers.Llama4Config(text_config={"num_hidden_layers": 1}, vision_config=vision)
+    with torch.device("meta"):
+        made = transformers.Llama4ForConditionalGeneration(config)
+    names = [name for name, _ in made.named_parameters()]
+    left = SPEC.left_out(names)
+    parameters = sum(made.get_parameter(name).numel() for name in left)
+    for flavor, published in (("17Bx16E", 108_641_793_536), ("17Bx128E", 401_583_781_376)):
+        assert SPEC.count_parameters(SPEC.flavors[flavor]) + parameters == published

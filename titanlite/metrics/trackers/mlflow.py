@@ -1,0 +1,65 @@
+"""MLflow: a server, a database or Databricks, by its own MLFLOW_TRACKING_URI."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from titanlite.metrics.trackers.tracker import PROJECT, Tracker, flat
+from titanlite.utils import logger
+
+#: Most parameters in one request, and characters of one (limits of MLflow's API).
+_BATCH, _CHARACTERS = 100, 6_000
+
+
+class MlflowTracker(Tracker):
+    """MLflow keeps every value that it gets: a step that a resumed run repeats is there twice."""
+
+    name = "MLflow"
+    advice = "; MLFLOW_TRACKING_URI names the server"
+    key = "mlflow"
+    id_variable = "MLFLOW_RUN_ID"
+
+    def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        client = MlflowClient()
+        known = self.known_id()
+        if known:
+            client.update_run(known, status="RUNNING")
+        self.keep_id(known or self._begin(client))
+        logger.info(f"{self.name}: run {self.run_id} at {client.tracking_uri}")
+        for step, values in rows:
+            now = int(1000 * time.time())
+            metrics = [Metric(metric_name(tag), value, now, step) for tag, value in values.items()]
+            client.log_batch(self.run_id, metrics=metrics)
+        client.set_terminated(self.run_id, "FAILED" if self.failed else "FINISHED")
+
+    def _begin(self, client: Any) -> str:
+        """Return the id of a new run with the config as its parameters."""
+        from mlflow.entities import Param
+
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment(client)
+        tags = {"mlflow.note.content": self.run.description}
+        name = os.environ.get("MLFLOW_RUN_NAME", self.run.name)
+        run_id: str = client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        texts = flat(self.run.config).items()
+        params = [Param(key, str(value)[:_CHARACTERS]) for key, value in texts]
+        for start in range(0, len(params), _BATCH):
+            client.log_batch(run_id, params=params[start : start + _BATCH])
+        return run_id
+
+    def _experiment(self, client: Any) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = client.get_experiment_by_name(name)
+        experiment: str = found.experiment_id if found else client.create_experiment(name)
+        return experiment
+
+
+def metric_name(tag: str) -> str:
+    """Return a tag in the characters that MLflow allows: mfu(%) becomes mfu_percent."""
+    return re.sub(r"[^\w\-. :/]+", "_", tag.replace("%", "percent")).strip("_")

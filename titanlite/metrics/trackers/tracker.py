@@ -1,0 +1,76 @@
+"""What all services that track runs share: the run's names and its id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.metrics.boards import BackgroundWriter
+
+#: Project, or experiment, of the runs where the environment names none.
+PROJECT = "titanlite"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as services show it.
+
+    folder: of the run. config: nested tables, without secrets. resumed: the run continues at a
+    step over 1, so that a service continues the same tracked run.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    description: str = ""
+    resumed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+
+class Tracker(BackgroundWriter):
+    """Base class: a run at a service. `send` of a subclass runs in a thread of its own."""
+
+    #: Its name in `metrics.trackers`, and the variable that names an id, "" for none.
+    key = ""
+    id_variable = ""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run = run
+        #: The id of the run at the service; "" until the thread knows it.
+        self.run_id = ""
+        super().__init__()
+
+    @property
+    def id_file(self) -> Path:
+        """The file that holds the run's id, so that a resumed run continues the same one."""
+        return Path(self.run.folder) / f"{self.key}-run-id"
+
+    def known_id(self) -> str:
+        """Return the id from the environment, else of the resumed run; "" for a new run."""
+        given = os.environ.get(self.id_variable) if self.id_variable else None
+        if given:
+            return given
+        if self.run.resumed and self.id_file.exists():
+            return self.id_file.read_text().strip()
+        return ""
+
+    def keep_id(self, run_id: str) -> None:
+        """Keep the id for a resume."""
+        self.run_id = run_id
+        self.id_file.write_text(f"{run_id}\n")
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,180 @@
+"""The modules of Llama 4: attention within chunks, or without rotary positions; experts whose gate
+and up are one matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from titanlite.models.attention import attend
+from titanlite.models.autograd import fresh, silu_mul
+from titanlite.models.block_ropes import NoRotation
+from titanlite.models.grouped import Experts, grouped_mm, local
+from titanlite.models.latent_attention import halves
+from titanlite.models.layers import Attention, FeedForward, SdpaAttention
+from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
+
+if TYPE_CHECKING:
+    from titanlite.models.document_attention import DocumentMask
+    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.llama4_args import Llama4Args
+    from titanlite.models.rope import Rotation
+
+
+class ChunkedAttention(SdpaAttention):
+    """`SdpaAttention` within chunks of so many tokens, counted from the beginning of a document.
+
+    What replaces it minds `chunk`. `window` is how far back a token can see at most.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(chunk)
+        self.chunk = chunk
+
+    def prepare(self, doc_ids: Tensor | None) -> DocumentMask | None:
+        """Return the mask for doc_ids: a chunk of a document is like a document."""
+        if doc_ids is None:
+            return None
+        from titanlite.models.document_attention import chunk_mask
+
+        return chunk_mask(doc_ids, self.chunk)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
+        """Shapes as for `SdpaAttention`."""
+        if mask is not None:
+            return mask.attend(q, k, v)
+        seq_len = q.size(2)
+        if seq_len <= self.chunk:
+            return attend(q, k, v)
+        last = seq_len - seq_len % self.chunk
+        y = self._whole_chunks(q[:, :, :last], k[:, :, :last], v[:, :, :last])
+        if last == seq_len:
+            return y
+        return torch.cat([y, attend(q[:, :, last:], k[:, :, last:], v[:, :, last:])], 2)
+
+    def _whole_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let chunks be sequences of a larger batch."""
+        y = attend(self._as_rows(q), self._as_rows(k), self._as_rows(v)).transpose(1, 2)
+        return y.unflatten(0, (q.size(0), -1)).flatten(1, 2).transpose(1, 2)
+
+    def _as_rows(self, heads: Tensor) -> Tensor:
+        """Return [batch, heads, seq, head_dim] as [batch * chunks, heads, chunk, head_dim]."""
+        chunks = heads.transpose(1, 2).unflatten(1, (-1, self.chunk))
+        return chunks.flatten(0, 1).transpose(1, 2)
+
+
+class _UnitNorm(torch.autograd.Function):
+    """x divided by its root mean square: one node, which keeps x and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, rstd)
+        return fresh((x32 * rstd).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        projection = (grad * normed).mean(-1, keepdim=True)
+        return (grad - normed.mul_(projection)).mul_(rstd).to(x.dtype), None
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x: [..., width], divided by its root mean square, computed in float32."""
+    if x.device.type == "cuda":
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    return _UnitNorm.apply(x, eps)
+
+
+class Llama4Attention(Attention):
+    """Attention whose rotated pairs are neighbours, or that has no rotary positions.
+
+    Weights have the order of Meta's files, so that nothing is permuted between those and a
+    checkpoint. Queries and keys are: a score is the same for any order that both have.
+    """
+
+    def __init__(self, args: Llama4Args) -> None:
+        super().__init__(args)
+        self.eps = args.norm_eps
+        self.has_rope = args.rotary is not None
+        self.unit_qk = args.unit_qk
+        self.temperature = args.temperature
+        self.floor = args.temperature_floor
+        if args.chunk:
+            self.inner_attention = ChunkedAttention(args.chunk)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | NoRotation, mask: DocumentMask | None
+    ) -> Tensor:
+        """x: [batch, seq, dim] → [batch, seq, dim]."""
+        # Under tensor parallelism a rank holds some of the heads.
+        heads = (-1, self.head_dim)
+        q = self.wq(x).unflatten(2, heads)
+        k = self.wk(x).unflatten(2, heads)
+        v = self.wv(x).unflatten(2, heads)
+        if self.has_rope:
+            q = self._rotated(q, rotation)
+            k = self._rotated(k, rotation)
+        elif self.temperature:
+            assert isinstance(rotation, NoRotation)
+            q = (q * self._scales(rotation.positions, q)).to(q.dtype)
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+    def _rotated(self, x: Tensor, rotation: Rotation | NoRotation) -> Tensor:
+        """Rotate x: [batch, seq, heads, head_dim], and divide it by its root mean square."""
+        rotated = rotation(halves(x, interleaved=True))
+        return unit_norm(rotated, self.eps) if self.unit_qk else rotated
+
+    def _scales(self, positions: Tensor | None, q: Tensor) -> Tensor:
+        """Return factors of q that grow with the position, [1 or batch, seq, 1, 1] float32."""
+        if positions is None:
+            positions = torch.arange(q.size(1), device=q.device).unsqueeze(0)
+        passed = torch.floor((positions.float() + 1.0) / self.floor)
+        return (passed.log1p() * self.temperature + 1.0)[..., None, None]
+
+
+class Llama4Experts(Experts):
+    """SwiGLU feed-forwards of equal size, in the layout of Hugging Face: gate, then up."""
+
+    def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
+        self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * width))
+        self.down = nn.Parameter(torch.empty(n_experts, width, dim))
+
+    def products(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Do as `Experts.products`."""
+        gate, up = grouped_mm(x, local(self.gate_up), ends).chunk(2, -1)
+        return grouped_mm(silu_mul(gate, up), local(self.down), ends)
+
+
+class Llama4MoE(MoE):
+    """A mixture of such experts, beside a shared one."""
+
+    def make_experts(self, args: ExpertArgs) -> nn.Module:
+        return Llama4Experts(args.n_experts, args.dim, args.expert_width)
+
+
+def feed_forward(args: ExpertArgs) -> nn.Module:
+    """Return the feed-forward of a block: a mixture, or a dense one where it has no experts."""
+    return Llama4MoE(args) if args.n_experts else FeedForward(args)
+
+
+class Llama4Block(MoEBlock):
+    """A block of Llama 4."""
+
+    attention_class = Llama4Attention
+    feed_forward_class = staticmethod(feed_forward)
+
+
+class Llama4(MoEDecoder):
+    """The decoder of family llama4."""
+
+    block_class = Llama4Block
