@@ -200,7 +200,7 @@ def points(tmp_path: Path) -> Iterator[Path]:
 def test_points_of_a_file_predict_two_numbers(
     points: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ladder("--fit", points, "--at", "1B", "20B") == 0
+    assert ladder("--fit", points, "--at", "1B:20B") == 0
     out = capsys.readouterr().out
     loss = TRUE.loss(1e9, 2e10)
     assert (
@@ -239,11 +239,11 @@ def test_a_config_is_predicted_with_time_and_price(
 
 
 def test_what_is_too_far_needs_a_word(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ladder("--fit", points, "--at", "70B", "1.4T") == exit_codes.CONFIG
+    assert ladder("--fit", points, "--at", "70B:1.4T") == exit_codes.CONFIG
     err = capsys.readouterr().err
     assert "too far to predict" in err
     assert "times the FLOPs" in err
-    assert ladder("--fit", points, "--at", "70B", "1.4T", "--far") == 0
+    assert ladder("--fit", points, "--at", "70B:1.4T", "--far") == 0
     assert "70.0B parameters" in capsys.readouterr().out
 
 
@@ -261,9 +261,9 @@ def test_a_far_target_is_refused_before_a_run_starts(
     ("words", "message"),
     [
         ([], "CONFIG: none is given"),
-        (["x.toml", "--at", "1B", "2B"], "--at: goes with --fit FILE"),
+        (["x.toml", "--at", "1B:2B"], "--at: goes with --fit FILE"),
         (["--fit", "p.json", "--dry-run"], "--dry-run: is for runs, and --fit makes none"),
-        (["--fit", "p.json", "x.toml", "--at", "1B", "2B"], "--at: a config is given, too"),
+        (["--fit", "p.json", "x.toml", "--at", "1B:2B"], "--at: a config is given, too"),
         (["debug_model.toml", "--training.tokens=5000"], "write it into the file"),
     ],
 )

@@ -41,8 +41,8 @@ def add_command(commands: Commands) -> None:
     add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
     fit = "fit the points of points.json, or of a CSV (parameters, tokens, loss); train nothing"
     add("--fit", type=Path, metavar="FILE", help=fit)
-    at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B 160B"
-    add("--at", nargs=2, type=token_count, metavar=("N", "D"), help=at)
+    at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B:160B"
+    add("--at", type=_size_and_tokens, metavar="N:D", help=at)
     add("--far", action="store_true", help="predict more than 100 times beyond the largest run")
     _add_hardware(parser)
     add("--json", action="store_true", help="print the result as JSON")
@@ -57,6 +57,14 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=at_least(1), metavar="N", help="machines")
     hours = "price of one GPU for an hour; none: no price is shown"
     add("--price-per-gpu-hour", type=price, metavar="X", help=hours)
+
+
+def _size_and_tokens(text: str) -> tuple[int, int]:
+    """Read N:D for argparse."""
+    parameters, colon, tokens = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"expected N:D as 7B:160B, got {text!r}")
+    return token_count(parameters), token_count(tokens)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:

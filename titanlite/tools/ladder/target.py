@@ -95,22 +95,21 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
 def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
     """Find the keys with which smaller runs would tell nothing of this one."""
     d = config.sections
-    code = "ladder"
     if not d.validation.enable:
         hint = "set it to true, with a held-out text"
-        yield code, "validation.enable", "a ladder compares losses on held-out text", hint
+        yield "needs", "validation.enable", "a ladder compares losses on held-out text", hint
     if d.checkpoint.initial_load_path is not None:
         message = "the law is of models that are trained from the start"
-        yield code, "checkpoint.initial_load_path", message, "remove it"
+        yield "conflict", "checkpoint.initial_load_path", message, "remove it"
     if d.lora.rank:
-        yield code, "lora.rank", "the law is of models whose weights are all trained", "set it to 0"
+        yield "conflict", "lora.rank", "the law is of models whose weights are all trained", "set it to 0"
     if d.data.phase:
         message = "the text of a ladder must not change on the way"
-        yield code, "data.phase", message, "predict the first phase alone"
+        yield "conflict", "data.phase", message, "predict the first phase alone"
     has_rates = any(group.lr is not None for group in d.optimizer.groups)
     if has_rates and d.ladder.lr_exponent:
         message = "groups have rates of their own, which ladder.lr_exponent does not scale"
-        yield code, "optimizer.groups", message, "set ladder.lr_exponent = 0, or remove their lr"
+        yield "conflict", "optimizer.groups", message, "set ladder.lr_exponent = 0, or remove their lr"
 
 
 def plan_of(target: Target, arguments: argparse.Namespace) -> Plan | None:
