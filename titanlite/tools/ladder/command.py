@@ -25,9 +25,9 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "ladder",
         help="train small models, and predict the loss of a config by a scaling law",
-        description="Train smaller models of CONFIG's proportions for several horizons, fit "
-        "L(N, D) = E + A/N^a + B/D^b to their validation losses, and predict the loss of CONFIG "
-        f"with its error. With a GPU's name, time and price, too. {FLAGS}",
+        description="Predict the loss of CONFIG with its error. Smaller models of its proportions "
+        "are trained for several horizons. L(N, D) = E + A/N^a + B/D^b is fitted to their losses. "
+        f"With a GPU's name, time and price, too. {FLAGS}",
         epilog=_EPILOG,
         allow_abbrev=False,
     )

@@ -3,8 +3,8 @@
 A trunk warms up, holds its learning rate, and falls in its last `ladder.decay_ratio`: it is the run
 of the longest horizon. It saves a checkpoint where the fall of each shorter horizon begins. A
 branch continues there with all that the checkpoint holds and a schedule of its own. A rate is a
-function of the step alone, so a branch is the run that was trained for its horizon from the start,
-to the last bit (Hägele et al. 2024, arXiv:2405.18392, compare such runs with cosine schedules).
+function of the step alone. So a branch is the run that was trained for its horizon from the start,
+to the last bit. Hägele et al. 2024 (arXiv:2405.18392) compare such runs with cosine schedules.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) ->
     if falls[0] < 1 or warmup < 1:
         raise LadderError(
             f"{shape.name}: {horizons[0]:g} tokens per parameter are {steps[0]} steps of "
-            f"{tokens_per_step:,} tokens, too few for a warm-up and a decay: raise "
+            f"{tokens_per_step:,} tokens. They are too few for a warm-up and a decay: raise "
             "ladder.tokens_per_parameter or ladder.sizes, or give a smaller batch"
         )
     if len(set(begins)) < len(begins):

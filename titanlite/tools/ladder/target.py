@@ -102,14 +102,24 @@ def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
         message = "the law is of models that are trained from the start"
         yield "conflict", "checkpoint.initial_load_path", message, "remove it"
     if d.lora.rank:
-        yield "conflict", "lora.rank", "the law is of models whose weights are all trained", "set it to 0"
+        yield (
+            "conflict",
+            "lora.rank",
+            "the law is of models whose weights are all trained",
+            "set it to 0",
+        )
     if d.data.phase:
         message = "the text of a ladder must not change on the way"
         yield "conflict", "data.phase", message, "predict the first phase alone"
     has_rates = any(group.lr is not None for group in d.optimizer.groups)
     if has_rates and d.ladder.lr_exponent:
         message = "groups have rates of their own, which ladder.lr_exponent does not scale"
-        yield "conflict", "optimizer.groups", message, "set ladder.lr_exponent = 0, or remove their lr"
+        yield (
+            "conflict",
+            "optimizer.groups",
+            message,
+            "set ladder.lr_exponent = 0, or remove their lr",
+        )
 
 
 def plan_of(target: Target, arguments: argparse.Namespace) -> Plan | None:
