@@ -120,7 +120,7 @@ def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
     )
     whole = rows(folder / "whole")
     branch = rows(own)
-    assert dict(branch[0])["step"] == 7
+    assert dict(branch[0])["step"] == 8
     assert branch == whole[-len(branch) :]
     assert "validation_loss" in dict(branch[-1])
 

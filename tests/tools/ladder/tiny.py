@@ -35,22 +35,22 @@ batch_size = 2
 [metrics]
 log_freq = 1
 [ladder]
-sizes = [19_000, 40_000, 63_000]
+sizes = [20_000, 40_000, 63_000]
 tokens_per_parameter = [0.02, 0.04]
 decay_ratio = 0.5
 """
 FLAGS = (KEPT_TOKENS,)
 #: Runs in their order, each trunk before its branch.
 NAMES = (
-    "d8-l1-t0.04",
-    "d8-l1-t0.02",
+    "d8-l2-t0.04",
+    "d8-l2-t0.02",
     "d16-l2-t0.04",
     "d16-l2-t0.02",
     "d24-l3-t0.04",
     "d24-l3-t0.02",
 )
 #: N of each size, and of the target.
-PARAMETERS = (19_288, 43_600, 77_928)
+PARAMETERS = (20_136, 43_600, 77_928)
 TARGET = 127_264
 
 

@@ -28,6 +28,9 @@ _WIDTHS = ("ffn_dim", "expert_width", "q_lora_rank", "kv_lora_rank")
 #: A model may be off the wanted number of parameters, or of heads for each key, by this factor.
 _NEAR = 1.25
 _NEAR_GROUP = 1.5
+#: A block alone cannot build on another's attention: such models lie beside the law of deeper ones
+#: (docs/log.md; Olsson et al. 2022, arXiv:2209.11895, see it in what they learn).
+_FEWEST_LAYERS = 2
 #: Most by which a model may be deeper or flatter, and what that weighs beside its size.
 _SKEW = 1.5
 _WEIGHT_OF_DEPTH = 0.5
@@ -112,8 +115,8 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
             continue
         layers = target.n_layers * heads / target.n_heads
         found = []
-        fewest = max(math.floor(layers / _SKEW), 1)
-        most = max(math.ceil(layers * _SKEW), 2)
+        fewest = max(math.floor(layers / _SKEW), min(_FEWEST_LAYERS, target.n_layers))
+        most = max(math.ceil(layers * _SKEW), fewest)
         for number in range(fewest, most + 1):
             shape = _shape(target, heads, number)
             if shape is not None:
