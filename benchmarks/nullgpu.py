@@ -82,14 +82,15 @@ Settings are below the table.
 - **MFU**: expected by `titanlite/plan/speed.py` from products, bytes and links, not measured. Its constants are fitted
   on published runs, whose errors are within {error:.0%} (docs/plan.md). Model FLOPs over the peak in bf16.
 - **log**: the same from the log of kernels (see the end). "–": not counted, or a pipeline's bubbles, updates on the
-  host or places of groups are not in rank 0's log.
+  host or places of groups are not in rank 0's log, which has no sizes of experts' products either.
+- An all-to-all of 8 ranks counts as 8 sends and 8 receives. Experts' rows are even.
 
 | run | ranks | kernels | NCCL | exposed | waits | pageable | malloc | host | peak | reserved | plan | products | MFU | log |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 SETTINGS = f"""
-Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it,
-and these flags before its own:
+Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it
+(DeepSeek two of 4,096, Qwen3 one of 4,096), and these flags before its own:
 {PLAIN}
 
 """
@@ -120,7 +121,7 @@ def plan(case: Case) -> dict[str, float]:
     """Return the plan of a case: GiB of tensors on rank 0, MFU, FLOPs of products."""
     run = check_config(case.argv(), case.ranks, training=False)[1]
     found = make_plan(run, cluster_of(run, gpu=case.gpu), rank=0)
-    args = run.model_args(128256)
+    args = run.model_args(case.vocabulary)
     flops = run.spec.flops_per_token(args, 0) * run.batch.tokens_per_step / run.mesh.world_size
     step = StepSizes(run, cluster_of(run, gpu=case.gpu), CONSTANTS)
     sizes = [linear.weights for linear in step.linears]
@@ -133,6 +134,7 @@ def plan(case: Case) -> dict[str, float]:
         "mfu": found.speed.mfu,
         "seconds": found.speed.step_seconds,
     }
+    figures["grouped"] = run.spec.experts is not None
     return {**figures, "tflop": flops / 1e12, "products": 1 + again / 3}
 
 
@@ -219,12 +221,14 @@ def row(name: str, case: Case, found: dict[str, Any]) -> str:
     cells += [f"{found[f'peak_{kind}_gib']:.1f}" for kind in ("allocated", "reserved")]
     expected = found.get("plan")
     if expected:
+        products = f"{found['gemm_tflop'] / expected['tflop']:.2f} ({expected['products']:.2f})"
         cells += [
             f"{expected['peak']:.1f} ({expected['peak'] / found['peak_allocated_gib'] - 1:+.1%})",
-            f"{found['gemm_tflop'] / expected['tflop']:.2f} ({expected['products']:.2f})",
+            "–" if expected["grouped"] else products,
             f"{expected['mfu']:.1%}",
         ]
-        if "moved_gb" in found and logged_whole(case, found):
+        is_whole = not expected["grouped"] and logged_whole(case, found)
+        if "moved_gb" in found and is_whole:
             # Both figures have the same model FLOPs.
             cells.append(
                 f"{expected['mfu'] * expected['seconds'] / roofline(found, find_gpu(case.gpu)):.1%}"

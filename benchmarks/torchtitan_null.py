@@ -5,7 +5,8 @@
 
 WHERE has torchtitan==0.2.2, torchdata, tyro, einops, datasets and their needs (`pip install
 --no-deps --target WHERE`), but no torch: FOLDER has the CUDA build. torchtitan's own Trainer and
-step run as they are, on one sequence of zeros in place of a text.
+step run as they are, on one sequence of zeros in place of a text. LAYERS in the environment cuts
+the depth. Models with experts attend causally, and each rank sends as many rows to each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.nullgpu.counts import WARM, Counted, Counting, nobody_else, set_ranks
 
@@ -47,10 +49,16 @@ def play(flags: list[str], counting: Counting) -> dict[str, Any]:
 
     config = ConfigManager().parse_args(flags)
     rows, length = config.training.local_batch_size, config.training.seq_len
-    own = specs.get_train_spec("llama3")
+    own = specs.get_train_spec(config.model.name)
+    args = own.model_args[config.model.flavor]
+    if "LAYERS" in os.environ:
+        args.n_layers = int(os.environ["LAYERS"])
+    if config.model.name != "llama3":
+        args.attn_type = "sdpa"
+        args.attn_mask_type = "causal"
     own.build_tokenizer_fn = None
     own.build_dataloader_fn = lambda **_: _Zeros(torch.zeros(rows, length, dtype=torch.int64))
-    specs.register_train_spec("llama3", own)
+    specs.register_train_spec(config.model.name, own)
 
     class Observed(Trainer):
         def train_step(self, data: Any) -> None:
@@ -58,9 +66,30 @@ def play(flags: list[str], counting: Counting) -> dict[str, Any]:
             super().train_step(data)
             counting.end(self.step)
 
-    with nobody_else(), contextlib.suppress(Counted):
+    with nobody_else(), even_rows(), contextlib.suppress(Counted):
         Observed(config).train()
     return counting.found
+
+
+@contextlib.contextmanager
+def even_rows() -> Iterator[None]:
+    """Let the host read as many rows to and from each rank that shares experts."""
+    import torch
+    from torchtitan.distributed.expert_parallel import ExpertParallel
+
+    dispatch = ExpertParallel._token_dispatch
+    read = torch.Tensor.tolist
+
+    def dispatch_even(self: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        def read_even(sizes: Any) -> list[int]:
+            read(sizes)
+            return [len(inputs[0]) // mesh.size()] * mesh.size()
+
+        with mock.patch.object(torch.Tensor, "tolist", read_even):
+            return dispatch(self, module, inputs, mesh)
+
+    with mock.patch.object(ExpertParallel, "_token_dispatch", dispatch_even):
+        yield
 
 
 class _Zeros:

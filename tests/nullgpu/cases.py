@@ -30,6 +30,7 @@ class Case:
     device: int = 0
     #: Depth; None: the model's. Where no memory is asked for a few show what each layer adds.
     layers: int | None = None
+    vocabulary: int = 128256
     #: Name of a figure → the most there may be, where that is not zero.
     allowed: Mapping[str, int] = field(default_factory=dict)
 
@@ -39,6 +40,7 @@ class Case:
         config = f"--job.config_file={ROOT}/train_configs/{self.config}.toml"
         return [
             config,
+            f"--model.vocab_size={self.vocabulary}",
             *(f"--{flag}" for flag in PLAIN.split()),
             *depth,
             *(f"--{flag}" for flag in self.flags.split()),
@@ -69,7 +71,34 @@ SAVES = "checkpoint.enable_checkpoint checkpoint.interval=2 checkpoint.async_mod
 ON_HOST = {"eventsync": 9 * 8 + 3 + 1}
 
 #: The allocator's pool still grows in the third step.
-GROWS = {"malloc": 25}
+GROWS = {"malloc": 1}
+#: Recomputation by name, and its flags.
+RECOMPUTED = {"": "", ", AC op": OP, ", AC full": FULL}
+EAGER_AND_COMPILED = {"": "", ", compiled": COMPILE}
+#: Blocks with experts in the runs of mixtures.
+SPARSE = 4
+
+
+def of_experts(name: str, config: str, vocabulary: int, dense: int) -> dict[str, Case]:
+    """Return the runs of a mixture, with experts gathered by FSDP and with 8 ranks that share them.
+
+    dense: blocks without experts. In each of the others the host waits for the rows that ranks
+    send.
+    """
+    cases = {}
+    reads = {"syncs": SPARSE, "pageable": SPARSE, **GROWS}
+    for shared, ranks in (("", 1), (", EP 8", 8)):
+        for compiled, compile_flags in EAGER_AND_COMPILED.items():
+            for recomputed, flags in RECOMPUTED.items():
+                cases[f"{name}{shared}{compiled}{recomputed}"] = Case(
+                    f"parallelism.expert_parallel_degree={ranks} {compile_flags}{flags}",
+                    config=config,
+                    layers=dense + SPARSE,
+                    vocabulary=vocabulary,
+                    allowed=reads if ranks > 1 else {},
+                )
+    return cases
+
 
 CASES: dict[str, Case] = {
     "8B": Case(),
@@ -107,7 +136,7 @@ CASES: dict[str, Case] = {
     "8B, TP 2, compiled": Case(TP_2 + COMPILE, layers=8),
     "8B, TP 2, compiled, AC full": Case(TP_2 + COMPILE + FULL, layers=8),
     "8B, TP 2, compiled, AC full, loss in 2 chunks": Case(
-        TP_2 + COMPILE + FULL + "training.loss_chunks=2", layers=8, allowed=GROWS
+        TP_2 + COMPILE + FULL + "training.loss_chunks=2", layers=8
     ),
     "8B, TP 8": Case(TP_8, layers=8),
     "8B, TP 8, compiled": Case(COMPILE + TP_8),
@@ -133,6 +162,8 @@ CASES: dict[str, Case] = {
     ),
     "70B on 64, TP 8, compiled": Case(COMPILE + FULL + TP_8, 64, "llama3_70b"),
     "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g"),
+    **of_experts("DeepSeek 16B", "deepseek_v3_16b", 102400, 1),
+    **of_experts("Qwen3 30B-A3B", "qwen3_30b_a3b", 151936, 0),
 }
 
 

@@ -93,12 +93,14 @@ def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Replace titanlite's own waiting for other ranks by nothing, and let its guard see finite
-    numbers.
+    """Replace titanlite's own waiting for other ranks by nothing, and let the host read what a GPU
+    would have computed: finite numbers, and as many rows to and from each rank.
     """
+    import torch
     import torch.distributed as dist
 
     from titanlite.checkpoint import manager
+    from titanlite.features.experts import exchange
     from titanlite.guard import FiniteGuard
     from titanlite.parallel import dist_env, rendezvous
     from titanlite.start import rank_checks
@@ -110,8 +112,22 @@ def no_waiting() -> Iterator[None]:
             record.zero_()  # nothing has computed it
         read(self, unread)
 
+    dispatch = exchange.Exchange.dispatch
+    read_sizes = exchange._on_host
+    rows_of_call: list[int] = []
+
+    def dispatch_even(self: exchange.Exchange, rows: Any, counts: Any) -> Any:
+        rows_of_call[:] = [len(rows)]
+        return dispatch(self, rows, counts)
+
+    def read_even(sizes: Any) -> Any:
+        ranks = sizes.size(1)
+        return torch.full_like(read_sizes(sizes), rows_of_call[0] // ranks)
+
     with (
         mock.patch.object(FiniteGuard, "_read", read_finite),
+        mock.patch.object(exchange.Exchange, "dispatch", dispatch_even),
+        mock.patch.object(exchange, "_on_host", read_even),
         mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),

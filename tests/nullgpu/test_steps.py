@@ -58,6 +58,25 @@ def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_bl
     assert found["exposed"] > play(nullgpu, Case(config="debug_model"), steps=1)["exposed"]
 
 
+def test_no_thread_of_autograd_holds_a_chunk_when_the_next_begins(nullgpu: Path) -> None:
+    """A chunk's gradient is computed in the loop's thread, another one in that of a GPU."""
+    assert run(nullgpu, "-c", THREADS) == [1, 0]
+
+
+THREADS = """
+import threading, torch
+from titanlite.features.loss_chunks.head import _of_chunk
+threads = []
+def loss(logits, labels):
+    logits.register_hook(lambda gradient: threads.append(threading.get_ident()))
+    return logits.float().sum()
+rows, weight = (torch.empty(8, 8, device="cuda") for _ in range(2))
+_of_chunk(rows, weight, torch.zeros(8, device="cuda"), loss, True)
+loss(rows.requires_grad_() * 1, None).backward()
+print([int(thread == threading.get_ident()) for thread in threads])
+"""
+
+
 def test_bytes_are_those_that_each_kernel_reads_and_writes(nullgpu: Path) -> None:
     """In tensors of 4 MiB."""
     found = run(nullgpu, "-c", BYTES)

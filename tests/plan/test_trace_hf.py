@@ -23,6 +23,7 @@ SIZES = {"model__vocab_size": 2304, "training__seq_len": 128, "training__batch_s
 TP = {"training__tensor_parallel_degree": 2}
 MASKS = {"data__mask_documents": "true"}
 CHUNKS = {"training__loss_chunks": 4}
+EP = {"parallelism__expert_parallel_degree": 2}
 BY_OP = {
     "activation_checkpoint__mode": "selective",
     "activation_checkpoint__selective_ac_option": "op",
@@ -53,7 +54,10 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
     ("kind", "keys"),
     [
         ("qwen3", {**TP, **MASKS}),
+        ("qwen3_moe", EP),
         pytest.param("llama", TP, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {**EP, **BY_OP}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", MASKS, marks=pytest.mark.slow),
         pytest.param("llama", {**CHUNKS, **MASKS}, marks=pytest.mark.slow),
         pytest.param("gemma2", {**TP, **CHUNKS, **MASKS}, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {**TP, **BY_OP, **MASKS}, marks=pytest.mark.slow),

@@ -51,6 +51,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": _SIZES,
     "cohere": {**_SIZES, "logit_scale": 0.25},
 }
+#: With experts; four ranks can share the widths.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_SIZES, "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 8}
+    | {"num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]}
+    | {"num_hidden_layers": 3},
+    "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**_SIZES, "head_dim": 16, "sliding_window": 5, "num_local_experts": 8}
+    | {"num_experts_per_tok": 2, "swiglu_limit": 1.0},
+    "deepseek_v3": {**_SIZES, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 4}
+    | {"topk_group": 2, "num_experts_per_tok": 2, "n_shared_experts": 2, "q_lora_rank": 24}
+    | {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "olmoe": {**_SIZES, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "qwen2_moe": {**_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The config.json of an architecture, without its type and vocabulary."""
+    return {**ARCHITECTURES, **MIXTURES}[kind]
 
 
 def flags_of(folder: Path, kind: str, **keys: Any) -> list[str]:
@@ -58,7 +79,7 @@ def flags_of(folder: Path, kind: str, **keys: Any) -> list[str]:
 
     keys: others, with two underscores for a dot.
     """
-    content = {"model_type": kind, **ARCHITECTURES[kind]}
+    content = {"model_type": kind, **sizes_of(kind)}
     (folder / "config.json").write_text(json.dumps(content))
     given = {
         "model__hf_config": folder,
@@ -110,6 +131,12 @@ def larger(name: str, parameter: torch.Tensor) -> None:
     parameter.add_(noise)
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
     """Run forward and backward of the global batch as a run does; every rank returns the sums."""
     run = load_config(TOML, world.size, flags)
@@ -117,7 +144,10 @@ def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
             larger(name, parameter)
+        for name, buffer in saved_buffers(parts.model).items():
+            larger(name, buffer)
     weights = {name: whole(p) for name, p in parts.model.named_parameters()}
+    weights |= {name: whole(b) for name, b in saved_buffers(parts.model).items()}
     rank, degree = data_parallel_rank(parts.mesh), run.mesh.dp_degree
     mine = [part[rank::degree] for part in batch_of(documents) if part is not None]
     share = parts.runner.forward_backward([Batch(*mine)], torch.tensor(1.0))
@@ -133,7 +163,7 @@ def alone(kind: str, weights: dict[str, torch.Tensor], documents: bool) -> Resul
     """What transformers computes, each document in a call of its own."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = CONFIG_MAPPING[kind](**ARCHITECTURES[kind], vocab_size=VOCABULARY)
+    config = CONFIG_MAPPING[kind](**sizes_of(kind), vocab_size=VOCABULARY)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

@@ -19,7 +19,14 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.families import family_of, get_spec
-from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, is_derived
+from titanlite.models.hf_names import (
+    HF_HEAD,
+    HFName,
+    as_names,
+    entry_of,
+    is_derived,
+    parts_of_entry,
+)
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import counted, logger
 
@@ -95,6 +102,7 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
     """Take the parts of one of our tensors out of `found`; none if all of them are missing."""
     parts = []
     missing = []
+    in_entry = parts_of_entry(theirs)
     for place, name in enumerate(as_names(theirs)):
         part = found.pop(name, None)
         if part is None:
@@ -102,12 +110,20 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
         elif isinstance(theirs, str):
             parts.append(part.at_start())
         else:
-            parts.append(part.stacked(place))
+            entry, piece = divmod(place, in_entry)
+            parts.append(part.stacked(entry, piece * part.shape[0] if piece else 0))
     if parts and missing:
         raise CheckpointError(
             f"{path} lacks {missing[0]}, a part of {ours}: files are missing, or the model has "
             "another number of parts"
         )
+    first = parts[0] if parts else None
+    for part in parts:
+        if first is not None and part.shape != first.shape:
+            raise CheckpointError(
+                f"{path}: {part.name} is {list(part.shape[1:])}, and {first.name} "
+                f"{list(first.shape[1:])}: both are parts of {ours}, which are alike"
+            )
     return parts
 
 

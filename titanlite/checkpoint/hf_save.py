@@ -32,7 +32,7 @@ from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
 from titanlite.checkpoint.weights import total_bytes
-from titanlite.models.hf_names import HFName, as_names
+from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec
 
 #: Bytes of tensors in one file, unless one tensor is larger.
@@ -119,7 +119,7 @@ def _header(file: File, entries: Entries) -> bytes:
     for ours, theirs in file.names.items():
         dtype, shape = entries[ours][:2]
         if not isinstance(theirs, str):
-            shape = shape[1:]
+            shape = [shape[1] // parts_of_entry(theirs), *shape[2:]]
         for name in as_names(theirs):
             end = start + total_bytes({name: [dtype, shape]})
             header[name] = {

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 #: Prefix of the names of weights.
 WEIGHT = "model."
-#: Ending of the names of biases that balance experts.
-EXPERT_BIAS = ".expert_bias"
+#: Endings of the names of biases that balance experts, ours and those of `transformers`.
+EXPERT_BIAS = (".expert_bias", ".e_score_correction_bias")
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
 LEFT_OUT = "left_out"
 #: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.

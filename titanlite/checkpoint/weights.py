@@ -45,13 +45,13 @@ class Part:
         """Read all of it."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
-    def stacked(self, place: int) -> Part:
-        """Return the part as row `place` of a stack of such tensors."""
+    def stacked(self, place: int, row: int = 0) -> Part:
+        """Return the part as entry `place` of a stack, where it begins at row `row`."""
         read = self.read
         return replace(
             self,
             shape=(1, *self.shape),
-            offsets=(place, *(0 for _ in self.shape)),
+            offsets=(place, row, *(0 for _ in self.shape[1:])),
             read=lambda slices: read(slices[1:])[None],
         )
 

@@ -12,7 +12,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titanlite.models.autograd import fresh
-from titanlite.models.grouped import Experts, grouped_mm, local
+from titanlite.models.grouped import (
+    AddBias,
+    Experts,
+    experts_of_rows,
+    grouped_mm,
+    local,
+    sum_by_expert,
+)
 from titanlite.models.layers import Attention
 from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
 from titanlite.models.sinks import SinkAttention
@@ -56,28 +63,6 @@ class GptOssAttention(Attention):
         return self.inner_attention(q, k, v, mask, self.sinks())
 
 
-def _sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
-    # A product with ones; kernels want 8 of them.
-    ones = rows.new_ones(len(rows), 8)
-    return grouped_mm(ones.mT, rows, ends)[:, 0]
-
-
-class _AddBias(torch.autograd.Function):
-    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
-        return fresh(y + bias[experts])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (ends,) = ctx.saved_tensors
-        return grad, _sum_by_expert(grad, ends), None, None
-
-
 class _ClampedSwiglu(torch.autograd.Function):
     """(up + 1) * gate * sigmoid(1.702 gate), both clamped, after the bias of each row's expert.
 
@@ -114,7 +99,7 @@ class _ClampedSwiglu(torch.autograd.Function):
         gate.copy_(of_gate)
         up.copy_(of_up)
         of_h = pairs.to(h.dtype)
-        return of_h, _sum_by_expert(of_h, ends), None, None
+        return of_h, sum_by_expert(of_h, ends), None, None
 
 
 class GptOssExperts(Experts):
@@ -128,12 +113,11 @@ class GptOssExperts(Experts):
 
     def products(self, x: Tensor, ends: Tensor) -> Tensor:
         """Do as `Experts.products`."""
-        rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
-        experts = torch.searchsorted(ends, rows, right=True)
+        experts = experts_of_rows(x, ends)
         h = grouped_mm(x, local(self.gate_up), ends)
         inner = _ClampedSwiglu.apply(h, local(self.gate_up_bias), experts, ends)
         y = grouped_mm(inner, local(self.down), ends)
-        return _AddBias.apply(y, local(self.down_bias), experts, ends)
+        return AddBias.apply(y, local(self.down_bias), experts, ends)
 
 
 class GptOssMoE(MoE):

@@ -17,6 +17,39 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.models.autograd import fresh, silu_mul
 
+#: Of experts' numbers as keys of a sort: a GPU's radix sort takes a kernel for each byte.
+EXPERT_KEY = torch.int16
+
+
+def sort_by_expert(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the rows sorted by expert, those of one expert in their order, and each expert's rows.
+
+    experts: [rows] integers, each row's. Returns [rows] int64, and counts [n_experts] int64.
+    """
+    sorted_experts, order = experts.to(EXPERT_KEY).sort(stable=True)
+    # Searched for: counting by atomic additions is not deterministic, a comparison of each row with
+    # each expert moves more bytes.
+    numbers = torch.arange(n_experts + 1, dtype=EXPERT_KEY, device=experts.device)
+    starts = torch.searchsorted(sorted_experts, numbers)
+    return order, starts[1:] - starts[:-1]
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes `order`, [rows] int64."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows of tokens by expert.
+
+    chosen: [tokens, top_k] int64, the experts of each token, of so many. Returns the rows of each
+    expert [experts] int64, the row at each place [tokens * top_k] int64, and the places of each
+    token's rows [tokens, top_k] int64.
+    """
+    order, counts = sort_by_expert(chosen.flatten(), experts)
+    return counts, order, inverse(order).view_as(chosen)
+
 
 class Dispatch(torch.autograd.Function):
     """Copies each token's row to the places of its experts.
@@ -97,6 +130,36 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return (
         F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
     )
+
+
+def experts_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the expert of each row [rows, N], int64. ends: [experts] int32, where each one's rows
+    end.
+    """
+    places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, places, right=True)
+
+
+def sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
+    # A product with ones; kernels want 8 of them.
+    ones = rows.new_ones(len(rows), 8)
+    return grouped_mm(ones.mT, rows, ends)[:, 0]
+
+
+class AddBias(torch.autograd.Function):
+    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return fresh(y + bias[experts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        return grad, sum_by_expert(grad, ends), None, None
 
 
 class Exchange(Protocol):

@@ -5,19 +5,53 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The head's name in Hugging Face's files; those of a tied model may leave it out.
 HF_HEAD = "lm_head.weight"
 #: Values that older exports carry and that follow from the config.
 _DERIVED = re.compile(r"(.*\.rotary_emb\.inv_freq|rope\.freqs)")
 #: Name of one tensor in Hugging Face's files, or the names of those that ours is the stack of.
-HFName = str | tuple[str, ...]
+#: Where an entry of the stack has several names, it has the rows of one after those of the other.
+HFName = str | tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 
 def as_names(name: HFName) -> tuple[str, ...]:
-    """Return the names of Hugging Face's tensors that one of ours consists of."""
-    return (name,) if isinstance(name, str) else name
+    """Return the names of Hugging Face's tensors that one of ours consists of, in order."""
+    if isinstance(name, str):
+        return (name,)
+    found: list[str] = []
+    for entry in name:
+        found.extend([entry] if isinstance(entry, str) else entry)
+    return tuple(found)
+
+
+def parts_of_entry(name: HFName) -> int:
+    """Return the number of Hugging Face's tensors in an entry of a stack; 1 where ours is none."""
+    return 1 if isinstance(name, str) or isinstance(name[0], str) else len(name[0])
+
+
+def pieces_of(tensor: Tensor, name: HFName) -> dict[str, Tensor]:
+    """Return the tensors of Hugging Face's that one of ours consists of; none is copied."""
+    if isinstance(name, str):
+        return {name: tensor}
+    parts = parts_of_entry(name)
+    pieces = [piece for entry in tensor for piece in entry.chunk(parts)]
+    return dict(zip(as_names(name), pieces, strict=True))
+
+
+def joined(state: Mapping[str, Tensor], name: HFName) -> Tensor:
+    """Undo `pieces_of`. state: tensors of Hugging Face's."""
+    if isinstance(name, str):
+        return state[name]
+    import torch
+
+    pieces = torch.stack([state[one] for one in as_names(name)])
+    parts = parts_of_entry(name)
+    return pieces if parts == 1 else pieces.unflatten(0, (-1, parts)).flatten(1, 2)
 
 
 def is_derived(name: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.expert_args import experts_of
-from titanlite.models.grouped import Combine, Dispatch, Experts
+from titanlite.models.grouped import Combine, Dispatch, Experts, by_expert
 from titanlite.models.layers import Block, FeedForward, Llama
 from titanlite.models.router import AddLoss, Choice, Routing, router_losses
 
@@ -77,17 +77,10 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         logits = self.gate(tokens).float()
         choice = self.routing.choose(logits, self.expert_bias)
-        chosen = choice.experts
-        # Compared and summed: counting by atomic additions is neither deterministic nor faster.
-        counts = (chosen.flatten()[:, None] == torch.arange(logits.size(1), device=x.device)).sum(0)
+        counts, order, places = by_expert(choice.experts, logits.size(1))
         weights = choice.weights
         if torch.is_grad_enabled():
             weights = self._add_losses(logits, choice, counts)
-        order = chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=x.device)
-        )
-        places = places.view_as(chosen)  # of each token's rows among the sorted ones
         rows = Dispatch.apply(tokens, order, places)
         if self.scales_input:
             rows = (rows * weights.flatten()[order, None]).to(rows.dtype)
@@ -98,7 +91,9 @@ class MoE(nn.Module):
     def _add_losses(self, logits: Tensor, choice: Choice, counts: Tensor) -> Tensor:
         """Return the weights with the gradients of the router's losses, and record both."""
         weights = choice.weights
-        scores = choice.scores
+        # A loss without a weight is only recorded: no kernel for a gradient of zeros.
+        logits = logits if self.z_weight else logits.detach()
+        scores = choice.scores if self.aux_weight else choice.scores.detach()
         if self.routing.score == "sigmoid":
             # Shares of a token, as probabilities are.
             scores = scores / scores.sum(-1, keepdim=True)

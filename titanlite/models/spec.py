@@ -135,14 +135,15 @@ class ModelSpec:
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call
     #: takes `positions`.
     context_parallel: bool = False
-    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For
-    #: expert parallelism the module that holds their parameters [experts, …] has an attribute
-    #: `exchange`, see `titanlite.features.experts`.
+    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts; empty
+    #: where these arguments have none. For expert parallelism the module that holds their
+    #: parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
     #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names:
-    #: ours is the stack of these tensors along a new first dimension.
+    #: ours is the stack of these tensors along a new first dimension. A tuple of tuples: an entry
+    #: of the stack has the rows of several.
     hf_names: Callable[[Any], Mapping[str, HFName]] = _no_hf
     #: Names of tensors in Hugging Face's files → those of parts that are not trained here, each
     #: with the reason. They are left out, and a line tells.
@@ -160,6 +161,10 @@ class ModelSpec:
     #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
     #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
     why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
+
+    def mixtures(self, args: Any) -> dict[str, int]:
+        """Return name → number of experts of each mixture; empty for a model without."""
+        return {} if self.experts is None else self.experts(args)
 
     def build_on_meta(self, args: Any) -> nn.Module:
         """Build the module on the meta device, in float32 (the masters of mixed precision) with
@@ -182,16 +187,13 @@ class ModelSpec:
 
         Raises ValueError if a parameter is missing or unknown.
         """
-        from titanlite.models.hf_names import compare_names
+        from titanlite.models.hf_names import compare_names, pieces_of
 
         names = self.hf_names(args)
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
         for ours, theirs in names.items():
-            if isinstance(theirs, str):
-                found[theirs] = state[ours]
-            else:
-                found.update(zip(theirs, state[ours], strict=True))
+            found.update(pieces_of(state[ours], theirs))
         return found
 
     def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
@@ -200,18 +202,13 @@ class ModelSpec:
         Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the
         embedding.
         """
-        import torch
-
-        from titanlite.models.hf_names import HF_HEAD
+        from titanlite.models.hf_names import HF_HEAD, joined
 
         self.names_from_hf(state, args)
         state = {name.removeprefix(self.part_prefix): tensor for name, tensor in state.items()}
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
-            if isinstance(theirs, str):
-                found[ours] = state[theirs]
-            else:
-                found[ours] = torch.stack([state[name] for name in theirs])
+            found[ours] = joined(state, theirs)
         for name, other in self.tied(args).items():
             if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
                 raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")

@@ -107,22 +107,26 @@ class StepSizes:
     def outputs(self) -> float:
         """Numbers that the linears of all blocks put out for a token."""
         found = sum(linear.size.out_features * len(linear.names) for linear in self.linears)
-        if self.spec.experts is not None:
-            mixtures = len(self.spec.experts(self.args))
+        if self.mixtures:
             per_expert = 2 * self.expert_width + 2 * self.width
-            found += mixtures * self.experts_per_token * per_expert
+            found += len(self.mixtures) * self.experts_per_token * per_expert
         return found
+
+    @cached_property
+    def mixtures(self) -> dict[str, int]:
+        """The experts of each mixture; empty for a dense model."""
+        return self.spec.mixtures(self.args)
 
     @cached_property
     def experts(self) -> Experts:
         """Products outside of `linears`."""
-        if self.spec.experts is None and self.spec.linears is not None:
+        if not self.mixtures and self.spec.linears is not None:
             return Experts()
         linears = sum(linear.weights for linear in self.products.kinds) * self.mesh.tensor
         flops = max(self.base_flops / 3 - 2 * linears, 0.0)
-        if self.spec.experts is None:
+        if not self.mixtures:
             return Experts(flops=flops)
-        count = min(self.spec.experts(self.args).values())
+        count = min(self.mixtures.values())
         return Experts(flops / 2 * count / self.experts_per_token, flops)
 
     @cached_property
@@ -134,8 +138,8 @@ class StepSizes:
         for name, size in self.spec.linears(self.args).items():
             if name != self.spec.head:
                 found[size] += 1
-        if self.spec.experts is not None:
-            experts = sum(self.spec.experts(self.args).values())
+        if self.mixtures:
+            experts = sum(self.mixtures.values())
             found[Size(self.width, self.expert_width)] += 3 * experts
         return found
 
@@ -273,7 +277,7 @@ class StepSizes:
     @cached_property
     def repeated(self) -> float:
         """Share of a block's products that recomputation by operator repeats: every second one."""
-        if not self.linears or self.spec.experts is not None:
+        if not self.linears or self.mixtures:
             return 0.5
         sizes = [linear.weights for linear in self.linears]
         return sum(sizes[1::2]) / sum(sizes)

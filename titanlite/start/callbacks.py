@@ -108,11 +108,14 @@ def _figures(built: Built) -> list[Any]:
         if mixture is not None and isinstance(losses, RowLosses):
             factors = built.model.factors
             found.append(SourceFigures(mixture, losses, built.loaders.share, factors))
-    if run.spec.experts is not None:
+    experts = run.spec.mixtures(built.model.args)
+    if experts:
         from titanlite.features.experts.figures import ExpertFigures
 
-        experts = run.spec.experts(built.model.args)
-        found.append(ExpertFigures(built.model.model, experts, built.world.device))
+        # Routers of transformers keep their logits to themselves.
+        has_losses = run.spec.name != "hf"
+        device = built.world.device
+        found.append(ExpertFigures(built.model.model, experts, device, has_losses))
     return found
 
 

@@ -248,7 +248,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += tensor_misfits(args, run)
-        if run.spec.experts is not None:
+        if run.spec.mixtures(args):
             from titanlite.features.experts.checks import reshard_misfits
 
             found += reshard_misfits(run, args)

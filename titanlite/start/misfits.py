@@ -97,6 +97,7 @@ def refused_keys(args: Any, run: RunConfig) -> Iterator[Finding]:
         "data.mask_documents": run.data.mask_documents,
         _TP: run.mesh.tensor > 1,
         "float8.enable_float8_linear": run.float8.enable_float8_linear,
+        "parallelism.expert_parallel_degree": run.mesh.expert > 1,
         "experimental.enable_async_tensor_parallel": (
             run.experimental.enable_async_tensor_parallel
         ),

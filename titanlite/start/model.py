@@ -136,10 +136,8 @@ def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossF
 
 def tell_experts(run: RunConfig, args: Any, model: nn.Module, tokens: int) -> None:
     """Tell each mixture of experts the tokens of a step, by which its loss is divided."""
-    if run.spec.experts is None:
-        return
     modules: dict[str, Any] = dict(model.named_modules())
-    for name in run.spec.experts(args):
+    for name in run.spec.mixtures(args):
         if name in modules:  # a pipeline stage has some of them
             modules[name].step_tokens = tokens
 
@@ -165,10 +163,10 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
         train_step.guard.applied = True
     # Beside adapters the biases are frozen, as all that no checkpoint holds.
     moves = 0.0 if run.lora.rank else getattr(parts.args, "bias_update", 0.0)
-    if moves and run.spec.experts is not None:
+    experts = run.spec.mixtures(parts.args) if moves else {}
+    if experts:
         from titanlite.features.experts.balance import ExpertBalance
 
-        experts = run.spec.experts(parts.args)
         train_step.balance = ExpertBalance(model, experts, moves, device)
     float8 = float8_of(run.float8)
     if float8 is not None:

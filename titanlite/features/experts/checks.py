@@ -17,7 +17,8 @@ _TP = "training.tensor_parallel_degree"
 
 def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     """Check that the ranks that share the weights can share the experts too."""
-    if run.spec.experts is None:
+    mixtures = run.spec.mixtures(args)
+    if not mixtures:
         return
     ranks = run.mesh.expert
     if run.mesh.tensor > 1:
@@ -32,7 +33,7 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
             "compiled"
         )
         yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
-    experts = math.gcd(*run.spec.experts(args).values())
+    experts = math.gcd(*mixtures.values())
     shards = run.mesh.weight_shards
     if shards % ranks or experts % ranks:
         message = (
@@ -64,9 +65,10 @@ def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
     """
     reshard = run.training.reshard_after_forward
-    if run.spec.experts is None or not isinstance(reshard, int):
+    mixtures = run.spec.mixtures(args)
+    if not mixtures or not isinstance(reshard, int):
         return
-    experts = math.gcd(*run.spec.experts(args).values())
+    experts = math.gcd(*mixtures.values())
     ranks, shards = run.mesh.expert, run.mesh.weight_shards
     if shards % ranks or experts % ranks:
         return

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.models.grouped import EXPERT_KEY, inverse
+
 
 class Route(NamedTuple):
     """How the rows of one layer travel."""
@@ -92,10 +94,12 @@ class Exchange:
         received = _all_to_all(counts, None, None, self.group).view_as(sent)
         sizes = torch.stack((sent.sum(1), received.sum(1)))
         outward, inward = _on_host(sizes).tolist()
-        experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
-        of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(inward))
+        experts = torch.arange(sent.size(1), dtype=EXPERT_KEY, device=counts.device)
+        of_rows = experts.repeat(self.ranks).repeat_interleave(
+            received.flatten(), output_size=sum(inward)
+        )
         order = of_rows.argsort(stable=True)
-        route = Route(outward, inward, order, order.argsort(), self.group)
+        route = Route(outward, inward, order, inverse(order), self.group)
         return _Move.apply(rows, route, True), received.sum(0), route
 
     @torch._disable_dynamo

@@ -19,10 +19,17 @@ class ExpertFigures(Callback):
     """Tells how even the load of experts has been since the last log. It must run before the log.
 
     experts: of each mixture in the whole model, by name. The model may be a part, as with a
-    pipeline.
+    pipeline. has_losses: whether mixtures record the losses of their routers.
     """
 
-    def __init__(self, model: nn.Module, experts: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: Mapping[str, int],
+        device: torch.device,
+        has_losses: bool = True,
+    ) -> None:
+        self._has_losses = has_losses
         modules: dict[str, Any] = dict(model.named_modules())
         self._experts = dict(experts)
         self._records = {
@@ -47,8 +54,8 @@ class ExpertFigures(Callback):
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return the load of the experts, and the losses of the routers as means over tokens and
-        layers.
+        """Return the load of the experts, and the losses of the routers, if they are recorded, as
+        means over tokens and layers.
 
         sums: over all ranks. Where several ranks count the same tokens, all figures are the same.
         """
@@ -65,10 +72,11 @@ class ExpertFigures(Callback):
             )
             losses.append((balance / (tokens or 1.0), z / (tokens or 1.0)))
         layers = len(shares)
-        return {
+        found = {
             "experts/max_share": max(shares.values()),
             "experts/entropy": sum(entropies) / layers,
-            "experts/aux_loss": sum(balance for balance, _ in losses) / layers,
-            "experts/z_loss": sum(z for _, z in losses) / layers,
-            **shares,
         }
+        if self._has_losses:
+            found["experts/aux_loss"] = sum(balance for balance, _ in losses) / layers
+            found["experts/z_loss"] = sum(z for _, z in losses) / layers
+        return found | shares

@@ -64,12 +64,15 @@ class ExpertMemory:
         rows = s.tokens * a.top_k
         outer = rows * a.dim * s.size
         router = s.linear("gate", "n2", *self.router)
-        # The router keeps logits and probabilities in float32, and the places of rows in int64.
+        # The router keeps probabilities in float32, for a z-loss logits too, and the places of rows
+        # in int64.
         probabilities = s.tokens * a.n_experts * 4
-        kept = probabilities * 3 + rows * 8 * 2
+        kept = probabilities * 2 + rows * 8 * 2
         if a.score == "softmax_of_chosen":
-            # The softmax has weights and chosen experts beside the logits that the losses take.
-            kept = probabilities * 2 + rows * (8 * 3 + 4) + s.tokens * 4
+            # The softmax has weights and chosen experts beside what the losses take.
+            kept = probabilities + rows * (8 * 3 + 4) + s.tokens * 4
+        if a.z_loss:
+            kept += probabilities
         ops = [
             replace(router, keeps=kept),
             Op("rows", outer, ("n2",), backward=outer),

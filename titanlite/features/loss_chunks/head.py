@@ -209,4 +209,7 @@ def _of_chunk(
         return loss(logits[None], labels[None]), logits
     with torch.enable_grad():
         part = loss(logits.requires_grad_()[None], labels[None])
-    return part.detach(), torch.autograd.grad(part, logits)[0]
+    # In this thread: that of a GPU may still hold logits and gradient when the next chunk begins.
+    with torch.autograd.set_multithreading_enabled(False):
+        (gradient,) = torch.autograd.grad(part, logits)
+    return part.detach(), gradient

@@ -6,6 +6,8 @@
     chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
     documents.py     attention within documents, for `data.mask_documents`
     tensor.py        the plan of tensor parallelism
+    experts.py       experts by titanlite's products, and on several ranks
+    names.py         names in files
     extras.py        what the module asks of chunks.py and documents.py
 
 Parameters have the names of `transformers`. All that the spec says is read from the model itself,
@@ -20,9 +22,9 @@ from titanlite.models.hf.args import HFArgs, args_from_hf, hf_config, read_args
 from titanlite.models.hf.config_json import config_file, read_config
 from titanlite.models.hf.counts import (
     count_parameters,
+    experts,
     flops_per_token,
     fsdp_units,
-    hf_names,
     linears,
     sublayer_names,
 )
@@ -51,6 +53,12 @@ def _tensor_sizes(args: HFArgs) -> dict[str, int]:
     return tensor_sizes(args)
 
 
+def _hf_names(args: HFArgs) -> dict[str, Any]:
+    from titanlite.models.hf.names import hf_names
+
+    return dict(hf_names(args))
+
+
 def _why_not(args: HFArgs, key: str, tensor: int) -> str:
     """Return why a model cannot do what a key asks for; "": it can."""
     if key == "training.loss_chunks":
@@ -65,6 +73,8 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
         from titanlite.models.hf.tensor import why_no_tensor
 
         return why_no_tensor(args, tensor)
+    if key == "parallelism.expert_parallel_degree" and not args.skeleton.mixtures:
+        return f"{type(args.skeleton.model).__name__} has no experts that ranks could share"
     if key == "float8.enable_float8_linear" and tensor > 1:
         return "tensor parallelism of a model of transformers has no float8"
     if key == "experimental.enable_async_tensor_parallel":
@@ -89,9 +99,10 @@ SPEC = ModelSpec(
     tensor_sizes=_tensor_sizes,
     whole_activations=True,
     sublayer_names=sublayer_names,
+    experts=experts,
     why_not=_why_not,
     tied=lambda args: dict(args.skeleton.tied),
-    hf_names=hf_names,
+    hf_names=_hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
 )

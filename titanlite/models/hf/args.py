@@ -44,13 +44,9 @@ class HFArgs:
     max_seq_len: int
 
     def __post_init__(self) -> None:
-        """Raise ShapeError if `transformers` makes no causal model of it, or none for such
-        sequences.
+        """Raise ShapeError if `transformers` makes no causal model of it that can be trained, or
+        none for such sequences.
         """
-        if any(".experts." in name for name, _ in self.skeleton.model.named_parameters()):
-            # Their products cannot be traced in float32, which the plan of memory needs.
-            message = "models of transformers with experts cannot be trained here"
-            raise refused(message, 'of a Mixtral set model.name = "mixtral"', "name")
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         if positions is not None and self.max_seq_len > positions:
             message = (
@@ -64,6 +60,16 @@ class HFArgs:
         from titanlite.models.hf.skeleton import skeleton_of
 
         return skeleton_of(self.config, self.vocab_size)
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token; 1 in a model without."""
+        return max((mixture.top_k for mixture in self.skeleton.mixtures.values()), default=1)
+
+    @property
+    def expert_width(self) -> int:
+        """Numbers between the products of an expert; 0 in a model without."""
+        return max((mixture.width for mixture in self.skeleton.mixtures.values()), default=0)
 
     def deciding(self) -> dict[str, Any]:
         """Return the entries of config.json that decide tensors or logits, nested ones by dotted

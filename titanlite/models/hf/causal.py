@@ -21,6 +21,8 @@ def causal_model(config: Any, extras: Extras | None = None) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from titanlite.models.hf.experts import exchange
+
     make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
     try:
         model = make(attn_implementation="sdpa")
@@ -29,6 +31,7 @@ def causal_model(config: Any, extras: Extras | None = None) -> Any:
     cls: Any = type(model)
     model.__class__ = _logits_class(cls)
     model.extras = extras
+    exchange(model)
     return model
 
 

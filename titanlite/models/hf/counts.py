@@ -33,16 +33,35 @@ def sublayer_names(args: HFArgs) -> list[str]:
 
 
 def linears(args: HFArgs) -> dict[str, Size]:
-    """Return name → size of every linear, but not of a head with another name than `lm_head`."""
+    """Return name → size of every linear, but not of routers, whose few outputs decide about
+    tokens, nor of a head with another name than `lm_head`.
+    """
     from torch import nn
 
     found = {}
+    routers = _routers(args)
     for name, module in args.skeleton.model.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and name not in routers:
             found[name] = Size(module.in_features, module.out_features)
     if args.skeleton.head != HEAD:
         found.pop(args.skeleton.head, None)
     return found
+
+
+def _routers(args: HFArgs) -> set[str]:
+    """Return the names of linears beside experts that have an output for each of them."""
+    found = set()
+    for name, mixture in args.skeleton.mixtures.items():
+        block = name.rpartition(".")[0]
+        for leaf, module in args.skeleton.model.get_submodule(block).named_children():
+            if getattr(module, "out_features", 0) == mixture.experts:
+                found.add(f"{block}.{leaf}")
+    return found
+
+
+def experts(args: HFArgs) -> dict[str, int]:
+    """Return name → number of experts, of each mixture."""
+    return {name: mixture.experts for name, mixture in args.skeleton.mixtures.items()}
 
 
 def count_parameters(args: HFArgs) -> int:
@@ -54,7 +73,8 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward, by the formula of the
     Llamas.
 
-    6 per parameter outside of embeddings; a tied embedding counts as the head.
+    6 per parameter outside of embeddings; a tied embedding counts as the head. Of experts only
+    those of a token count.
     Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows
     and causality are not discounted.
     """
@@ -66,6 +86,9 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     tables -= {known.model.get_parameter(name) for name in known.tied.values()}
     multiplied = [weight for weight in known.model.parameters() if weight not in tables]
     weights = sum(weight.numel() for weight in multiplied)
+    for mixture in known.mixtures.values():
+        unused = mixture.experts - mixture.top_k
+        weights -= mixture.parameters // mixture.experts * unused
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     key_width = getattr(config, "qk_head_dim", None) or width
     value_width = getattr(config, "v_head_dim", None) or width
@@ -73,20 +96,3 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     attending = sum(not re.search("linear|conv", kind) for kind in kinds)
     per_layer = config.num_attention_heads * (key_width + value_width) * seq_len
     return 6 * weights + 6 * attending * per_layer
-
-
-def hf_names(args: HFArgs) -> dict[str, str]:
-    """Return the names of all saved tensors; files have the same.
-
-    Raises ValueError where they have others.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    model = args.skeleton.model
-    if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
-        kind = args.skeleton.config.model_type
-        raise ValueError(
-            f"files of a {kind} hold weights in another form than transformers' modules"
-        )
-    return {name: name for name in model.state_dict() if name not in args.skeleton.tied}

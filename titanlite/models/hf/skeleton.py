@@ -16,6 +16,7 @@ from titanlite.models.spec import Init
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from titanlite.models.hf.experts import Mixture
 
 #: Name of the linear that computes the logits, in all but a few models.
 HEAD = "lm_head"
@@ -35,6 +36,8 @@ class Skeleton:
     #: Names of the embedding of tokens and of the head.
     embedding: str
     head: str
+    #: The mixtures of experts, by the name of their experts.
+    mixtures: dict[str, Mixture]
 
 
 @functools.lru_cache(maxsize=8)
@@ -44,6 +47,8 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
     content: the file. vocab_size: in place of the one there.
     """
     import torch
+
+    from titanlite.models.hf.experts import mixtures_of
 
     config = read_config({**json.loads(content), "vocab_size": vocab_size})
     try:
@@ -75,6 +80,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
         tied,
         embedding=paths[model.get_input_embeddings()],
         head=paths.get(model.get_output_embeddings(), ""),
+        mixtures=mixtures_of(model),
     )
 
 

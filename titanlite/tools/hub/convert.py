@@ -54,7 +54,7 @@ from titanlite.features.ema.names import AVERAGE
 from titanlite.features.lora.settings import RECORD, without_adapters
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
-from titanlite.models.spec import ShapeError
+from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
@@ -217,7 +217,7 @@ def _checkpoint(
     )
     if RECORD not in manifest.config:
         return found
-    from titanlite.features.lora.source import of_checkpoint
+    from titanlite.features.lora.source import base_path, of_checkpoint
 
     files = of_checkpoint(folder, manifest, contents.read, prefix)
     plain = replace(
@@ -225,7 +225,13 @@ def _checkpoint(
         config={name: value for name, value in manifest.config.items() if name != RECORD},
         fingerprints=without_adapters(manifest.fingerprints),
     )
-    return _merged(replace(found, manifest=plain), files, _base(files, base, progress, origin))
+    place = base_path(files.base, base, files.path)
+    if family == "hf" and holds_weights(place):
+        # By its config.json it may be of a family of titanlite's, with other names.
+        under = _foreign(place, get_spec(family), args)
+    else:
+        under = _any_source(place, progress, False, origin)
+    return _merged(replace(found, manifest=plain), files, under)
 
 
 def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
@@ -236,13 +242,6 @@ def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | Non
     place = base_path(base_of(path), base, path)
     under = _any_source(place, progress, False, origin)
     return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
-
-
-def _base(files: AdapterFiles, given: AnyPath | None, progress: Progress, origin: Origin) -> Source:
-    """Return the weights under adapters. given: where, by the user."""
-    from titanlite.features.lora.source import base_path
-
-    return _any_source(base_path(files.base, given, files.path), progress, False, origin)
 
 
 def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
@@ -276,8 +275,9 @@ def _described(
         raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
 
 
-def _foreign(path: AnyPath) -> Source:
-    weights = open_weights(path)
+def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Source:
+    """Return the weights of another program. spec, args: of their model; None: by its config."""
+    weights = open_weights(path, spec, args)
     weights.check_head()
     has_config = path.is_dir() and (path / HF_CONFIG).is_file()
     return Source(

@@ -1,0 +1,145 @@
+"""Low-rank adapters beside models of `transformers` (`model.name = "hf"`), also with experts that
+ranks share: gradients as PEFT's, a base that stays, exports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.adapters import ALPHA, RANK, Seen, peft_folder, peft_model, weights_of
+from tests.support.compare import relative
+from tests.support.hf import TOML
+from tests.support.hf_compare import sizes_of
+from tests.support.pool import Pools
+from tests.support.tiny import KEPT_TOKENS
+from tests.support.whole_runs import outcome_of
+from titanlite.assembly import build
+from titanlite.config.load import load_file as load_config_file
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import fitted
+from titanlite.start.run_text import read_datasets
+from titanlite.tools.hub.convert import convert, open_source
+from titanlite.tools.hub.tensors import Contents, our_logits
+from titanlite.trainer import Trainer
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+VOCABULARY = 2304
+KINDS = {"llama": [], "qwen3_moe": ["--parallelism.expert_parallel_degree=2"]}
+
+
+def base_folder(folder: Path, kind: str) -> Path:
+    """A model with random weights, as `transformers` saves it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**sizes_of(kind), "vocab_size": VOCABULARY, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).save_pretrained(folder)
+    return folder
+
+
+def run_flags(base: Path, *more: str) -> list[str]:
+    given = {
+        "model.hf_config": base,
+        "checkpoint.initial_load_path": base,
+        "checkpoint.enable_checkpoint": "true",
+        "training.seq_len": 32,
+        "training.batch_size": 2,
+        "training.global_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        "training.max_norm": 1e9,
+        "training.warmup_steps": 1,
+        "metrics.log_freq": 1,
+        "validation.enable": "false",
+        "lora.rank": RANK,
+        "lora.alpha": ALPHA,
+        "lora.targets": ",".join(TARGETS),
+    }
+    return [*(f"--{key}={value}" for key, value in given.items()), KEPT_TOKENS, *more]
+
+
+def train(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
+    """Train, and return what `Seen` kept with the outcome and the last weights."""
+    config = load_config_file(TOML, [*flags, f"--job.dump_folder={folder}"])
+    run = fitted(config, world.size)
+    trainer = Trainer(build(run, world, read_datasets(run)))
+    seen = Seen()
+    trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, seen])
+    found = outcome_of(trainer, folder)
+    kept = {"start": seen.start, "gradients": seen.gradients, "batches": seen.batches}
+    return {**found, **kept, "end": weights_of(trainer.parts.model)}
+
+
+def our_name(theirs: str) -> str:
+    """Our name of a parameter of PEFT's adapters."""
+    name = theirs.removeprefix("base_model.model.")
+    for letter in "AB":
+        name = name.replace(f"lora_{letter}.default.weight", f"lora_{letter.lower()}")
+    return name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_peft_and_the_base_stays(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
+    base = base_folder(tmp_path / "base", kind)
+    adapters = peft_folder(tmp_path / "peft", base, TARGETS)
+    flags = run_flags(base, *KINDS[kind], f"--lora.adapter={adapters}", "--training.steps=2")
+    found = pool(2).run(train, str(tmp_path / "run"), flags)
+    assert not found[0]["error"]
+    model = peft_model(base, TARGETS).train()
+    batches = [batch for one in found for batch in one["batches"]]
+    tokens = torch.cat([batch[0] for batch in batches])
+    labels = torch.cat([batch[1] for batch in batches])
+    logits = model(input_ids=tokens).logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+    loss.backward()
+    assert found[0]["rows"][0]["loss"] == pytest.approx(loss.item(), abs=2e-6)
+    expected = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected[our_name(name)] = parameter.grad
+    assert found[0]["gradients"].keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative(found[0]["gradients"][name], gradient) < 2e-6, name
+    for name, tensor in found[0]["end"].items():
+        assert (name in expected) != tensor.equal(found[0]["start"][name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_the_base_with_what_adapters_add(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base_folder(tmp_path / "base", kind)
+    run = tmp_path / "run"
+    flags = run_flags(base, *KINDS[kind], "--training.steps=3")
+    assert not pool(2).run(train, str(run), flags)[0]["error"]
+    convert(run, tmp_path / "hf", "hf")
+    contents = Contents(run / "checkpoint" / "step-3")
+    merged = load_file(tmp_path / "hf" / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    assert merged.keys() == before.keys()
+    for name, weight in before.items():
+        expected = weight
+        linear = name.removesuffix(".weight")
+        if linear.endswith(TARGETS) and "self_attn" in name and name.endswith("weight"):
+            down = contents.read(f"model.{linear}.lora_a")
+            up = contents.read(f"model.{linear}.lora_b")
+            expected = weight + ALPHA / RANK * (up @ down)
+            assert not merged[name].equal(weight), name
+        assert merged[name].equal(expected), name
+    convert(run, tmp_path / "peft", "peft")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    tokens = torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        source = open_source(run)
+        ours = [our_logits(source.family, source.args, source.read, row[None]) for row in tokens]
+        assert relative(model(tokens).logits, torch.cat(ours)) < 1e-6
