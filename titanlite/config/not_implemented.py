@@ -136,6 +136,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
     "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
     "sample": {"sample.prompts": bool},
+    "eval": {"eval.tasks": bool},
     "sample.seed": {"sample.temperature": bool},
     "profiling.save_traces_folder": {"profiling.enable_profiling": True},
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
@@ -221,6 +222,8 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
             others.append(key)
     notes = []
     warnings = []
+    if any(config.is_given(key) for key in keys() if key.startswith("ladder.")):
+        notes.append("[ladder] is for `titanlite ladder`; a run reads none of it")
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8:
         warnings.append(

@@ -6,7 +6,7 @@ meaning. The text under a field is its documentation: `titanlite config explain 
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from titanlite.config.value_types import (
     HOME,
@@ -127,6 +127,30 @@ class Sample(Section, frozen=True):
     """Logits are divided by it before a token is drawn; 0: always the most probable token."""
     seed: Seed = 0
     """Seed of the draws, the same each time. They do not touch the generators of training."""
+
+
+class Eval(Section, frozen=True):
+    """Tasks that measure the model while it trains."""
+
+    tasks: list[str] = []
+    """Tasks of lm-evaluation-harness by name (package lm-eval), and files of your own: texts, for
+    bits per byte, or multiple-choice questions. Files have a slash or an end like .jsonl. None:
+    off.
+    """
+    freq: Count = 1000
+    """Run the tasks every freq steps."""
+    at_end: bool = True
+    """Run them after the last step too."""
+    limit: Count | None = None
+    """Only the first documents of each task. None: all."""
+    batch_size: Count | None = None
+    """Sequences at once per data-parallel rank. None: validation.batch_size."""
+    ema: bool = False
+    """Measure the average of the weights (optimizer.ema_decay)."""
+    num_fewshot: Natural | None = None
+    """Examples before each question of the harness's tasks. None: the task's own number."""
+    include_path: Location | None = None
+    """Folder with task files (YAML) for the harness. The code that they name runs."""
 
 
 class Debug(Section, frozen=True):
@@ -262,3 +286,31 @@ class Launch(Section, frozen=True):
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.
     """
+
+
+class Ladder(Section, frozen=True):
+    """Small models whose losses `titanlite ladder` fits a scaling law to. A run reads none of
+    it.
+    """
+
+    sizes: list[Count] = []
+    """Parameters of each model without its embedding, as [20_000_000, 40_000_000]. The nearest
+    model of this file's proportions is trained. Empty: five, whose blocks have an eighth of the
+    parameters of this file's, half of that, and so on.
+    """
+    tokens_per_parameter: Annotated[list[Positive], Meta(min_length=1)] = field(
+        default_factory=lambda: [5.0, 10.0, 20.0]
+    )
+    """Horizons of each model, in tokens for each of those parameters. One run at a constant rate
+    serves all: each horizon is a short decay from it.
+    """
+    decay_ratio: Annotated[float, Meta(gt=0, le=0.8)] = 0.2
+    """Share of a horizon in which the learning rate falls."""
+    lr_exponent: NonNegative = 1 / 3
+    """Learning rate of a model of n parameters: optimizer.lr * (N / n) ** lr_exponent, N this
+    file's. 0: the same rate.
+    """
+    batch_exponent: NonNegative = 2 / 3
+    """Sequences of a step: those of this file * (n / N) ** batch_exponent. 0: the same."""
+    seeds: Count = 1
+    """Runs of each model, with training.seed and the next numbers."""

@@ -369,6 +369,7 @@ class Config(Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
     sample: run.Sample = run.Sample()
+    eval: run.Eval = run.Eval()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()
@@ -383,6 +384,7 @@ class Config(Section, frozen=True):
     memory_estimation: run.MemoryEstimation = run.MemoryEstimation()
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
+    ladder: run.Ladder = run.Ladder()
 
     @property
     def compiles_blocks(self) -> bool:
