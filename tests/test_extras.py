@@ -45,8 +45,8 @@ FOR_DEVELOPERS = {"dev", "docs"}
 BROUGHT = {"fsspec", "pyarrow", "google"}
 #: Packages that type checkers alone read. torch brings them.
 FOR_TYPES = {"typing_extensions"}
-#: Of lm-evaluation-harness, which `titanlite eval` asks for by its own name.
-HARNESS = {"lm_eval", "tqdm"}
+#: Of huggingface_hub and of lm-evaluation-harness: shows how far `titanlite eval` is.
+PROGRESS = {"tqdm"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -94,7 +94,7 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> No
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
     trackers = {module for module, package in TRACKER_PACKAGES.values() if package in EXTRAS}
     known = names(PROJECT["dependencies"]) | set(EXTRAS) | trackers
-    known |= BROUGHT | HARNESS | FOR_TYPES
+    known |= BROUGHT | PROGRESS | FOR_TYPES
     assert others - known == set()
 
 
@@ -190,6 +190,14 @@ def test_without_wandb_the_config_is_refused_with_the_extra(hide: Callable[[str]
     hide("wandb")
     (problem,) = missing_packages(load(["--metrics.enable_wandb"]))
     assert problem.hint == "pip install 'titanlite[wandb]', or leave the key out"
+
+
+def test_without_lm_eval_its_tasks_are_refused_with_the_extra(hide: Callable[[str], None]) -> None:
+    hide("lm_eval")
+    (problem,) = missing_packages(load(["--eval.tasks=['./quiz.jsonl', 'hellaswag']"]))
+    assert "needs the package lm-eval for hellaswag," in problem.message
+    assert problem.hint == "pip install 'titanlite[eval]', or leave them out"
+    assert missing_packages(load(["--eval.tasks=['./quiz.jsonl']"])) == []
 
 
 def test_without_transformers_models_and_exports_name_the_extra(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 #: Phases that are no part of a step: they may take as long as the first step.
-SLOW_PHASES = frozenset({"validate", "sample", "save", "rollback", "profile", "end"})
+SLOW_PHASES = frozenset({"validate", "evaluate", "sample", "save", "rollback", "profile", "end"})
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Callback:
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         """The trainer begins something: "data", "forward", "backward", "optimizer", "log",
-        "validate", "save", …
+        "validate", "evaluate", "save", …
         """
 
     def before_update(self, trainer: Trainer) -> None:

@@ -79,8 +79,8 @@ class Runner(Protocol):
         """
         ...
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Return a batch's loss, summed over its tokens (0-dim)."""
+    def loss_sum(self, batch: Batch, loss: LossFunction | None = None) -> torch.Tensor:
+        """Return a batch's loss, summed over its tokens (0-dim); `loss` replaces the run's."""
         ...
 
 
@@ -113,11 +113,10 @@ class PlainRunner:
             share += loss.detach()
         return share
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def loss_sum(self, batch: Batch, loss: LossFunction | None = None) -> torch.Tensor:
         """Return the sum of the losses of a batch's targets, a scalar."""
-        return batch_loss(
-            self.model, batch.tokens, batch.labels, self.loss_function, batch.documents
-        )
+        loss = loss or self.loss_function
+        return batch_loss(self.model, batch.tokens, batch.labels, loss, batch.documents)
 
 
 @dataclass

@@ -48,7 +48,8 @@ class Trainer:
         self.steps = parts.steps
         #: All ranks know that one was asked to stop: the step under way is the last.
         self.stopping = False
-        self.validation_owed = False
+        #: What is due and not done, "validation" or "tasks": a resumed run does it first.
+        self.owed: set[str] = set()
         #: The checkpoint that the run started from, or went back to.
         self.loaded: LoadedState | None = None
         #: Data of the latest two steps: a step that is found bad is one of them.
@@ -94,7 +95,7 @@ class Trainer:
                             break
                         except BadStepError as bad:
                             self.roll_back(bad)
-                if self.stopping and (self.step < self.steps or self.validation_owed):
+                if self.stopping and (self.step < self.steps or self.owed):
                     from titanlite.training.stopped import stopped
 
                     raise stopped(self)
@@ -131,13 +132,13 @@ class Trainer:
             self.end_with_text()
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
-            self.validation_owed = True
+            self.owed.add("validation")
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
-        if self.validation_owed:
+        if self.owed:
             self.validate()
             in_hf = parts.checkpointer is not None and parts.checkpointer.config.last_save_in_hf
-            if in_hf and self.step == self.steps and not self.validation_owed:
+            if in_hf and self.step == self.steps and not self.owed:
                 self.save()  # a stop in the last validation left a full checkpoint instead
 
     def end_with_text(self, later: bool = False) -> None:
@@ -216,11 +217,11 @@ class Trainer:
         texts = parts.validation
         if texts is None:
             return
-        due = self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed
+        due = self.step % texts.freq == 0 or self.step >= self.steps or "validation" in self.owed
         if not due:
             return
         self.sync_guard()
-        self.validation_owed = True  # until it is done: a resumed run does it first
+        self.owed.add("validation")  # until it is done
         if self.stopping:
             return
         self.phase("validate")
@@ -234,7 +235,7 @@ class Trainer:
             self.stopping = True
             logger.info(f"validation at {self.step} was interrupted; the resumed run does it")
             return
-        self.validation_owed = False
+        self.owed.discard("validation")
         self.validated = self.step, result
         seconds = time.perf_counter() - started
         self.callbacks("on_validation_end", self, result.all.loss, result.all.tokens, seconds)
@@ -297,8 +298,8 @@ class Trainer:
         statistics = parts.train_step.guard.state_dict()
         if statistics:
             state["guard"] = statistics
-        if self.validation_owed:
-            state["validation_owed"] = True
+        for name in self.owed:
+            state[f"{name}_owed"] = True
         if parts.validation is not None:
             state[HELD_OUT] = parts.validation.fingerprint
         self.callbacks.add_state(self, state)
@@ -344,7 +345,7 @@ def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: fl
     last_step = trainer.step == trainer.steps
     last = last_step or trainer.stopping
     weights_only = parts.last_save_dtype
-    if not last_step or trainer.validation_owed:
+    if not last_step or trainer.owed:
         weights_only = None
     started = time.perf_counter()
     try:

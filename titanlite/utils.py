@@ -412,6 +412,7 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 EXTRAS = {
     "argcomplete": "completion",
     "comet-ml": "comet",
+    "lm_eval": "eval",
     "matplotlib": "plots",
     "mlflow-skinny": "mlflow",
     "s3fs": "s3",

@@ -129,6 +129,18 @@ def test_lines_of_the_log_stand_in_the_order_of_their_times(
     assert rows[-1].startswith("13/15 ")
 
 
+def test_the_figures_of_tasks_stand_below_the_table(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = _show(terminal, monkeypatch)
+    log_step(1)
+    view.show_scores(1, {"eval/quiz/acc": 0.25, "eval/held/bits_per_byte": 1.5, "loss": 2.0})
+    view.tick(2)
+    *_, scores, progress = texts(terminal.rows())
+    assert scores.strip() == "tasks at 1: quiz/acc 0.2500, held/bits_per_byte 1.5000"
+    assert progress.startswith("2/60")
+
+
 def test_it_is_drawn_only_when_a_drawing_is_due(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,13 @@ BROKEN = [
         "resume",
         "steps [5, 6, 7, 8]",
     ),
-    ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
+    (
+        "trainer.py",
+        'state |= {f"{name}_owed": True for name in self.owed}',
+        "pass",
+        "sigterm-validation",
+        "steps [6]",
+    ),
     ("trainer.py", "if outcome.problem:", "if False:", "background-save", "not reported"),
     (
         "step.py",

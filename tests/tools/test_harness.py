@@ -89,4 +89,4 @@ def test_a_missing_harness_is_named_with_its_command(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (tmp_path / "model.safetensors").touch()
     assert main(["eval", str(tmp_path), "--tasks=x"]) == exit_codes.CONFIG
-    assert "pip install lm_eval" in capsys.readouterr().err
+    assert "pip install 'titanlite[eval]'" in capsys.readouterr().err

@@ -94,6 +94,7 @@ NEEDS: tuple[Rule, ...] = (
     Rule("checkpoint.keep_best", bool, "validation.enable", True),
     Rule("checkpoint.export_ema", True, "optimizer.ema_decay", bool),
     Rule("validation.ema", True, "optimizer.ema_decay", bool),
+    Rule("eval.ema", True, "optimizer.ema_decay", bool),
     Rule("guard.policy", "rollback", _SAVES, True),
     Rule("data.prompt_key", bool, "data.completion_key", is_set),
     Rule("data.completion_key", bool, "data.prompt_key", is_set),
@@ -519,6 +520,10 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
         hint = f"{pip_install(package)}, or leave the key out"
         message = f"needs the package {package}, which is not installed"
         found.append(("missing-package", key, message, hint))
+    if config.sections.eval.tasks:
+        from titanlite.features.tasks.entries import package_problems
+
+        found += package_problems(config.sections.eval.tasks, _is_installed)
     if config.sections.checkpoint.enable_checkpoint:
         for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
             url = config.value(key)

@@ -18,6 +18,8 @@ _TABLES = ("data.source", "validation.sources")
 _MODULES = ("experimental.custom_import",)
 #: Keys with a folder of compiled code, which torch loads and runs.
 _COMPILED = ("compile.cache_dir",)
+#: Keys with a folder of task files, which may name functions that run.
+_TASK_FILES = ("eval.include_path",)
 
 
 def code_claim(place: str, key: str, path: str, written: str = "") -> Claim:
@@ -46,6 +48,9 @@ def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Cl
     if key in _COMPILED and value:
         folder = os.path.abspath(os.path.expanduser(value))
         yield Claim(place, key, value, f"runs compiled code out of {folder}")
+    if key in _TASK_FILES and value:
+        folder = os.path.abspath(os.path.expanduser(value))
+        yield Claim(place, key, value, f"runs functions that task files below {folder} name")
 
 
 def _dotted_paths(key: str, value: Any) -> Iterator[str]:

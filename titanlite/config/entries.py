@@ -15,7 +15,6 @@ from titanlite.config.aliases import ALIASES, is_subsection, known_names, known_
 from titanlite.config.errors import COMMAND_LINE, Problem, Source
 from titanlite.config.key_types import base, choices, members
 from titanlite.config.keys import fits, keys, table_of, type_of
-from titanlite.config.sweep_table import SWEEP
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
 from titanlite.config.unsupported_keys import OTHER_MODELS, UNSUPPORTED, unsupported_type
 from titanlite.utils import parse_json
@@ -44,6 +43,8 @@ class Entry:
         return replace(self.source, line=self.lines[self.name + path]).place
 
 
+#: The table of `titanlite sweep`, which is no section of a run.
+SWEEP = "sweep"
 #: A file with more unknown keys than this, and with more of them than of others, is taken for
 #: another trainer's.
 _SLIPS = 5

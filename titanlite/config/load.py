@@ -26,12 +26,17 @@ from titanlite.config.aliases import (
     normalized,
 )
 from titanlite.config.checks import contradictions
-from titanlite.config.entries import Entry, command_line_entries, file_entries, type_of_name
+from titanlite.config.entries import (
+    SWEEP,
+    Entry,
+    command_line_entries,
+    file_entries,
+    type_of_name,
+)
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
-from titanlite.config.sweep_table import SWEEP
 from titanlite.config.toml import loads, quote
 from titanlite.config.trust import (
     Claim,

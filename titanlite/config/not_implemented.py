@@ -135,6 +135,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
     "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
     "sample": {"sample.prompts": bool},
+    "eval": {"eval.tasks": bool},
     "sample.seed": {"sample.temperature": bool},
     "profiling.save_traces_folder": {"profiling.enable_profiling": True},
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},

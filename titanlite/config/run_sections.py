@@ -129,6 +129,30 @@ class Sample(Section, frozen=True):
     """Seed of the draws, the same each time. They do not touch the generators of training."""
 
 
+class Eval(Section, frozen=True):
+    """Tasks that measure the model while it trains."""
+
+    tasks: list[str] = []
+    """Tasks of lm-evaluation-harness by name (package lm-eval), and files of your own: texts, for
+    bits per byte, or multiple-choice questions. Files have a slash or an end like .jsonl. None:
+    off.
+    """
+    freq: Count = 1000
+    """Run the tasks every freq steps."""
+    at_end: bool = True
+    """Run them after the last step too."""
+    limit: Count | None = None
+    """Only the first documents of each task. None: all."""
+    batch_size: Count | None = None
+    """Sequences at once per data-parallel rank. None: validation.batch_size."""
+    ema: bool = False
+    """Measure the average of the weights (optimizer.ema_decay)."""
+    num_fewshot: Natural | None = None
+    """Examples before each question of the harness's tasks. None: the task's own number."""
+    include_path: Location | None = None
+    """Folder with task files (YAML) for the harness. The code that they name runs."""
+
+
 class Debug(Section, frozen=True):
     """Reproducibility."""
 

@@ -355,6 +355,7 @@ class Config(Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
     sample: run.Sample = run.Sample()
+    eval: run.Eval = run.Eval()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titanlite.config.model_sections import Optimizer
+    from titanlite.config.run_sections import Eval
     from titanlite.config.sections import (
         ActivationCheckpoint,
         Config,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.pipeline import PipelineParallel
+    from titanlite.features.tasks import TaskEvaluation
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Features:
     loss_chunks: LossChunks | None
     activation_offload: ActivationOffload | None
     ema: WeightAveraging | None
+    tasks: TaskEvaluation | None
 
     @property
     def on(self) -> list[Feature]:
@@ -65,6 +68,7 @@ class Features:
             self.loss_chunks,
             self.activation_offload,
             self.ema,
+            self.tasks,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -87,6 +91,7 @@ def features_of(config: Config) -> Features:
         loss_chunks=loss_chunks_of(config.training),
         activation_offload=activation_offload_of(config.activation_checkpoint),
         ema=ema_of(config.optimizer),
+        tasks=tasks_of(config.eval),
     )
 
 
@@ -173,3 +178,12 @@ def ema_of(section: Optimizer) -> WeightAveraging | None:
     from titanlite.features.ema import WeightAveraging
 
     return WeightAveraging(section.ema_decay)
+
+
+def tasks_of(section: Eval) -> TaskEvaluation | None:
+    """Return the tasks that measure a model in training if there are some."""
+    if not section.tasks:
+        return None
+    from titanlite.features.tasks import TaskEvaluation
+
+    return TaskEvaluation(section)

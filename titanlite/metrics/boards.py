@@ -132,7 +132,7 @@ TAGS: Mapping[str, str] = {
     "ooms": "memory/num_ooms",
 }
 #: Keys with these prefixes are tags already, many of them by layer or source.
-_TAGS = ("grad_norm/", "validation/", "loss/", "share/", "experts/")
+_TAGS = ("grad_norm/", "validation/", "eval/", "loss/", "share/", "experts/")
 _FLUSH_SECONDS = 10
 
 

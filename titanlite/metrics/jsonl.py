@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,17 +49,17 @@ class MetricsLog:
         except OSError as error:
             self._warn(error)
 
-    def truncate_after(self, step: int, validated: bool = True) -> None:
+    def truncate_after(self, step: int, again: Collection[str] = ()) -> None:
         """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none
         twice. Atomic.
 
-        Rows without a step are kept. validated: the validation of `step` will not be done again.
+        Rows without a step are kept. again: figures of `step` that will be measured again.
         """
 
         def stays(row: Mapping[str, Any]) -> bool:
             if _step(row) != step:
                 return _step(row) < step
-            return validated or "validation_loss" not in row
+            return not any(name in row for name in again)
 
         try:
             first, kept = self._sorted_out(stays)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
+#: Names of figures of tasks begin so.
+SCORE = "eval/"
 #: A drawing takes some milliseconds of the training thread.
 _SECONDS_BETWEEN = 0.5
 #: A terminal of fewer columns shows only some fields.
@@ -62,6 +64,8 @@ class LiveView:
         self._shown: list[tuple[Figures, str]] = []
         #: Figures of the last logged step.
         self._last: Figures | None = None
+        #: Of the latest tasks, in words.
+        self._scores = ""
         self._console = Console(
             file=handler.target(),
             force_terminal=True,
@@ -96,6 +100,14 @@ class LiveView:
         if len(self._shown) > ROWS:
             self._write(self._shown.pop(0)[1])
         self.tick(int(figures["step"]))
+
+    def show_scores(self, step: int, row: Mapping[str, float]) -> None:
+        """Show the figures of tasks below the table. row: of metrics.jsonl."""
+        parts = []
+        for name, value in row.items():
+            if name.startswith(SCORE):
+                parts.append(f"{name.removeprefix(SCORE)} {value:.4f}")
+        self._scores = f"tasks at {step:,}: {', '.join(parts)}"
 
     def print(self, line: str) -> None:
         """Write a line above the view, below the lines of all steps before it."""
@@ -140,7 +152,10 @@ class LiveView:
         count = Text(f"{self._step:,}/{self._steps:,}", "bold")
         percent = f"{int(100 * self._step / self._steps)}%"
         progress.add_row(count, bar, percent, self._time_left())
-        return Group(table, progress) if rows else Group(progress)
+        parts: list[RenderableType] = [table] if rows else []
+        if self._scores:
+            parts.append(Text(self._scores, "cyan", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts, progress)
 
     def _time_left(self) -> str:
         """Return the words on the time left, or on the time taken; empty where it is not known."""

@@ -104,7 +104,7 @@ class MetricsLogger(Callback):
             if is_new:
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
-            self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
+            self._jsonl.truncate_after(step, _measured_again(trainer))
             self._open_trackers(folder, resumed=not is_new)
         self._open_tensorboard(0 if is_new else step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
@@ -201,6 +201,12 @@ class MetricsLogger(Callback):
 
             for board in boards:
                 board.write(step, tags(row))
+
+    def write_scores(self, step: int, row: Mapping[str, float]) -> None:
+        """Write figures of tasks, and show them in the live view."""
+        if self._view:
+            self._view.show_scores(step, row)
+        self.write(step, row)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show texts, by tag, in TensorBoard."""
@@ -349,6 +355,16 @@ class _Reduced(NamedTuple):
     loss: float
     norm: float
     layer_norms: list[float]
+
+
+def _measured_again(trainer: Trainer) -> list[str]:
+    """Return figures of the step of a checkpoint that the run begins with."""
+    found = []
+    if "validation" in trainer.owed:
+        found.append("validation_loss")
+    if trainer.loaded is not None and "tasks_owed" in trainer.loaded.train:
+        found.append("eval_seconds")
+    return found
 
 
 def _keep_earlier(path: Path) -> None:

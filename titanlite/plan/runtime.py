@@ -173,6 +173,9 @@ def _other_memory(run: RunConfig, where: str, of_host: bool) -> Iterator[str]:
         lower = ""
         if phase == "validate":
             lower = f": lower validation.batch_size (now {run.validation.batch_size})"
+        elif phase == "evaluate":
+            now = run.eval.batch_size or run.validation.batch_size
+            lower = f": lower eval.batch_size (now {now})"
         yield f"The plan is one of training steps, and leaves out the phase {phase}{lower}"
     if of_host:
         yield (

@@ -43,6 +43,8 @@ _FIGURES = (
     "grad_norm",
     "lr",
 )
+#: Figures of tasks begin so.
+TASKS = "eval/"
 
 Row = Mapping[str, float]
 
@@ -270,8 +272,8 @@ def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[st
     row: dict[str, float] = {}
     if "step" not in raw:
         return row
-    for name in _FIGURES:
-        if name not in raw:
+    for name in raw:
+        if name not in _FIGURES and not name.startswith(TASKS):
             continue
         number = _number(raw[name])
         if number is None or (name == "step" and not abs(number) < 2**63):

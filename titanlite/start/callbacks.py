@@ -10,7 +10,7 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of, lora_of
+from titanlite.features import float8_of, lora_of, tasks_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
@@ -58,6 +58,7 @@ def build_callbacks(
     metrics = _metrics(built, gc, figures)
     if sampler is not None:
         sampler.show = metrics.write_texts
+    tasks = tasks_of(run.eval)
     # The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(
@@ -81,6 +82,8 @@ def build_callbacks(
         _document_log(built),
         sampler,
         *own,
+        # The last: an evaluation may end with the save of a run.
+        None if tasks is None else tasks.begin(built, metrics.write_scores),
     ]
     return [callback for callback in every if callback is not None], metrics.run_ids
 

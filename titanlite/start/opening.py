@@ -105,7 +105,7 @@ class StartReport(Callback):
             change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
         ):
             yield f"{WARNING}{change}"
-        if trainer.step >= trainer.steps and not trainer.validation_owed:
+        if trainer.step >= trainer.steps and not trainer.owed:
             key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
             yield (
                 f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ from titanlite.data import DataError
 from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.features import tasks_of
 from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases
+    from titanlite.features.tasks.run import Task
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Datasets:
     train: Rows
     #: By name, see `TextReader.held_out`; empty where nothing is validated.
     validation: dict[str, Rows]
+    #: Of `eval.tasks`, on rank 0.
+    tasks: Sequence[Task] = ()
 
 
 def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
@@ -48,7 +53,10 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     validation: dict[str, Rows] = {}
     if run.validation.enable:
         validation = read_held_out(run, tokenizer, share)
-    return Datasets(tokenizer, train, validation)
+    tasks = tasks_of(run.eval)
+    if tasks is None:
+        return Datasets(tokenizer, train, validation)
+    return Datasets(tokenizer, train, validation, tasks.load(run, share))
 
 
 def _check_length(run: RunConfig, sequences: int | None) -> None:

@@ -44,7 +44,8 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
     _check_state(loaded)
     restore(trainer, loaded)
     owed = loaded.origin == "resume" and trainer.parts.validation is not None
-    trainer.validation_owed = owed and bool(loaded.train.get("validation_owed"))
+    if owed and loaded.train.get("validation_owed"):
+        trainer.owed.add("validation")
 
 
 def restore(trainer: Trainer, loaded: LoadedState) -> None:
@@ -91,7 +92,8 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
     restore(trainer, trainer.loaded)
     trainer.recent.clear()
     # A request to stop is repeated with every step.
-    trainer.stopping = trainer.validation_owed = False
+    trainer.stopping = False
+    trainer.owed.clear()
     trainer.callbacks("on_rollback", trainer)
     parts.anomalies.rolled_back(bad, fetched, trainer.step, data)
     for notice in loaded.notices:
@@ -110,7 +112,7 @@ def _close_at_checkpoint(trainer: Trainer) -> None:
     # Else it was done before this checkpoint was written.
     if texts is not None and trainer.step % texts.freq:
         trainer.validate()
-    if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
+    if saver is not None and saver.config.last_save_in_hf and not trainer.owed:
         trainer.save()
     elif trainer.parts.last_save_dtype is not None:
         log_once(

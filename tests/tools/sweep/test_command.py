@@ -12,6 +12,7 @@ import pytest
 from tests.support.processes import ROOT, python
 from tests.tools.sweep.sweeps import CALLBACKS, STEPS, attempts, rows
 from titanlite import exit_codes
+from titanlite.runs.lock import RunLock
 from titanlite.tools.cli import main
 
 FILE = f"""
@@ -63,7 +64,7 @@ def test_a_sweep_prints_a_table_and_writes_its_files(swept: tuple[Path, str]) ->
     assert results["best"] == "lr=0.01"
     assert losses["lr=0.01"] < losses["lr=0.001"]
     lines = printed.splitlines()
-    assert lines[0] == "tiny.toml"
+    assert lines[0] == "debug_model-sweep"
     assert lines[3].split()[:3] == ["*", "0.01", f"{losses['lr=0.01']:.4f}"]
     assert lines[4].split()[-1] == "diverged"
     assert f"best: lr = 0.01, validation loss {losses['lr=0.01']:.4f}" in lines
@@ -90,6 +91,23 @@ def test_show_prints_the_same_table_and_runs_nothing(
     assert main(["sweep", "--show", "outputs/debug_model-sweep"]) == exit_codes.DONE
     assert capsys.readouterr().out == printed
     assert attempts(own / "lr=0.001") == before
+
+
+def test_a_damaged_record_of_the_best_run_costs_its_file_alone(
+    swept: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, printed = swept
+    own = tmp_path / "copy"
+    shutil.copytree(folder / "outputs" / "debug_model-sweep", own)
+    (own / "best.toml").unlink()
+    config = own / "lr=0.01" / "config.toml"
+    config.write_text(config.read_text() + "[nonsense]\n")
+    assert main(["sweep", "--show", str(own)]) == exit_codes.DONE
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1:5] == printed.splitlines()[1:5]
+    assert "best.toml is not written, since the record of its run is damaged" in shown
+    assert "[nonsense]: unknown section" in shown
+    assert not (own / "best.toml").exists()
 
 
 def test_a_second_sweep_runs_only_new_points_and_names_the_old_ones(
@@ -122,7 +140,27 @@ def test_a_dry_run_prints_points_and_tokens_and_writes_nothing(
     assert lines[2].split() == ["1", "lr=0.01", "205.0K", "10", "640"]
     assert lines[-1].startswith("3 runs of 2 ranks, 1.9K tokens, ")
     assert lines[-1].endswith("folder: outputs/debug_model-sweep")
+    assert main([*words, "--json"]) == exit_codes.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][1]["name"] == "lr=0.01"
+    assert [run["tokens"] for run in found["runs"]] == [640, 640, 640]
     assert os.listdir(tmp_path) == ["tiny.toml"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--show=x", "--folder=y"],
+        ["--show=x", "--at-once=2"],
+        ["tiny.toml", "--dry-run", "--at-once=2"],
+        ["tiny.toml", "--member=0", "--json"],
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *words]) == exit_codes.CONFIG
+    assert "has no effect with --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -167,6 +205,17 @@ def test_a_metric_that_no_run_has_is_refused(
     assert "validation is off for lr=0.001, so it has no best_validation_loss" in (
         capsys.readouterr().err
     )
+
+
+def test_a_sweep_of_other_points_changes_nothing_while_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(FILE)
+    with RunLock(tmp_path / "outputs" / "debug_model-sweep", "folder"):
+        assert main(["sweep", "tiny.toml"]) == exit_codes.CHECKPOINT
+        assert os.listdir(tmp_path / "outputs" / "debug_model-sweep") == ["run.lock"]
+    assert "give this run another --folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow

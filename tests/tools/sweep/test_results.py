@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.tools.sweep.folder import PLAN, Plan, read_plan, strangers, write_plan
+from titanlite.config.entries import Entry
+from titanlite.config.errors import Source
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import Config
+from titanlite.tools.sweep.folder import (
+    PLAN,
+    Plan,
+    read_plan,
+    strangers,
+    write_plan,
+    write_results,
+)
 from titanlite.tools.sweep.members import Member, MemberResult, SweepError
 from titanlite.tools.sweep.picture import picture
-from titanlite.tools.sweep.points import Point
+from titanlite.tools.sweep.points import Point, sweep_of
 from titanlite.tools.sweep.table import best_of, groups_of, notes, table
 
 KEYS = ("model.overrides.dim", "optimizer.lr", "training.seed")
@@ -227,6 +238,22 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     before = (tmp_path / PLAN).stat().st_mtime_ns
     write_plan(plan(), tmp_path)
     assert (tmp_path / PLAN).stat().st_mtime_ns == before
+
+
+def test_no_file_has_a_secret_of_a_url(tmp_path: Path) -> None:
+    secret = "https://user:hunter2@host/data?X-Amz-Signature=abc"
+    table = Entry(
+        "sweep", {"training.dataset_path": [secret], "optimizer.lr": [1e-3, 1e-2]}, Source("file")
+    )
+    found = sweep_of(LoadedConfig(Config(), sweep=table))
+    some = Plan("a-sweep", "training_loss", tuple(found.keys), tuple(found.points))
+    results = [replace(RESULTS[0], name=one.name, flags=tuple(one.flags)) for one in found.members]
+    write_plan(some, tmp_path)
+    text = (tmp_path / PLAN).read_text() + write_results(some, results, "", tmp_path)
+    assert "host/data" in text
+    for part in ("hunter2", "X-Amz-Signature=abc", "Signature_abc"):
+        assert part not in text + found.members[0].name
+    assert secret in found.members[0].flags[0]
 
 
 @pytest.mark.parametrize(

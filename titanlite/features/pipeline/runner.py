@@ -131,10 +131,10 @@ class Pipeline:
 
     def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return a piece's share of the step's loss, from the output of the last stage."""
-        return self._loss_of(output, labels) / self._tokens
+        return self._loss_of(output, labels, self._loss) / self._tokens
 
-    def _loss_of(self, output: Tensor, labels: Tensor) -> Tensor:
-        return output if self._chunked else self._loss(output, labels)
+    def _loss_of(self, output: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
+        return output if self._chunked else loss(output, labels)
 
     def forward_backward(
         self,
@@ -163,19 +163,21 @@ class Pipeline:
         rows = sum(len(b.tokens) for b in micro_batches)
         parts = [b.documents for b in micro_batches if b.documents is not None]
         documents = torch.cat(parts) if parts else None
-        keywords = self._keywords(rows, self._shape.seq_len, labels, documents)
+        keywords = self._keywords(rows, self._shape.seq_len, labels, documents, self._loss)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack(losses).detach().sum()
 
     @torch.no_grad()
-    def loss_sum(self, batch: Batch) -> Tensor:
+    def loss_sum(self, batch: Batch, loss: LossFunction | None = None) -> Tensor:
         """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks
         without the last stage.
 
         batch: any number of sequences, on the device; the same on all ranks of the pipeline.
+        loss: in place of that of training.
         """
+        loss = loss or self._loss
         count = self._microbatches
         pieces = batch.tokens.chunk(count)
         labels = batch.labels.chunk(count)
@@ -189,9 +191,9 @@ class Pipeline:
             inputs = self._inputs(number, pieces, local)
             local = []
             for x, y, doc_ids in zip(inputs, labels, documents, strict=True):
-                out = stage(x, **self._keywords(len(y), y.size(1), y, doc_ids))
+                out = stage(x, **self._keywords(len(y), y.size(1), y, doc_ids, loss))
                 if number + 1 == len(self._model.layout.stages):
-                    total += self._loss_of(out, y)
+                    total += self._loss_of(out, y, loss)
                 elif number + 1 in self._model.stages:
                     local.append(out)
                 else:
@@ -231,12 +233,17 @@ class Pipeline:
         return dist.get_global_rank(self._model.pipeline_group, self._model.layout.ranks[number])
 
     def _keywords(
-        self, rows: int, seq_len: int, labels: Tensor | None, documents: Tensor | None
+        self,
+        rows: int,
+        seq_len: int,
+        labels: Tensor | None,
+        documents: Tensor | None,
+        loss: LossFunction,
     ) -> dict[str, Any]:
         """Return the keyword arguments for all stages of this rank; only the last one uses the
         labels.
         """
-        keywords: dict[str, Any] = {"labels": labels, "loss": self._loss} if self._chunked else {}
+        keywords: dict[str, Any] = {"labels": labels, "loss": loss} if self._chunked else {}
         if documents is not None:
             keywords["doc_ids"] = documents  # they tell positions too
         elif self._positions is not None:

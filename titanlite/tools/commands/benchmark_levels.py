@@ -198,7 +198,8 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     the config's own learning rates for these steps.
     """
     found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
-    found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]", "--metrics.trackers=[]"]
+    found += [f"--{key}=false" for key in _OFF]
+    found += ["--sample.prompts=[]", "--eval.tasks=[]", "--metrics.trackers=[]"]
     base, _ = read([f"--job.config_file={config}", *flags])
     if base.value("checkpoint.keep_best"):
         found.append("--checkpoint.keep_best=0")

@@ -18,10 +18,11 @@ from titanlite.config.aliases import (
     names_of,
 )
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
+from titanlite.config.entries import SWEEP
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
-from titanlite.config.sweep_table import METRICS, RANGES, SWEEP
+from titanlite.config.sweep_table import METRICS, RANGES
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section

@@ -1,46 +1,54 @@
-"""`titanlite eval`: EleutherAI's lm-evaluation-harness (package `lm_eval`) on a checkpoint, in this
-process.
+"""`titanlite eval`: tasks on a checkpoint, in this process: of EleutherAI's lm-evaluation-harness
+(package `lm_eval`), and in files of one's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
-from titanlite.tools.commands.loading import add_arguments, load_model
+from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.parser import Commands, no_flags
-from titanlite.utils import Style, escape
+from titanlite.utils import Style, Table, escape, render
 
-PACKAGE = "lm_eval"
+if TYPE_CHECKING:
+    from titanlite.features.tasks.harness import HarnessTask
+    from titanlite.features.tasks.own_files import ChoiceTask, TextTask
+    from titanlite.features.tasks.scoring import Scorer
+
+_TASKS = "--tasks"
+#: Resamples of the harness for its standard errors, as its own command has them.
+_BOOTSTRAP = 100_000
 
 
 def add_command(commands: Commands) -> None:
     """Add `eval` to argparse."""
     parser = commands.add_parser(
         "eval",
-        help="run lm-evaluation-harness on a checkpoint",
-        description="Run tasks of lm-evaluation-harness (pip install lm_eval) with the weights of "
-        "a checkpoint, on one device. `titanlite evaluate` measures the loss on the "
-        "held-out text of a config instead.",
+        help="run tasks on a checkpoint",
+        description="Run tasks with the weights of a checkpoint, on one device: those of "
+        "lm-evaluation-harness (pip install 'titanlite[eval]'), and files of your own, as "
+        "docs/evaluation.md shows them. `titanlite evaluate` measures the loss on the held-out "
+        "text of a config instead.",
         allow_abbrev=False,
     )
     add_arguments(parser)
     add = parser.add_argument
     add(
-        "--tasks",
+        _TASKS,
         required=True,
         metavar="NAMES",
-        help="tasks or groups, separated by commas: hellaswag,arc_easy",
+        help="tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
     )
     add("--include-path", metavar="FOLDER", help="folder with task files (YAML) of your own")
     add(
@@ -63,6 +71,12 @@ def add_command(commands: Commands) -> None:
         help="sequences at once (default: 8)",
     )
     add(
+        "--text-key",
+        default="text",
+        metavar="NAME",
+        help="field of the texts in a file of yours (default: text)",
+    )
+    add(
         "--json",
         action="store_true",
         help="print a JSON object with the results and versions of the tasks",
@@ -73,52 +87,99 @@ def add_command(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple[str, int]:
     no_flags(flags)
     check_weights(to_path(arguments.checkpoint))
-    if importlib.util.find_spec(PACKAGE) is None:
-        message = "lm-evaluation-harness is not installed: pip install lm_eval"
-        raise ConfigError([Problem("command line", "--tasks", message, code="missing-package")])
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    entries = arguments.tasks.split(",")
+    own = _own_tasks(entries, arguments)
+    harness = _harness_tasks(entries, arguments)
+    loaded = load_model(arguments)
+    print(escape(loaded.summary), file=sys.stderr)
+    scorer = _scorer(loaded, arguments.batch_size)
+    # The harness prints its progress.
+    with contextlib.redirect_stdout(sys.stderr):
+        figures = {task.name: task.run(scorer) for task in own}
+        found = None if harness is None else harness.evaluate(scorer, _BOOTSTRAP)
+    if not arguments.json:
+        return "\n".join([*_own_table(figures), *_tables(found)]), exit_codes.DONE
+    result = {
+        "checkpoint": loaded.path,
+        "step": loaded.step,
+        "limit": arguments.limit,
+        "results": {**figures, **(found["results"] if found else {})},
+        "versions": found["versions"] if found else {},
+    }
+    return to_json(result), exit_codes.DONE
 
-    from titanlite.tools.commands.harness_model import HarnessModel
 
-    manager = TaskManager(include_path=arguments.include_path)
-    tasks = arguments.tasks.split(",")
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
+def _own_tasks(
+    entries: Sequence[str], arguments: argparse.Namespace
+) -> list[TextTask | ChoiceTask]:
+    """Read the files of one's own. Raises DataError, and ConfigError for equal names."""
+    from titanlite.features.tasks.own_files import read_own
+
+    files = [entry for entry in entries if is_file(entry)]
+    problems = [
+        Problem("command line", key, message, hint, code=code)
+        for code, key, message, hint in entry_problems(files, _TASKS)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [read_own(path, arguments.text_key, arguments.limit) for path in files]
+
+
+def _harness_tasks(entries: Sequence[str], arguments: argparse.Namespace) -> HarnessTask | None:
+    """Return the harness's tasks as one, None without any. Raises ConfigError."""
+    names = [entry for entry in entries if not is_file(entry)]
+    if not names:
+        return None
+    from titanlite.features.tasks.harness import HarnessTask, open_manager, unknown_names
+
+    manager = open_manager(arguments.include_path, _TASKS)
+    unknown = unknown_names(manager, names)
     if unknown:
         message = (
             f"no task {', '.join(unknown)}: `lm_eval ls tasks` lists them, --include-path adds "
             "yours"
         )
-        raise bad_flag("--tasks", message)
-    loaded = load_model(arguments)
-    print(escape(loaded.summary), file=sys.stderr)
-    # The harness prints its progress.
-    with contextlib.redirect_stdout(sys.stderr):
-        found = simple_evaluate(
-            model=HarnessModel(loaded, arguments.batch_size),
-            tasks=manager.match_tasks(tasks),
-            num_fewshot=arguments.num_fewshot,
-            limit=arguments.limit,
-            task_manager=manager,
-            log_samples=False,
-        )
-    if arguments.json:
-        result = {
-            "checkpoint": loaded.path,
-            "step": loaded.step,
-            "limit": arguments.limit,
-            "results": found["results"],
-            "versions": found["versions"],
-        }
-        return to_json(result), exit_codes.DONE
-    return _tables(found), exit_codes.DONE
+        raise bad_flag(_TASKS, message)
+    task = HarnessTask("", manager, arguments.num_fewshot, arguments.limit)
+    task.load(manager.match_tasks(names))
+    return task
 
 
-def _tables(found: Any) -> str:
+def _scorer(loaded: LoadedModel, batch_size: int) -> Scorer:
+    from tqdm import tqdm
+
+    from titanlite.features.tasks.scoring import Scorer, Subject
+    from titanlite.step import PlainRunner
+
+    subject = Subject(
+        loaded.model,
+        loaded.tokenizer,
+        loaded.limit,
+        loaded.device,
+        loaded.head,
+        loaded.stop_ids,
+    )
+    return Scorer(subject, PlainRunner(loaded.model), batch_size, progress=tqdm)
+
+
+def _own_table(figures: dict[str, dict[str, float]]) -> list[str]:
+    """Return the figures of one's own files as a table, if there are some."""
+    lines = []
+    for name, row in figures.items():
+        for metric, value in row.items():
+            lines.append((name, metric, f"{value:.4f}"))
+    if not lines:
+        return []
+    return [render(Table(("task", "figure", "value"), lines, (0, 1)), sys.stdout.isatty())]
+
+
+def _tables(found: Any) -> list[str]:
     """Return the harness's results as its own tables."""
+    if found is None:
+        return []
     from lm_eval.utils import make_table
 
     tables = [make_table(found)]
     if found.get("groups"):
         tables.append(make_table(found, "groups"))
-    return "\n".join(tables).rstrip()
+    return ["\n".join(tables).rstrip()]

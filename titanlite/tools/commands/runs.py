@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runs.attempts import read_attempts, read_entries
-from titanlite.runs.read import Row, Run, find_runs, read_run
+from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
 from titanlite.tools.parser import no_flags
 from titanlite.utils import Table, escape_name, human_time, render
 
@@ -132,6 +132,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "steps": run.steps,
         "loss": last(run, "loss"),
         "validation_loss": last(run, "validation_loss"),
+        "tasks": _tasks(run),
         "tokens_per_second": last(run, "total_tps"),
         "tokens_per_second_per_device": last(run, "tps"),
         "started": run.started,
@@ -139,6 +140,16 @@ def _as_json(run: Run) -> dict[str, Any]:
         "attempts": len(run.attempts),
         "problems": list(run.problems),
     }
+
+
+def _tasks(run: Run) -> dict[str, float]:
+    """Return the newest figures of the tasks of a run, as `quiz/acc`."""
+    found: dict[str, float] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name.startswith(TASKS):
+                found[name.removeprefix(TASKS)] = value
+    return found
 
 
 def attempts_text(folder: Path, terminal: bool) -> str:

@@ -71,6 +71,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     },
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "sample": {"prompts": []},
+    "eval": {"tasks": [], "ema": False},
     # There are no weights under them.
     "lora": {"rank": 0},
     "job": {"print_config": False, "save_config_file": None},

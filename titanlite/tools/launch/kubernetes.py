@@ -17,7 +17,6 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
-from titanlite.runs.provenance import config_text
 from titanlite.tools.launch.instances import network_environment
 from titanlite.tools.launch.launch import CONFIG, Job, LaunchError, limit_seconds, render
 from titanlite.tools.launch.remote import (
@@ -43,7 +42,10 @@ _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
     "HyperPodPyTorchJob": "HPJob",
+    "Job": "batch.kubernetes.io/job-name",
 }
+#: The kind of a sweep's job.
+_INDEXED = "Job"
 
 
 def files(job: Job) -> dict[str, str]:
@@ -51,7 +53,7 @@ def files(job: Job) -> dict[str, str]:
     launch = job.launch
     name = _name(job)
     _check(job)
-    kind = launch.kind
+    kind = launch.kind if job.array is None else _INDEXED
     gpus = not launch.cpu
     fabric = job.instance if launch.nodes > 1 and gpus else None
     values = {
@@ -63,16 +65,7 @@ def files(job: Job) -> dict[str, str]:
         "efa": fabric.efa if fabric else 0,
         "node_type": _node_type(job),
         "container": "node" if kind == "TrainJob" else "pytorch",
-        "words": [
-            "python",
-            "-m",
-            "titanlite.torchrun",
-            *_rendezvous(job),
-            "-m",
-            "titanlite",
-            "train",
-        ]
-        + [f"{_CONFIG_FOLDER}/{CONFIG}"],
+        "words": _words(job),
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
@@ -94,9 +87,12 @@ def files(job: Job) -> dict[str, str]:
         ],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
-        "config": config_text(job.run.toml),
+        "config": job.config,
+        "kind": kind,
+        "runs": len(job.array.names) if job.array else 0,
+        "at_once": job.array.at_once if job.array else 1,
     }
-    names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
+    names = ("nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
     return {
         CONFIG_FILE: render("configmap.yaml.jinja", job, values),
@@ -134,6 +130,20 @@ def _requests(job: Job) -> dict[str, str]:
     return {resource: amount for resource, amount in asked.items() if amount}
 
 
+def _words(job: Job) -> list[str]:
+    """Return the command of a pod."""
+    config = f"{_CONFIG_FOLDER}/{CONFIG}"
+    if job.array is None:
+        start = ["titanlite.torchrun", *_rendezvous(job), "-m", "titanlite", "train", config]
+        return ["python", "-m", *start]
+    # Kubernetes takes two dollars for one, and replaces $(NAME).
+    folder = job.run.job.dump_folder.replace("$", "$$")
+    # The Job gives each pod the number of its run.
+    run = ["--folder", folder, "--member", "$(JOB_COMPLETION_INDEX)"]
+    ranks = ["--nproc-per-node", str(job.ranks)]
+    return ["python", "-m", "titanlite", "sweep", config, *run, *ranks]
+
+
 def _rendezvous(job: Job) -> list[str]:
     """Return the arguments of torchrun that the operator does not give in the environment."""
     if job.launch.kind == "TrainJob":
@@ -151,6 +161,15 @@ def _rendezvous(job: Job) -> list[str]:
         "$(POD_IP)",
     ]
     return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
+
+
+def _array_problems(job: Job) -> list[Problem]:
+    """Return what is wrong with the job of a sweep."""
+    if job.array is None or job.launch.nodes == 1:
+        return []
+    message = f"{job.launch.nodes} pods, but a pod of an indexed Job is a run by itself"
+    hint = "leave it at 1, or sweep with Slurm"
+    return [Problem("", "launch.nodes", message, hint)]
 
 
 def _check(job: Job) -> None:
@@ -175,6 +194,7 @@ def _check(job: Job) -> None:
                 "", key, "all readers of the manifest see the login or signature of its URL", hint
             )
         )
+    problems += _array_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
@@ -221,16 +241,23 @@ def _next(job: Job) -> list[str]:
     if launch.namespace:
         kubectl += f" -n {launch.namespace}"
 
+    kind: str = launch.kind
+    pods = launch.nodes
+    if job.array is not None:
+        kind = _INDEXED
+        pods = len(job.array.names)
+
     def suspend(value: bool) -> str:
         spec: dict[str, Any] = {"suspend": value}
-        patch = json.dumps({"spec": spec if launch.kind == "TrainJob" else {"runPolicy": spec}})
-        return f"{kubectl} patch {launch.kind.lower()} {name} --type=merge -p {shlex.quote(patch)}"
+        is_plain = kind in ("TrainJob", _INDEXED)
+        patch = json.dumps({"spec": spec if is_plain else {"runPolicy": spec}})
+        return f"{kubectl} patch {kind.lower()} {name} --type=merge -p {shlex.quote(patch)}"
 
-    logs = (
-        f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l "
-        f"{_LABELS[launch.kind]}={name}"
-    )
+    logs = f"{kubectl} logs -f --prefix --max-log-requests={pods} -l {_LABELS[kind]}={name}"
+    table = shlex.quote(job.run.job.dump_folder)
+    shown = [f"see its table with: titanlite sweep --show {table}"] if job.array else []
     return [
+        *shown,
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
+from titanlite.config.entries import Entry
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.load import read
 from titanlite.tools import at_least
@@ -29,6 +30,7 @@ from titanlite.tools.sweep.folder import (
 )
 from titanlite.tools.sweep.members import (
     CheckedMember,
+    Member,
     MemberResult,
     SweepError,
     check_members,
@@ -37,9 +39,9 @@ from titanlite.tools.sweep.members import (
 )
 from titanlite.tools.sweep.picture import picture
 from titanlite.tools.sweep.points import Sweep, sweep_of
-from titanlite.tools.sweep.runs import refuse_changes, run_members
+from titanlite.tools.sweep.runs import Crew, held, make_slots, refuse_changes
 from titanlite.tools.sweep.table import best_of, groups_of, notes, table
-from titanlite.utils import Style, Table, atomic_write, counted, human_count, render
+from titanlite.utils import Style, Table, atomic_write, counted, human_count, public, render
 
 _ENABLE = "validation.enable"
 
@@ -62,44 +64,64 @@ def add_command(commands: Commands) -> None:
     )
     add_files(parser)
     add = parser.add_argument
-    add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--at-once", type=at_least(1), metavar="N", help="runs at a time (default: 1)")
     ranks = "ranks of each run (default: 1)"
-    add("--nproc-per-node", type=at_least(1), default=1, metavar="N", help=ranks)
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
     folder = "folder of the sweep (default: job.dump_folder with -sweep behind it)"
     add("--folder", type=Path, metavar="FOLDER", help=folder)
-    add("--dry-run", action="store_true", help="print the points and their tokens, and run nothing")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--dry-run", action="store_true", help="print the points and their tokens, and run nothing")
     member = "train one run alone, by its number from 0: for the tasks of a job array"
-    add("--member", type=at_least(0), metavar="N", help=member)
+    one("--member", type=at_least(0), metavar="N", help=member)
     show = "print the table of a sweep again, and write its files; nothing is run"
-    add("--show", type=Path, metavar="FOLDER", help=show)
-    add("--json", action="store_true", help="print the results as JSON")
+    one("--show", type=Path, metavar="FOLDER", help=show)
+    add("--json", action="store_true", help="print the results, or the points, as JSON")
     parser.set_defaults(run=_run)
 
 
+#: Option → those that have no effect beside it, by their names in argparse.
+_IDLE = {
+    "--show": ("folder", "at_once", "nproc_per_node"),
+    "--member": ("at_once", "json"),
+    "--dry-run": ("at_once",),
+}
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    given = {"--show": arguments.show, "--member": arguments.member}
+    chosen = [name for name, value in given.items() if value is not None]
+    if arguments.dry_run:
+        chosen = ["--dry-run"]
+    for name in chosen:
+        for other in _IDLE[name]:
+            if getattr(arguments, other):
+                raise bad_flag(f"--{other.replace('_', '-')}", f"has no effect with {name}")
+
+
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    _refuse_idle(arguments)
     if arguments.show is not None:
         no_flags(flags)
         if arguments.files:
             raise bad_flag("--show", "takes the folder of a sweep, and no config file")
         return report(read_plan(arguments.show), arguments.show, arguments.json)
-    asked = asked_for(files_of(arguments), flags, arguments.folder, arguments.nproc_per_node)
+    ranks = arguments.nproc_per_node or 1
+    asked = asked_for(files_of(arguments), flags, arguments.folder, ranks)
     if arguments.member is not None:
         train_member(asked, arguments.member)
     checked = check_members(asked.sweep.members, asked.config_args, asked.folder, asked.ranks)
     metric = metric_of(asked.sweep, checked)
     if arguments.dry_run:
-        return _dry_run(asked, checked), exit_codes.DONE
+        return _dry_run(asked, checked, arguments.json), exit_codes.DONE
     plan = asked.plan(metric)
+    slots = make_slots(arguments.at_once or 1, asked.ranks)
+    crew = Crew(checked, asked.config_args, asked.folder, asked.ranks, slots)
     refuse_changes(checked, asked.folder)
     try:
-        write_plan(plan, asked.folder)
-        run_members(
-            asked.sweep.members,
-            asked.config_args,
-            asked.folder,
-            at_once=arguments.at_once,
-            nproc=asked.ranks,
-        )
+        with held(asked.folder):
+            write_plan(plan, asked.folder)
+            crew.run()
         return report(plan, asked.folder, arguments.json)
     except Stopped as stop:
         return "", exit_codes.after_signal(stop.number)
@@ -114,16 +136,22 @@ class Asked:
     """The sweep of a command line."""
 
     sweep: Sweep
+    #: The table [sweep] as it was written.
+    table: Entry
     #: Files and flags that all runs share.
     config_args: Sequence[str]
     folder: Path
     ranks: int
-    title: str
 
     def plan(self, metric: str) -> Plan:
         """Return what the sweep's folder keeps."""
-        points = tuple(self.sweep.points)
-        return Plan(self.title, metric, tuple(self.sweep.keys), points, self.ranks)
+        return Plan(
+            title=self.folder.name,
+            metric=metric,
+            keys=tuple(self.sweep.keys),
+            points=tuple(self.sweep.points),
+            ranks=self.ranks,
+        )
 
 
 def asked_for(files: Sequence[str], flags: Sequence[str], folder: Path | None, ranks: int) -> Asked:
@@ -136,10 +164,10 @@ def asked_for(files: Sequence[str], flags: Sequence[str], folder: Path | None, r
     if problems:
         raise ConfigError(problems)
     sweep = sweep_of(config, flags)
+    assert config.sweep is not None
     if folder is None:
         folder = default_folder(config.value("job.dump_folder"))
-    title = Path(config.files[-1]).name if config.files else ""
-    return Asked(sweep, config_args, folder, ranks, title)
+    return Asked(sweep, config.sweep, config_args, folder, ranks)
 
 
 def default_folder(dump_folder: str) -> Path:
@@ -168,68 +196,97 @@ def train_member(asked: Asked, number: int) -> NoReturn:
     again: the process ends at once.
     """
     from titanlite import main
-    from titanlite.tools.commands.run import count_gpus
-    from titanlite.tools.commands.train import start_ranks
 
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_rank:
+        asked = replace(asked, ranks=int(os.environ["WORLD_SIZE"]))
+    try:
+        member = _checked_member(asked, number, writes=os.environ.get("RANK", "0") == "0")
+    except (ConfigError, SweepError) as error:
+        if is_rank:
+            # torchrun does not hand the code on.
+            exit_codes.report_code(error.exit_code)
+        raise
+    argv = member.arguments(asked.config_args, asked.folder)
+    if is_rank:
+        main.main(argv)
+    _start_ranks(asked.ranks, argv)
+
+
+def _checked_member(asked: Asked, number: int, writes: bool) -> Member:
+    """Return a member that is to be run; the process ends if it is done.
+
+    writes: note the start in its folder, as one of the ranks does.
+    """
     members = asked.sweep.members
     if number >= len(members):
         message = f"expected a number below {len(members)}, that of the runs, got {number}"
         raise bad_flag("--member", message)
     member = members[number]
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if is_rank else asked.ranks
-    checked = check_members([member], asked.config_args, asked.folder, ranks)
+    checked = check_members([member], asked.config_args, asked.folder, asked.ranks)
+    metric = metric_of(asked.sweep, checked)
     refuse_changes(checked, asked.folder)
-    plan = Asked(asked.sweep, asked.config_args, asked.folder, ranks, asked.title)
     result = result_of(member, asked.folder)
     if result.is_final:
         print(f"{member.name} is {result.state} already", file=sys.stderr)
+        exit_codes.report_code(exit_codes.DONE)
         sys.exit(exit_codes.DONE)
-    if not is_rank or os.environ.get("RANK") == "0":
+    if writes:
         try:
-            write_plan(plan.plan(metric_of(asked.sweep, checked)), asked.folder)
+            write_plan(asked.plan(metric), asked.folder)
             (asked.folder / member.name).mkdir(parents=True, exist_ok=True)
             write_record(member, asked.folder, None)
         except OSError as error:
             raise SweepError(f"cannot write to {asked.folder}: {error.strerror or error}") from None
-    argv = member.arguments(asked.config_args, asked.folder)
-    if is_rank:
-        main.main(argv)
+    return member
+
+
+def _start_ranks(ranks: int, argv: Sequence[str]) -> NoReturn:
+    """Become a run of this machine."""
+    from titanlite.tools.commands.run import count_gpus
+    from titanlite.tools.commands.train import start_ranks
+
     if not count_gpus():
         # As the runs of a sweep on one machine: the number of threads changes how sums are rounded.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if asked.ranks == 1:
+    if ranks == 1:
         os.execv(sys.executable, [sys.executable, "-m", "titanlite", "train", *argv])
-    start_ranks(asked.ranks, ["train", *argv])
+    start_ranks(ranks, ["train", *argv])
 
 
-def _dry_run(asked: Asked, checked: Sequence[CheckedMember]) -> str:
+def _dry_run(asked: Asked, checked: Sequence[CheckedMember], as_json: bool) -> str:
     """Return the points, what each trains on, and the sums."""
+    sizes = [_size(one) for one in checked]
+    if as_json:
+        from titanlite.tools.commands.runs import to_json
+
+        points = []
+        for one, size in zip(checked, sizes, strict=True):
+            points.append({"name": one.name, "steps": one.run.steps, **asdict(size)})
+        return to_json({"folder": str(asked.folder), "ranks": asked.ranks, "runs": points})
     rows = []
-    tokens = 0
-    work = 0.0
-    for number, one in enumerate(checked):
-        size = _size(one)
-        if size.tokens is not None:
-            tokens += size.tokens
-            work += size.flops
+    for number, (one, size) in enumerate(zip(checked, sizes, strict=True)):
         steps = "by the text" if one.run.steps is None else f"{one.run.steps:,}"
         seen = "by the text" if size.tokens is None else human_count(size.tokens)
         rows.append([str(number), one.name, human_count(size.parameters), steps, seen])
     columns = ("run", "point", "parameters", "steps", "tokens")
     shown = render(Table(columns, rows, left=(1,)), sys.stdout.isatty())
+    tokens = sum(size.tokens or 0 for size in sizes)
+    work = sum(size.flops or 0.0 for size in sizes)
     total = f"{counted(len(checked), 'runs')} of {counted(asked.ranks, 'ranks')}, "
-    total += f"{human_count(tokens)} tokens, {work:.2e} FLOP in all; folder: {asked.folder}"
-    return f"{shown}\n\n{total}"
+    total += f"{human_count(tokens)} tokens, {work:.2e} FLOP in all"
+    if any(size.tokens is None for size in sizes):
+        total += ", without the runs whose text is not counted"
+    return f"{shown}\n\n{total}; folder: {asked.folder}"
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Of a run. tokens: None where the text's length decides."""
+    """Of a run. tokens, flops: None where the text's length decides."""
 
     parameters: int
     tokens: int | None
-    flops: float
+    flops: float | None
 
 
 def _size(one: CheckedMember) -> _Size:
@@ -238,8 +295,11 @@ def _size(one: CheckedMember) -> _Size:
 
     run = with_vocabulary(one.run)
     args = run.model_args()
-    flops = run.flops_per_token(args, run.batch.seq_len) * float(run.tokens or 0)
-    return _Size(run.spec.count_parameters(args), run.tokens, flops)
+    parameters = run.spec.count_parameters(args)
+    if run.tokens is None:
+        return _Size(parameters, None, None)
+    each = run.flops_per_token(args, run.batch.seq_len)
+    return _Size(parameters, run.tokens, float(each) * run.tokens)
 
 
 def report(plan: Plan, folder: Path, as_json: bool) -> tuple[str, int]:
@@ -248,20 +308,26 @@ def report(plan: Plan, folder: Path, as_json: bool) -> tuple[str, int]:
     groups = groups_of(plan, results)
     best = best_of(groups)
     written = [RESULTS]
-    if best is not None:
-        write_best(plan, best.points[0], best.results[0], folder)
-        written.append(BEST)
-    drawn = picture(plan, groups, best)
-    if drawn is not None:
-        atomic_write(folder / PICTURE, drawn)
-        written.append(PICTURE)
     name = "" if best is None else best.points[0].member.name
     text = write_results(plan, results, name, folder)
+    drawn = picture(plan, groups, best)
+    if drawn is not None:
+        atomic_write(folder / PICTURE, public(drawn))
+        written.append(PICTURE)
+    problem = ""
+    if best is not None:
+        try:
+            write_best(plan, best.points[0], best.results[0], folder)
+            written.append(BEST)
+        except ConfigError as error:
+            problem = f"{BEST} is not written, since the record of its run is damaged: {error}"
     code = exit_code(results)
     if as_json:
         return text, code
     lines = [render(table(plan, groups, best), sys.stdout.isatty()), ""]
     lines += notes(plan, groups, best, folder)
+    if problem:
+        lines.append(problem)
     others = strangers(plan, folder)
     if others:
         lines.append(f"not in the table, of another sweep in this folder: {', '.join(others)}")

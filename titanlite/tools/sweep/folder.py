@@ -22,7 +22,7 @@ from titanlite.config.toml import quote
 from titanlite.runs.record import CONFIG
 from titanlite.tools.sweep.members import NAME, RECORD, Member, MemberResult, SweepError
 from titanlite.tools.sweep.points import Point
-from titanlite.utils import atomic_write, escape_name, parse_json
+from titanlite.utils import atomic_write, escape_name, parse_json, public_tree
 
 PLAN = "sweep.json"
 RESULTS = "results.json"
@@ -34,7 +34,7 @@ BEST = "best.toml"
 class Plan:
     """What a sweep runs, as its folder keeps it."""
 
-    #: The config file.
+    #: Name of the folder.
     title: str
     #: The loss by which points are compared.
     metric: str
@@ -52,7 +52,7 @@ def write_plan(plan: Plan, folder: Path) -> None:
         flags = list(point.member.flags)
         points.append({"name": point.member.name, "flags": flags, "values": dict(point.values)})
     tree = {**asdict(plan), "keys": list(plan.keys), "points": points}
-    text = json.dumps(tree, indent=1, default=str) + "\n"
+    text = json.dumps(public_tree(tree), indent=1, default=str) + "\n"
     path = folder / PLAN
     # The tasks of a job array may write it at the same time.
     if path.exists() and path.read_text(encoding="utf-8") == text:
@@ -156,13 +156,13 @@ def write_results(plan: Plan, results: Sequence[MemberResult], best: str, folder
     for point, result in zip(plan.points, results, strict=True):
         runs.append({**asdict(result), "values": dict(point.values), "loss": result.loss})
     tree = {
-        "config": plan.title,
+        "sweep": plan.title,
         "metric": plan.metric,
         "keys": list(plan.keys),
         "best": best or None,
         "ranks": plan.ranks,
         "runs": runs,
     }
-    text = to_json(tree)
+    text = to_json(public_tree(tree))
     atomic_write(folder / RESULTS, text + "\n")
     return text

@@ -37,8 +37,8 @@ TAIL = 0.1
 #: Exit codes of a run that somebody stopped; it is not at fault.
 _STOPPED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
-#: Keys of a run's config that do not change what it learns; nor does [ladder].
-_MAY_DIFFER = ("job.dump_folder", "job.description")
+#: Keys of a run's config that do not change what it learns.
+_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
 
 State = Literal["done", "diverged", "failed", "running", "unfinished"]
 
@@ -89,8 +89,8 @@ class MemberResult:
 
     name: str
     flags: tuple[str, ...]
-    #: done: it reached its last step; diverged: a loss was not finite, or the guard ended it;
-    #: failed: it ended otherwise; running: now; unfinished: it never began, or was stopped.
+    #: done: it reached its last step. diverged: a loss was not finite, or the guard ended it.
+    #: failed: it ended otherwise. unfinished: it never began, or was stopped.
     state: State
     #: Steps that are done.
     steps: int = 0
@@ -128,9 +128,16 @@ class MemberResult:
 
 
 def check_members(
-    members: Sequence[Member], config_args: Sequence[str], folder: Path, nproc: int
+    members: Sequence[Member],
+    config_args: Sequence[str],
+    folder: Path,
+    nproc: int,
+    *,
+    here: bool = True,
 ) -> list[CheckedMember]:
     """Check the config of each member, as `titanlite config check` does.
+
+    here: also that this machine has its files and packages, and its variables are set.
 
     Raises SweepError with the problems of all members, and ConfigError if all have the same ones.
     """
@@ -141,7 +148,8 @@ def check_members(
     refused: dict[str, ConfigError] = {}
     for member in members:
         try:
-            config, run = check_config(member.arguments(config_args, folder), nproc)
+            argv = member.arguments(config_args, folder)
+            config, run = check_config(argv, nproc, training=here, defer=not here)
             _check_folders(run, folder / member.name)
         except ConfigError as error:
             refused[member.name] = error
@@ -217,7 +225,7 @@ def changes(checked: CheckedMember, folder: Path) -> dict[str, str]:
     known = provenance.config_values(old)
     for key in list(found):
         is_new = key not in known and checked.config.source(key).kind == "default"
-        if is_new or key in _MAY_DIFFER or key.startswith("ladder."):
+        if is_new or key.startswith(_MAY_DIFFER):
             del found[key]
     run = _run_in(own)
     ranks = run.attempts[-1].get("ranks") if run and run.attempts else None

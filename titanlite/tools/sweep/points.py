@@ -23,15 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config.aliases import Refused, is_subsection, key_of, known_names, normalized
-from titanlite.config.entries import Entry, command_line_entries, type_of_name
+from titanlite.config.entries import SWEEP, Entry, command_line_entries, type_of_name
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.key_types import base, members
 from titanlite.config.keys import check, table_of
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sweep_table import METRICS, RANGES, SWEEP
+from titanlite.config.sweep_table import METRICS, RANGES
 from titanlite.config.toml import join, quote, quote_key
 from titanlite.config.unknown_keys import unknown
 from titanlite.tools.sweep.members import Member
+from titanlite.utils import public
 
 SEED = "training.seed"
 #: Names in [sweep] that are no keys of a run.
@@ -350,7 +351,7 @@ def _point(written: Values, short: Mapping[str, str], taken: set[str]) -> Point:
 
 def _plain(value: Any) -> str:
     """Return a value as a part of a file name."""
-    text = "+".join(map(_plain, value)) if isinstance(value, list) else shown(value)
+    text = "+".join(map(_plain, value)) if isinstance(value, list) else public(shown(value))
     text = re.sub(r"[^A-Za-z0-9._+-]+", "_", text)
     if len(text) > _LONGEST_VALUE:
         digest = hashlib.sha256(quote(value).encode()).hexdigest()[:8]

@@ -6,11 +6,12 @@ resumes from its checkpoint, or starts again without one. The runs' own records 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -63,12 +64,21 @@ def run_members(
     have ended; the same call goes on then.
     """
     checked = check_members(members, config_args, folder, nproc)
-    slots = make_slots(at_once, nproc)
+    crew = Crew(checked, config_args, folder, nproc, make_slots(at_once, nproc), report)
     refuse_changes(checked, folder)
-    crew = Crew(checked, config_args, folder, nproc, slots, report)
-    with stoppable(), RunLock(folder, "folder"):
+    with held(folder):
         crew.run()
     return [result_of(member, folder) for member in members]
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep against other sweeps; signals raise Stopped meanwhile.
+
+    Raises LockedError and OSError.
+    """
+    with stoppable(), RunLock(folder, "folder"):
+        yield
 
 
 def refuse_changes(checked: Sequence[CheckedMember], folder: Path) -> None:
@@ -132,7 +142,7 @@ class Crew:
     folder: Path
     nproc: int
     slots: list[Mapping[str, str]]
-    report: Callable[[str], None]
+    report: Callable[[str], None] = tell
     waiting: list[CheckedMember] = field(default_factory=list)
     running: list[_Running] = field(default_factory=list)
     #: Members that another process runs, as this sweep has said.

@@ -1,0 +1,165 @@
+"""Tasks that measure a model while it trains: what titanlite knows of them, moment by moment.
+
+    entries.py         the entries of the key           run.py       when they run, and figures
+    own_files.py       texts and questions in files     ranks.py     … on the ranks of a run
+    harness.py         tasks of lm-evaluation-harness   scoring.py   requests, batches and sums
+    harness_model.py   the model as the harness asks it
+
+The key is `eval.tasks`. `titanlite eval` uses the same files for a checkpoint on one device. Those
+that need torch or the package `lm_eval` are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.rules import Finding
+from titanlite.features.feature import Feature
+from titanlite.features.tasks import entries
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.assembly import Built
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.run_sections import Eval
+    from titanlite.data.text import Share
+    from titanlite.features.tasks.harness import HarnessTask
+    from titanlite.features.tasks.run import Task, TaskRun
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class TaskEvaluation(Feature):
+    """Tasks in a run that names some."""
+
+    key = entries.KEY
+
+    def __init__(self, section: Eval) -> None:
+        self.section = section
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+        """Find entries that cannot be told apart, and keys for tasks that are not there."""
+        section = config.sections.eval
+        yield from entries.entry_problems(section.tasks)
+        if entries.harness_names(section.tasks):
+            return
+        for name in ("num_fewshot", "include_path"):
+            if getattr(section, name) is not None:
+                message = "is for tasks of lm-evaluation-harness, and eval.tasks has files alone"
+                yield "conflict", f"eval.{name}", message, "leave it out"
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterator[Finding]:
+        """Check that padding changes nothing where ranks share sequences."""
+        scaling = getattr(args, "rope_scaling", None)
+        above = getattr(scaling, "varies_above", None)
+        shared = run.mesh.tensor * run.mesh.context > 1
+        if above is None or run.max_seq_len <= above or not shared:
+            return
+        message = (
+            f"cannot be exact: above {above} tokens RoPE tables depend on the length, and these "
+            "ranks pad a text"
+        )
+        yield "conflict", self.key, message, "evaluate checkpoints by `titanlite eval`"
+
+    # The tasks: `titanlite.start.run_text` calls this
+
+    def load(self, run: RunConfig, share: Share) -> Sequence[Task]:
+        """Read files and load tasks, on rank 0 alone; others get none.
+
+        Raises DataError with file and record, ConfigError for tasks that cannot be loaded.
+        """
+        found: list[Task] = []
+        share("the tasks", lambda: found.extend(self._loaded(run)))
+        return found
+
+    def _loaded(self, run: RunConfig) -> Iterator[Task]:
+        """Yield the tasks in the order of the entries."""
+        from titanlite.features.tasks.own_files import read_own
+
+        section = self.section
+        names = entries.harness_names(section.tasks)
+        by_name: dict[str, Task] = {}
+        for path in section.tasks:
+            if path not in names:
+                by_name[path] = read_own(path, run.data.text_key or "text", section.limit)
+        if names:
+            from titanlite.features.tasks.harness import load_tasks
+
+            tasks = load_tasks(names, section.include_path, section.num_fewshot, section.limit)
+            _refuse_writing(tasks, run)
+            by_name |= {task.name: task for task in tasks}
+        for entry in section.tasks:
+            yield by_name[entry]
+
+    # The run: `titanlite.start.callbacks` calls this
+
+    def begin(self, built: Built, write: Callable[[int, Mapping[str, float]], object]) -> TaskRun:
+        """Return what runs the tasks on this rank. write: takes a step and figures."""
+        from titanlite.features.context.loader import split_batch
+        from titanlite.features.tasks.ranks import Place, RankScorer
+        from titanlite.features.tasks.run import TaskRun
+        from titanlite.features.tasks.scoring import Subject
+        from titanlite.training.generate import stop_ids
+
+        run = built.run
+        model = built.model
+        mesh = run.mesh
+        # Tensor-parallel ranks share rows evenly; those of a context have two chunks each.
+        multiple = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
+        longest = model.args.max_seq_len
+        subject = Subject(
+            model.model,
+            built.datasets.tokenizer,
+            longest - longest % multiple,
+            built.world.device,
+            run.spec.head,
+            frozenset(stop_ids(built.datasets.tokenizer)),
+        )
+        size = self.section.batch_size or run.validation.batch_size or run.batch.micro_batch_size
+        counts = model.mesh.get_local_rank("tp") == 0
+        place = Place(*built.loaders.share, counts, leads=built.world.rank == 0)
+        scorer = RankScorer(
+            subject,
+            built.train_step.runner,
+            (size, multiple),
+            place,
+            lambda batch: split_batch(batch, model.mesh),
+        )
+        weights: Any = contextlib.nullcontext
+        if self.section.ema and built.average is not None:
+            weights = built.average.applied
+        return TaskRun(self.section, built.datasets.tasks, scorer, weights, write)
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        names = ", ".join(map(entries.name_of, self.section.tasks))
+        when = f"every {self.section.freq:,} steps"
+        if self.section.at_end:
+            when += " and at the end"
+        weights = ", with the average of the weights" if self.section.ema else ""
+        yield "tasks", f"{names}: {when}{weights}"
+
+
+def _refuse_writing(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
+    """Raise ConfigError for tasks that continue texts where no rank computes the next token."""
+    if run.mesh.pipeline * run.mesh.context == 1:
+        return
+    problems = []
+    for task in tasks:
+        if task.writes:
+            message = (
+                f"the task {task.name} continues texts, and ranks that share layers or sequences "
+                "cannot"
+            )
+            hint = "run it by `titanlite eval`"
+            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,221 @@
+"""Tasks of lm-evaluation-harness (package `lm_eval`): found by name, loaded and run.
+
+The package is imported when a task is loaded. Its tasks may hold code, which runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.features.tasks.entries import HARNESS, KEY
+from titanlite.utils import logger, pip_install
+
+if TYPE_CHECKING:
+    from titanlite.features.tasks.scoring import Scorer
+
+#: Seeds of the harness's own command, for the examples before a question.
+_SEED, _FEWSHOT_SEED = 0, 1234
+#: Of results that are no figures.
+_NO_FIGURES = ("_stderr", "alias", "sample_len", "samples", "name", "sample_count")
+
+
+@dataclass
+class HarnessTask:
+    """A task, group or tag of the harness.
+
+    num_fewshot: examples before each question; None: the task's own number. limit: documents of
+    each task; None: all.
+    """
+
+    name: str
+    manager: Any
+    num_fewshot: int | None = None
+    limit: int | None = None
+    #: What the harness has loaded; empty until then.
+    loaded: dict[str, Any] = field(default_factory=dict)
+    kind = "lm-evaluation-harness"
+
+    def load(self, names: Sequence[str] = ()) -> None:
+        """Load the task and its data; raise what the harness raises.
+
+        names: in place of its own.
+        """
+        with _seeded():
+            self.loaded = self.manager.load(list(names) or [self.name])
+
+    @property
+    def writes(self) -> bool:
+        """Whether a task in it continues texts."""
+        return any(task.OUTPUT_TYPE == "generate_until" for task in self._tasks)
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a task in it runs code that the model writes."""
+        return any(getattr(task, "UNSAFE_CODE", False) for task in self._tasks)
+
+    @property
+    def _tasks(self) -> list[Any]:
+        return list(self.loaded.get("tasks", {}).values())
+
+    def run(self, scorer: Scorer) -> dict[str, float]:
+        """Return the figures; those of a task within a group or tag have its name before them."""
+        if not self.loaded:
+            self.load()
+        with _watched(scorer):
+            found = self.evaluate(scorer, iterations=0)
+        # A group has figures of its own, or its tasks have.
+        results = found["results"]
+        shown = {self.name: results[self.name]} if self.name in results else results
+        figures: dict[str, float] = {}
+        for task, row in shown.items():
+            for metric, value in _figures(row):
+                figures[metric if task == self.name else f"{task}/{metric}"] = value
+        return figures
+
+    def evaluate(self, scorer: Scorer, iterations: int) -> dict[str, Any]:
+        """Return the harness's results. iterations: of its bootstrap; 0: no standard errors."""
+        from lm_eval.evaluator import evaluate
+
+        from titanlite.features.tasks.harness_model import HarnessModel
+
+        for task in self._tasks:
+            self._set_examples(task)
+        with _seeded():
+            found: dict[str, Any] = evaluate(
+                HarnessModel(scorer),
+                self.loaded,
+                limit=self.limit,
+                bootstrap_iters=iterations,
+                log_samples=False,
+            )
+        return found
+
+    def _set_examples(self, task: Any) -> None:
+        """Set the number of examples before a question, and the generator that chooses them.
+
+        As the harness's own command: a task that says 0 keeps it, one without a number has none.
+        """
+        own = task.get_config("num_fewshot")
+        if own is None or (self.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=self.num_fewshot or 0)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+
+
+def open_manager(include_path: str | None, key: str) -> Any:
+    """Return what finds tasks by name.
+
+    Raises ConfigError, which names `key`, where the package is missing.
+    """
+    if importlib.util.find_spec(HARNESS) is None:
+        message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
+        raise ConfigError([Problem("", key, message, code="missing-package")])
+    with _seeded():
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=include_path)
+
+
+def unknown_names(manager: Any, names: Sequence[str]) -> list[str]:
+    """Return the names, or patterns, of which the harness knows no task."""
+    return [name for name in names if not manager.match_tasks([name])]
+
+
+def load_tasks(
+    names: Sequence[str], include_path: str | None, num_fewshot: int | None, limit: int | None
+) -> list[HarnessTask]:
+    """Load tasks for a run.
+
+    Raises ConfigError for names that the harness does not know, and for tasks that cannot be
+    loaded. A network that does not answer is no reason: the task is loaded when it is due.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigError([Problem("", "eval.include_path", f"there is no folder {include_path}")])
+    manager = open_manager(include_path, KEY)
+    logging.getLogger(HARNESS).setLevel(logging.ERROR)
+    import datasets
+
+    datasets.disable_progress_bars()
+    found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
+    problems = []
+    for name in unknown_names(manager, names):
+        message = f"the harness has no task {name!r}"
+        hint = "`lm_eval ls tasks` lists them, eval.include_path adds yours"
+        problems.append(Problem("", KEY, message, hint, code="unknown-value"))
+    if problems:
+        raise ConfigError(problems)
+    for task in found:
+        problems += _loaded(task)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _loaded(task: HarnessTask) -> Iterator[Problem]:
+    """Load a task, and yield why it cannot be run."""
+    try:
+        task.load()
+    except (ConnectionError, TimeoutError) as error:
+        logger.warning(f"the data of the task {task.name} does not come ({error}); tried when due")
+        return
+    except Exception as error:
+        message = f"the task {task.name} cannot be loaded: {type(error).__name__}: {error}"
+        yield Problem("", KEY, message, "correct its file, or leave it out", code="unknown-value")
+        return
+    if task.runs_code:
+        message = f"the task {task.name} runs code that the model writes"
+        yield Problem("", KEY, message, "run it apart from training", code="conflict")
+
+
+def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield names and values: `acc` of the harness's `acc,none`, else with the name of a filter."""
+    for key, value in row.items():
+        metric, _, kept = key.partition(",")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not kept or not is_number or metric.endswith(_NO_FIGURES):
+            continue
+        yield metric if kept == "none" else f"{metric}/{kept}", float(value)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed Python's and numpy's generators inside, and leave all as they were."""
+    import numpy as np
+    import torch
+
+    kept = random.getstate()
+    kept_numpy = np.random.get_state()
+    random.seed(_SEED)
+    np.random.seed(_FEWSHOT_SEED)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(kept)
+        np.random.set_state(kept_numpy)
+
+
+@contextmanager
+def _watched(scorer: Scorer) -> Iterator[None]:
+    """Replace the harness's progress bars inside, which would cut the log of a run.
+
+    They are around long work of rank 0. In their place other ranks hear of it.
+    """
+    from lm_eval.api import model, task
+
+    bars = [(module, module.tqdm) for module in (model, task) if hasattr(module, "tqdm")]
+    for module, _ in bars:
+        module.tqdm = lambda items, *_, **__: scorer.waiting(items)
+    try:
+        yield
+    finally:
+        for module, bar in bars:
+            module.tqdm = bar

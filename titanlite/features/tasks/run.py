@@ -1,0 +1,157 @@
+"""The tasks of a run: when they are due, who runs them, and what becomes of the figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from titanlite.callbacks import Callback
+from titanlite.config.run_sections import Eval
+from titanlite.exit_codes import no_exit
+from titanlite.features.tasks.ranks import InterruptedTasksError, RankScorer
+from titanlite.features.tasks.scoring import Scorer
+from titanlite.utils import Table, human_time, logger, render
+
+if TYPE_CHECKING:
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+#: Their name among what a run owes, and in the train state of a checkpoint.
+NAME = "tasks"
+OWED = f"{NAME}_owed"
+
+
+class Task(Protocol):
+    """What is measured under one name."""
+
+    @property
+    def name(self) -> str:
+        """Of its figures."""
+        ...
+
+    def run(self, scorer: Scorer) -> dict[str, float]:
+        """Return figures by name."""
+        ...
+
+
+class TaskRun(Callback):
+    """Runs the tasks of `[eval]` while a model trains. All ranks call it together.
+
+    tasks: of rank 0; the other ranks need none. weights: entered while the model is run, as
+    `WeightAverage.applied`. write: takes a step and figures.
+    """
+
+    def __init__(
+        self,
+        section: Eval,
+        tasks: Sequence[Task],
+        scorer: RankScorer,
+        weights: Callable[[], AbstractContextManager[object]],
+        write: Callable[[int, Mapping[str, float]], object],
+    ) -> None:
+        self._section = section
+        self._tasks = tasks
+        self._scorer = scorer
+        self._weights = weights
+        self._write = write
+        #: Failures that were told.
+        self._told: set[tuple[str, str]] = set()
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Run the tasks that an earlier attempt has left.
+
+        Behind the last step a save of weights for `transformers` is left, too.
+        """
+        loaded = trainer.loaded
+        if loaded is None or loaded.origin != "resume" or OWED not in loaded.train:
+            return
+        self._run(trainer)
+        saver = trainer.parts.checkpointer
+        in_hf = saver is not None and saver.config.last_save_in_hf
+        if in_hf and trainer.step == trainer.steps and not trainer.owed:
+            trainer.save()
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        step = trainer.step
+        at_end = self._section.at_end and step >= trainer.steps
+        if not at_end and step % self._section.freq:
+            return
+        trainer.sync_guard()
+        trainer.owed.add(NAME)  # until they are done
+        if not trainer.stopping:
+            self._run(trainer)
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """Run the tasks of the end, where no text is left for another step."""
+        done = trainer.step % self._section.freq == 0
+        if trainer.step >= trainer.steps and self._section.at_end and not done:
+            self._run(trainer)
+
+    def _run(self, trainer: Trainer) -> None:
+        """Run the tasks and hand their figures on.
+
+        A task that fails is told, and training continues. A stop leaves the tasks to the resumed
+        run.
+        """
+        trainer.owed.add(NAME)
+        trainer.phase("evaluate")
+        began = time.perf_counter()
+        try:
+            with trainer.stop.shield_children(), self._weights():
+                found = self._measure(trainer)
+        except InterruptedTasksError:
+            trainer.stopping = True
+            logger.info(f"the tasks at {trainer.step} were interrupted; the resumed run runs them")
+            return
+        trainer.owed.discard(NAME)
+        trainer.phase("log")
+        if self._scorer.place.leads:
+            self._report(trainer.step, found, time.perf_counter() - began)
+
+    def _measure(self, trainer: Trainer) -> dict[str, dict[str, float]]:
+        """Return the figures of each task on rank 0, nothing on others."""
+        scorer = self._scorer
+        scorer.stop = trainer.stop
+        scorer.tick = lambda: trainer.phase("evaluate")
+        found: dict[str, dict[str, float]] = {}
+        if not self._scorer.place.leads:
+            scorer.follow()
+            return found
+        for task in self._tasks:
+            try:
+                with no_exit(f"the task {task.name}"):
+                    found[task.name] = task.run(scorer)
+            except Exception as error:
+                if scorer.failed:
+                    raise
+                self._tell(trainer.step, task.name, error)
+        scorer.end()
+        return found
+
+    def _tell(self, step: int, name: str, error: Exception) -> None:
+        """Warn of a task that failed, once for each reason."""
+        reason = f"{type(error).__name__}: {error}"
+        if (name, reason) in self._told:
+            return
+        self._told.add((name, reason))
+        logger.warning(
+            f"step {step}: the task {name} failed, training continues without it: {reason}"
+        )
+
+    def _report(self, step: int, found: Mapping[str, Mapping[str, float]], seconds: float) -> None:
+        row: dict[str, float] = {}
+        lines = []
+        for name, figures in found.items():
+            for metric, value in figures.items():
+                row[f"eval/{name}/{metric}"] = value
+                lines.append((name, metric, f"{value:.4f}"))
+        title = f"tasks at {step}, in {human_time(seconds)}"
+        if not lines:
+            logger.info(f"{title}: no figures")
+            return
+        table = render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal=False)
+        for line in table.splitlines():
+            logger.info(line)
+        self._write(step, {**row, "eval_seconds": seconds})
