@@ -6,7 +6,7 @@ text, without a GPU.
 It runs `titanlite ladder` on the file below, then trains the file itself, and compares its
 validation loss with the prediction. Two cores need about half an hour. The longest run of the
 ladder reads the text 1.8 times, the file 1.04 times. All horizons of the ladder and the length
-of the file lie between 0.15 and 4.3 million tokens, so only parameters and FLOPs are extrapolated.
+of the file lie between 0.16 and 4.3 million tokens, so only parameters and FLOPs are extrapolated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ seq_len = 128
 [metrics]
 log_freq = 100
 [ladder]
-sizes = [19_000, 40_000, 63_000, 100_000, 134_000]
+sizes = [20_000, 43_000, 69_000, 100_000, 134_000]
 tokens_per_parameter = [8, 16, 32]
 """
 
