@@ -221,6 +221,8 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
             others.append(key)
     notes = []
     warnings = []
+    if any(config.is_given(key) for key in keys() if key.startswith("ladder.")):
+        notes.append("[ladder] is for `titanlite ladder`; a run reads none of it")
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8:
         warnings.append(

@@ -6,7 +6,7 @@ meaning. The text under a field is its documentation: `titanlite config explain 
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from titanlite.config.value_types import (
     HOME,
@@ -286,3 +286,31 @@ class Launch(Section, frozen=True):
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.
     """
+
+
+class Ladder(Section, frozen=True):
+    """Small models whose losses `titanlite ladder` fits a scaling law to. A run reads none of
+    it.
+    """
+
+    sizes: list[Count] = []
+    """Parameters of each model without its embedding, as [20_000_000, 40_000_000]. The nearest
+    model of this file's proportions is trained. Empty: five, whose blocks have an eighth of the
+    parameters of this file's, half of that, and so on.
+    """
+    tokens_per_parameter: Annotated[list[Positive], Meta(min_length=1)] = field(
+        default_factory=lambda: [5.0, 10.0, 20.0]
+    )
+    """Horizons of each model, in tokens for each of those parameters. One run at a constant rate
+    serves all: each horizon is a short decay from it.
+    """
+    decay_ratio: Annotated[float, Meta(gt=0, le=0.8)] = 0.2
+    """Share of a horizon in which the learning rate falls."""
+    lr_exponent: NonNegative = 1 / 3
+    """Learning rate of a model of n parameters: optimizer.lr * (N / n) ** lr_exponent, N this
+    file's. 0: the same rate.
+    """
+    batch_exponent: NonNegative = 2 / 3
+    """Sequences of a step: those of this file * (n / N) ** batch_exponent. 0: the same."""
+    seeds: Count = 1
+    """Runs of each model, with training.seed and the next numbers."""

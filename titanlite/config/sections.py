@@ -369,6 +369,7 @@ class Config(Section, frozen=True):
     memory_estimation: run.MemoryEstimation = run.MemoryEstimation()
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
+    ladder: run.Ladder = run.Ladder()
 
     @property
     def compiles_blocks(self) -> bool:

@@ -61,6 +61,13 @@ def count_active_parameters(args: LlamaArgs) -> int:
     return _summed(args, (_block(block).active for block in blocks(args)))
 
 
+def count_multiplied_parameters(args: LlamaArgs) -> int:
+    """Return the parameters that one token is multiplied by, the head among them: an embedding is
+    looked up.
+    """
+    return count_active_parameters(args) - (0 if args.tied else _table(args))
+
+
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward.
 

@@ -74,7 +74,7 @@ Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the com
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command, and its other name `ladder`, to argparse."""
+    """Add the command to argparse."""
     width = max(len(level.name) for level in LEVELS)
     levels = []
     for level in LEVELS:
@@ -82,7 +82,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         levels.append(f"  {level.name:<{width}}  {about}")
     parser = commands.add_parser(
         "benchmark",
-        aliases=["ladder"],
         help="compare speed, memory and losses with compile, float8 and other settings",
         description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
         "the same text:\n\n" + "\n".join(levels) + "\n\nPrints and writes speed, memory and "

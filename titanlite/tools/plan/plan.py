@@ -85,7 +85,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rank whose memory is shown (default: the one that needs most)",
     )
-    add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
+    add(
+        "--tokens",
+        type=token_count,
+        metavar="N",
+        help="length of the run in tokens, as 15T or 300B",
+    )
     add(
         "--price",
         type=price,
@@ -108,7 +113,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
 
 
-def _tokens(text: str) -> int:
+def token_count(text: str) -> int:
+    """Read a number of tokens for argparse, as 15T."""
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
     number = 0.0
     if match:
@@ -133,7 +139,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     problems = problems or contradictions(config) or unclear_texts(config)
     if problems:
         raise ConfigError(problems)
-    ranks = _ranks(arguments, config)
+    ranks = ranks_of(arguments, config)
     is_named = arguments.gpu or arguments.instance or config.sections.launch.instance_type
     if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments, style)
@@ -160,7 +166,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise bad_flag(f"--{flag}", f"cannot write {file}")
 
 
-def _ranks(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
+def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
     """Return the number of GPUs that the options or section `[launch]` give."""
     launch = config.sections.launch
     instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)

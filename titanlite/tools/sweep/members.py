@@ -38,7 +38,7 @@ TAIL = 0.1
 _STOPPED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
 #: Keys of a run's config that do not change what it learns.
-_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.")
+_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
 
 State = Literal["done", "diverged", "failed", "running", "unfinished"]
 

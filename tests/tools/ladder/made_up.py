@@ -1,0 +1,30 @@
+"""Made-up ladders: points of a known law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from titanlite.tools.ladder.law import Law, Point
+
+#: About that of Besiroglu et al. 2024.
+TRUE = Law(1.8, 480.0, 0.35, 2100.0, 0.37)
+SIZES = tuple(10_000_000 * 2**step for step in range(5))
+HORIZONS = (5.0, 10.0, 20.0)
+
+
+def made_up(
+    sizes: Sequence[float] = SIZES,
+    horizons: Sequence[float] = HORIZONS,
+    noise: float = 0.0,
+    generator: np.random.Generator | None = None,
+) -> list[Point]:
+    """Points of the law; noise: standard deviation of their log losses."""
+    points = []
+    for size in sizes:
+        for horizon in horizons:
+            error = 0.0 if generator is None else noise * generator.standard_normal()
+            loss = TRUE.loss(size, horizon * size) * float(np.exp(error))
+            points.append(Point(size, horizon * size, loss, f"n{size:.0f}-t{horizon:g}"))
+    return points

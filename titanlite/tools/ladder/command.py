@@ -1,0 +1,103 @@
+"""`titanlite ladder`: train small models, fit a scaling law, predict the loss of a config."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from titanlite import exit_codes
+from titanlite.config.errors import bad_flag
+from titanlite.tools import at_least, refuse_keys
+from titanlite.tools.parser import FLAGS, Commands, add_files
+from titanlite.tools.plan.plan import price, token_count
+from titanlite.utils import Style
+
+_EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs
+in FOLDER are kept: after a kill or Ctrl-C the same command goes on.
+
+Exit status: {exit_codes.DONE} when a law was fitted, {exit_codes.ERROR} when runs failed and too
+few are left, {exit_codes.CONFIG} when the config or the command line is wrong, 128 and the
+signal's number after a signal. docs/ladder.md"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite ladder` to argparse."""
+    parser = commands.add_parser(
+        "ladder",
+        help="train small models, and predict the loss of a config by a scaling law",
+        description="Predict the loss of CONFIG with its error. Smaller models of its proportions "
+        "are trained for several horizons. L(N, D) = E + A/N^a + B/D^b is fitted to their losses. "
+        f"With a GPU's name, time and price, too. {FLAGS}",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    add_files(parser)
+    add = parser.add_argument
+    folder = "folder of the ladder (default: job.dump_folder with -ladder behind it)"
+    add("--folder", type=Path, metavar="FOLDER", help=folder)
+    add("--dry-run", action="store_true", help="print the runs and their tokens, and run nothing")
+    ranks = "ranks of each run (default: 1)"
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
+    add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
+    fit = "fit the points of points.json, or of a CSV (parameters, tokens, loss); train nothing"
+    add("--fit", type=Path, metavar="FILE", help=fit)
+    at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B:160B"
+    add("--at", type=_size_and_tokens, metavar="N:D", help=at)
+    add("--far", action="store_true", help="predict more than 100 times beyond the largest run")
+    _add_hardware(parser)
+    add("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--gpu", metavar="NAME", help="GPU that CONFIG itself will train on, as h100-80g")
+    add("--gpus", type=at_least(1), metavar="N", help="its number over all machines")
+    add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
+    add("--nodes", type=at_least(1), metavar="N", help="machines")
+    hours = "price of one GPU for an hour; none: no price is shown"
+    add("--price-per-gpu-hour", type=price, metavar="X", help=hours)
+
+
+def _size_and_tokens(text: str) -> tuple[int, int]:
+    """Read N:D for argparse."""
+    parameters, colon, tokens = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"expected N:D as 7B:160B, got {text!r}")
+    return token_count(parameters), token_count(tokens)
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    _check_options(arguments)
+    from titanlite.tools.ladder.climb import climb, conclude
+    from titanlite.tools.ladder.files import read_points
+    from titanlite.tools.ladder.report import list_text
+    from titanlite.tools.ladder.rungs import OWN
+    from titanlite.tools.ladder.target import target_of
+
+    if arguments.fit and not (arguments.files or flags):
+        return conclude(read_points(arguments.fit), None, arguments, style)
+    if not arguments.fit:
+        refuse_keys(flags, OWN)
+    target = target_of(arguments, flags)
+    if arguments.fit:
+        return conclude(read_points(arguments.fit), target, arguments, style)
+    if arguments.dry_run:
+        return list_text(target, style), exit_codes.DONE
+    return climb(target, arguments, style)
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if not arguments.fit:
+        if arguments.at:
+            raise bad_flag("--at", "goes with --fit FILE; without it a config is predicted")
+        if not arguments.files:
+            raise bad_flag("CONFIG", "none is given", "name the config that is to be predicted")
+        return
+    for name in ("dry_run", "nproc_per_node", "folder"):
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise bad_flag(flag, "is for runs, and --fit makes none")
+    if arguments.at and arguments.files:
+        raise bad_flag("--at", "a config is given, too: predict one of them")
