@@ -12,7 +12,7 @@ import torch
 from tests.tools.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
 from titanlite.tools.ladder.fit import CONFIDENCE, DELTA, KNOWN_TOKEN_EXPONENT, fit
 from titanlite.tools.ladder.law import LadderError, Law, Point, check_points
-from titanlite.tools.ladder.predict import check_distance, leave_largest_out, predict
+from titanlite.tools.ladder.predict import check_distance, horizon_note, leave_largest_out, predict
 
 #: Four times the largest of the ladder.
 TARGET = (4.0 * SIZES[-1], 20 * 4.0 * SIZES[-1])
@@ -186,3 +186,13 @@ def test_a_run_a_hundred_times_beyond_the_largest_is_refused() -> None:
         check_distance(points, 101 * n, d / 101)
     with pytest.raises(LadderError, match="101 times the tokens"):
         check_distance(points, n / 101, 101 * d)
+
+
+def test_tokens_for_each_parameter_that_no_run_had_are_told() -> None:
+    points = made_up()
+    for ratio in (4, 5, 20, 29):
+        assert horizon_note(points, 1e9, ratio * 1e9) is None
+    for ratio in (2, 40):
+        note = horizon_note(points, 1e9, ratio * 1e9)
+        assert note is not None
+        assert f"{ratio} tokens for each parameter, and the runs have 5 to 20" in note

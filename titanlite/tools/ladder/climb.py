@@ -12,7 +12,7 @@ from titanlite.tools.ladder.files import POINTS
 from titanlite.tools.ladder.fit import fit
 from titanlite.tools.ladder.law import LadderError, Point, check_points
 from titanlite.tools.ladder.picture import picture
-from titanlite.tools.ladder.predict import check_distance, leave_largest_out, predict
+from titanlite.tools.ladder.predict import check_distance, horizon_note, leave_largest_out, predict
 from titanlite.tools.ladder.report import Cost, Report, report_text
 from titanlite.tools.ladder.rungs import DEFAULTS, Rung, rungs
 from titanlite.tools.ladder.target import Target, plan_of, schedule_note
@@ -130,10 +130,11 @@ def make_report(
     if aim is None:
         return Report(found, left_out)
     prediction = predict(found, *aim)
+    notes = [horizon_note(points, *aim)]
     if target is None:
-        return Report(found, left_out, prediction)
+        return Report(found, left_out, prediction, notes=[note for note in notes if note])
     plan = plan_of(target, arguments)
-    note = schedule_note(target)
+    notes.append(schedule_note(target))
     return Report(
         fit=found,
         left_out=left_out,
@@ -141,5 +142,5 @@ def make_report(
         whole=target.whole,
         cost=None if plan is None else Cost(plan, arguments.price_per_gpu_hour),
         missing=missing,
-        notes=[] if note is None else [note],
+        notes=[note for note in notes if note],
     )

@@ -12,6 +12,8 @@ from titanlite.utils import human_count
 
 #: A prediction may be this many times beyond the largest run.
 FARTHEST = 100.0
+#: Tokens for each parameter within this factor of those of the points count as seen.
+_SLACK = 1.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,20 @@ def check_distance(points: Sequence[Point], parameters: float, tokens: float) ->
             f"the limit is {FARTHEST:g}. Train larger models or longer ones (ladder.sizes, "
             "ladder.tokens_per_parameter), or give --far to see the number all the same"
         )
+
+
+def horizon_note(points: Sequence[Point], parameters: float, tokens: float) -> str | None:
+    """Return how far the tokens for each parameter lie outside of those of the points; None: they
+    do not.
+    """
+    seen = [point.tokens / point.parameters for point in points]
+    ratio = tokens / parameters
+    if min(seen) / _SLACK <= ratio <= max(seen) * _SLACK:
+        return None
+    return (
+        f"{ratio:.3g} tokens for each parameter, and the runs have {min(seen):.3g} to "
+        f"{max(seen):.3g}: the law was not seen there, and its interval does not tell"
+    )
 
 
 def leave_largest_out(points: Sequence[Point]) -> list[LeftOut]:
