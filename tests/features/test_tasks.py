@@ -28,6 +28,7 @@ from tests.support.task_files import (
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalars, train_run
 from titanlite import exit_codes
+from titanlite.config.claims import config_claims
 from titanlite.config.load import load
 from titanlite.config.not_implemented import idle_keys
 from titanlite.data import DataError
@@ -449,6 +450,11 @@ def test_contradictions_are_found_before_anything_starts(
     problem = refusal(["--job.config_file=debug_model.toml", *flags])
     assert problem.key == key
     assert said in problem.message
+
+
+def test_a_folder_of_task_files_that_a_kept_config_names_is_code() -> None:
+    (claim,) = config_claims("a.toml:3", "eval.include_path", "tasks", "tasks")
+    assert claim.effect.startswith("runs functions that task files below /")
 
 
 def test_keys_without_tasks_are_told() -> None:

@@ -105,6 +105,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "validation.format": {"validation.dataset_path": bool},
     "float8": {"float8.enable_float8_linear": True},
     "lora": {"lora.rank": bool},
+    "mup": {"mup.base_dim": bool},
     **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _many}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _many}),

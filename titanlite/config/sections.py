@@ -6,7 +6,7 @@ A section class is the only place with a key's type, limits, default and meaning
 `titanlite.config.run_sections`).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -312,6 +312,20 @@ class Lora(Section, frozen=True):
     """
 
 
+class Mup(Section, frozen=True):
+    """Maximal update parametrization: what was tuned on a narrow model holds for a wide one."""
+
+    base_dim: Natural = 0
+    """Width of the base model, whose learning rate and other settings this file has. Initial
+    weights and rates are scaled from there (docs/mup.md). 0: off.
+    """
+    base: dict[str, Any] = {}
+    """Table of the base model's other arguments, as `[model.overrides]` has them: n_heads, ffn_dim,
+    n_layers. Others follow from base_dim: heads as wide as here, other widths in proportion, the
+    same depth.
+    """
+
+
 class Experimental(Section, frozen=True):
     """Parallelism beyond data and tensors; names of the older files."""
 
@@ -360,6 +374,7 @@ class Config(Section, frozen=True):
     compile: Compile = Compile()
     float8: Float8 = Float8()
     lora: Lora = Lora()
+    mup: Mup = Mup()
     experimental: Experimental = Experimental()
     parallelism: Parallelism = Parallelism()
     guard: run.Guard = run.Guard()

@@ -39,7 +39,10 @@ def _nearest_thing(name: str) -> str:
     if elsewhere:
         # A key before another name of one.
         ours = [known for known in elsewhere if known in keys()]
-        return f"{last} belongs to another section: {(ours or elsewhere)[0]}"
+        by_section = {known.rpartition(".")[0]: known for known in reversed(ours or elsewhere)}
+        close = nearest(section, by_section)
+        meant = by_section[close[0]] if close else (ours or elsewhere)[0]
+        return f"{last} belongs to another section: {meant}"
     if last in OTHER_TRAINERS:
         return f"here this is {OTHER_TRAINERS[last]}"
     close = nearest_key(name, known_names()) or _in_like_section(name)

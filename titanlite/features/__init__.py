@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Experimental,
         Float8,
         Lora,
+        Mup,
         Training,
     )
     from titanlite.features.activation_offload import ActivationOffload
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
+    from titanlite.features.mup import MupFeature
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.tasks import TaskEvaluation
 
@@ -50,6 +52,7 @@ class Features:
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     lora: LoraFeature | None
+    mup: MupFeature | None
     loss_chunks: LossChunks | None
     activation_offload: ActivationOffload | None
     ema: WeightAveraging | None
@@ -65,6 +68,7 @@ class Features:
             self.async_tp,
             self.float8,
             self.lora,
+            self.mup,
             self.loss_chunks,
             self.activation_offload,
             self.ema,
@@ -88,6 +92,7 @@ def features_of(config: Config) -> Features:
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         lora=lora_of(config.lora),
+        mup=mup_of(config.mup),
         loss_chunks=loss_chunks_of(config.training),
         activation_offload=activation_offload_of(config.activation_checkpoint),
         ema=ema_of(config.optimizer),
@@ -151,6 +156,15 @@ def lora_of(section: Lora) -> LoraFeature | None:
     from titanlite.features.lora import LoraFeature
 
     return LoraFeature(section)
+
+
+def mup_of(section: Mup) -> MupFeature | None:
+    """Return the maximal update parametrization if it is on."""
+    if not section.base_dim:
+        return None
+    from titanlite.features.mup import MupFeature
+
+    return MupFeature(section)
 
 
 def loss_chunks_of(section: Training) -> LossChunks | None:

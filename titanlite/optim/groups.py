@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,18 +13,39 @@ from titanlite.config.model_sections import Optimizer
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+class Scale(NamedTuple):
+    """What the options of one parameter are multiplied by."""
+
+    rate: float = 1.0
+    eps: float = 1.0
+
+    def factors(self) -> dict[str, float]:
+        """Return the factor of each option: the product of rate and weight decay stays."""
+        return {"lr": self.rate, "weight_decay": 1 / self.rate, "eps": self.eps}
+
+
+#: (name of a parameter, whether Muon updates it) → its scale.
+Scales = Callable[[str, bool], Scale]
+
+
 def parameter_groups(
-    parameters: dict[str, nn.Parameter], settings: Optimizer, blocks: Collection[str] = ()
+    parameters: dict[str, nn.Parameter],
+    settings: Optimizer,
+    blocks: Collection[str] = (),
+    scales: Scales | None = None,
 ) -> list[dict[str, Any]]:
     """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all
     others.
 
-    The first pattern that is found in a name decides. Groups without parameters on this rank are
-    left out.
+    The first pattern that is found in a name decides. scales: divide them further. Groups without
+    parameters on this rank are left out.
     """
     found: dict[_Kind, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        kind = _kind_of(plain_name(name), parameter, settings, blocks)
+        plain = plain_name(name)
+        kind = _kind_of(plain, parameter, settings, blocks)
+        if scales is not None:
+            kind = kind._replace(scale=scales(plain, kind.is_muon))
         found.setdefault(kind, []).append(parameter)
     groups = []
     for kind, members in found.items():
@@ -42,6 +63,7 @@ class _Kind(NamedTuple):
     pattern: int
     without_decay: bool
     is_muon: bool
+    scale: Scale = Scale()
 
 
 def _kind_of(
@@ -74,6 +96,9 @@ def _options(settings: Optimizer, kind: _Kind) -> dict[str, Any]:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
             beta2 = settings.beta2 if group.beta2 is None else group.beta2
             options["betas"] = (beta1, beta2)
+    for key, factor in kind.scale.factors().items():
+        if factor != 1:
+            options[key] = options.get(key, getattr(settings, key)) * factor
     if kind.without_decay:
         options["weight_decay"] = 0.0
     return options

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanlite.config.model_sections import Optimizer
-from titanlite.optim.groups import parameter_groups
+from titanlite.optim.groups import Scales, parameter_groups
 from titanlite.parallel.local import local
 from titanlite.utils import is_dotted
 
@@ -39,14 +39,15 @@ def build_optimizer(
     settings: Optimizer,
     device: torch.device,
     blocks: Collection[str] = (),
+    scales: Scales | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of section `[optimizer]`.
 
     `gated_step` sets its learning rates at every step.
 
     parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their
-    matrices. Without groups all parameters have one weight decay, norms included, as in Llama 2's
-    and torchtitan's training.
+    matrices. scales: of rates and epsilons, for a built-in optimizer. Without groups all parameters
+    have one weight decay, norms included, as in Llama 2's and torchtitan's training.
 
     Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
     its arguments.
@@ -56,7 +57,7 @@ def build_optimizer(
 
         optimizer = build_own(parameters, settings, device)
     else:
-        groups = parameter_groups(parameters, settings, blocks)
+        groups = parameter_groups(parameters, settings, blocks, scales)
         optimizer = _built_in(groups, settings, device)
     return keep_ratios(optimizer, settings.peak_lr)
 

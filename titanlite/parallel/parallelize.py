@@ -27,6 +27,7 @@ from titanlite.config.sections import (
     Experimental,
     Float8,
     Lora,
+    Mup,
     Training,
 )
 from titanlite.features import (
@@ -36,6 +37,7 @@ from titanlite.features import (
     float8_of,
     lora_of,
     loss_chunks_of,
+    mup_of,
     pipeline_of,
 )
 from titanlite.features.interactions import compiles_halves
@@ -75,6 +77,7 @@ class ModelBuilder:
     #: Ranks that share the experts of a mixture.
     ep: int = 1
     lora: Lora = Lora()
+    mup: Mup = Mup()
 
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights; no rank ever holds a full
@@ -99,6 +102,10 @@ class ModelBuilder:
 
     def _init_rule(self) -> Callable[[str], Init]:
         """Return full parameter name → how to draw it."""
+
+        mup = mup_of(self.mup)
+        if mup is not None:
+            return mup.rules(self.spec, self.args).init
 
         def of_model(name: str) -> Init:
             return self.spec.init_rule(name, self.args)

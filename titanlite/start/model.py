@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.extensions import load_function
-from titanlite.features import async_tp_of, float8_of
+from titanlite.features import async_tp_of, float8_of, mup_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.optim.optimizer import build_optimizer
@@ -93,6 +93,7 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
         own_loss,
         run.mesh.expert,
         run.lora,
+        run.mup,
     )
 
 
@@ -150,7 +151,9 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
     parameters = dict(model.named_parameters())
     if run.lora.rank:
         parameters = {name: one for name, one in parameters.items() if one.requires_grad}
-    optimizer = build_optimizer(parameters, run.optimizer, device, blocks)
+    mup = mup_of(run.mup)
+    scales = None if mup is None else mup.scales(run.spec, parts.args)
+    optimizer = build_optimizer(parameters, run.optimizer, device, blocks, scales)
     policy = run.guard
     guard = FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window)
     train_step = TrainStep(

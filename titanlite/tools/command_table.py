@@ -26,6 +26,7 @@ COMMANDS = {
     "sweep": "titanlite.tools.sweep.command:add_command",
     "ladder": "titanlite.tools.ladder.command:add_command",
     "lr": "titanlite.tools.commands.learning_rate:add_command",
+    "mup": "titanlite.tools.mup.command:add_commands",
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
     "export": "titanlite.tools.commands.exchange:add_commands",
     "import": "titanlite.tools.commands.exchange:add_commands",

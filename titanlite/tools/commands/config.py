@@ -362,6 +362,10 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
         lines.append(
             style.dim(f"      {key.description} ({key.expected}; default {quote(key.default)})")
         )
+    if name == "mup" and config.sections.mup.base_dim:
+        from titanlite.features.mup.table import explain
+
+        lines += [f"  {line}" for line in explain(config.sections)]
     return "\n".join(lines)
 
 

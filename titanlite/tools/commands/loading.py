@@ -99,7 +99,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
     setup_console(0, None, sys.stderr)  # standard output has the result alone
     started = time.perf_counter()
-    device = _device(arguments.device)
+    device = choose_device(arguments.device)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     path = to_path(arguments.checkpoint)
     source = open_source(
@@ -138,7 +138,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     )
 
 
-def _device(given: str | None) -> torch.device:
+def choose_device(given: str | None) -> torch.device:
     """Return the device of a name; without one a GPU, if there is one. Raises ConfigError."""
     import torch
 

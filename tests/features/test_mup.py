@@ -1,0 +1,591 @@
+"""muP: what each parameter has beside the base model's, against numbers of the papers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checkpoints import unequal
+from tests.support.harness import full
+from tests.support.pool import Pools
+from tests.support.refusals import refusal
+from tests.support.whole_runs import losses_of, make_trainer, train_run
+from titanlite.config.model_sections import Optimizer, OptimizerGroup
+from titanlite.config.sections import Mup
+from titanlite.features.mup import MupFeature, scales_of
+from titanlite.features.mup.base import base_args
+from titanlite.features.mup.rules import Rules
+from titanlite.features.mup.table import summary
+from titanlite.loss import cross_entropy_sum
+from titanlite.models import SPECS
+from titanlite.optim.groups import Scale
+from titanlite.optim.optimizer import build_optimizer, set_rates
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.init import init_weights
+from titanlite.start.fit import check_config
+from titanlite.tools.cli import main
+
+FAMILIES = [name for name in SPECS if name != "hf"]
+
+
+HALF = math.sqrt(0.5)
+
+
+def args_of(family: str, **changes: Any) -> Any:
+    """A family's smallest model, with a vocabulary."""
+    return replace(SPECS[family].flavors["debugmodel"], **{"vocab_size": 96, **changes})
+
+
+def rules_of(family: str, dim: int, base: dict[str, Any] | None = None, **changes: Any) -> Rules:
+    args = args_of(family, **changes)
+    return Rules(SPECS[family], args, base_args(args, dim, base or {}))
+
+
+def table(rules: Rules, muon: bool = False) -> dict[str, tuple[float, float, float]]:
+    """Name → (initial, rate, epsilon) as multiples of the base model's, of the second block."""
+    found = {}
+    for name in rules.names():
+        if not name.startswith("layers.") or name.startswith("layers.1."):
+            factors = rules.factors(name, muon)
+            found[name.removeprefix("layers.1.")] = tuple(round(one, 12) for one in factors)
+    return found
+
+
+#: A Llama of four times the width: table 3 of arXiv:2203.03466, relative to width 64; epsilons by
+#: equation 40 of arXiv:2505.01618.
+HIDDEN = (0.5, 0.25, 0.25)
+VECTOR = (1.0, 1.0, 0.25)
+LLAMA = {
+    "tok_embeddings.weight": VECTOR,
+    "attention.wq.weight": HIDDEN,
+    "attention.wk.weight": HIDDEN,
+    "attention.wv.weight": HIDDEN,
+    "attention.wo.weight": HIDDEN,
+    "attention_norm.weight": VECTOR,
+    "ffn_norm.weight": VECTOR,
+    "feed_forward.w1.weight": HIDDEN,
+    "feed_forward.w2.weight": HIDDEN,
+    "feed_forward.w3.weight": HIDDEN,
+    "norm.weight": VECTOR,
+    "output.weight": (0.25, 0.25, 1.0),
+}
+
+
+def test_each_weight_of_a_llama_has_what_the_paper_says() -> None:
+    rules = rules_of("llama3", 64, ffn_dim=1024)
+    assert rules.base.ffn_dim == 256 and rules.base.n_heads == 4
+    assert table(rules) == LLAMA
+
+
+def test_a_base_model_of_the_same_width_changes_nothing() -> None:
+    for family in FAMILIES:
+        rules = rules_of(family, args_of(family).dim)
+        assert rules.base == rules.args
+        for name in rules.names():
+            assert rules.factors(name) == rules.factors(name, muon=True) == (1, 1, 1), name
+            assert rules.init(name) == SPECS[family].init_rule(name, rules.args)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> None:
+    rules = rules_of(family, args_of(family).dim // 2, tied=tied)
+    model = SPECS[family].build_on_meta(rules.args)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert set(rules.names()) == set(shapes)
+    for name, shape in shapes.items():
+        size = rules.size(name)
+        if name.startswith("layers."):
+            assert {size.in_features, size.out_features} <= {1, *shape}, name
+        rules.init(name)
+
+
+#: Multiplier, weight that holds it → the factors that differ from table 3.
+TIED = {
+    # Drawn as the base model's, not with dim ** -0.5.
+    "tok_embeddings.weight": VECTOR,
+    "norm.weight": (0.25, 0.25, 1.0),
+}
+#: Four times as wide heads: scores by 1 / d in place of 1 / sqrt(d) are half as large.
+HEADS = {"attention.wq.weight": (0.25, 0.125, 0.5)}
+#: Two times as deep: what a block adds is half as large, and so are gradients inside.
+DEEP = {
+    "attention.wo.weight": (0.25, 0.125, 0.25),
+    "feed_forward.w2.weight": (0.25, 0.125, 0.25),
+    **dict.fromkeys(("attention_norm.weight", "ffn_norm.weight"), (1.0, 1.0, 0.125)),
+    **{
+        f"{name}.weight": (0.5, 0.25, 0.125)
+        for name in ("attention.wq", "attention.wk", "attention.wv")
+    },
+    **{f"feed_forward.{name}.weight": (0.5, 0.25, 0.125) for name in ("w1", "w3")},
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "different", "gone"),
+    [
+        ({}, {"tied": True}, TIED, {"output.weight"}),
+        ({"n_heads": 16}, {}, HEADS, set()),
+        ({"n_layers": 4}, {"n_layers": 8}, DEEP, set()),
+    ],
+    ids=["tied head", "wider heads", "deeper"],
+)
+def test_multipliers_are_in_the_weights_beside_them(
+    base: dict[str, Any], changes: dict[str, Any], different: dict[str, Any], gone: set[str]
+) -> None:
+    expected = {**LLAMA, **different}
+    for name in gone:
+        del expected[name]
+    assert table(rules_of("llama3", 64, base, ffn_dim=1024, **changes)) == expected
+
+
+def test_heads_of_one_width_change_nothing_in_the_scores() -> None:
+    rules = rules_of("qwen3", 64)
+    assert rules.factors("layers.0.attention.q_norm.weight") == (1, 1, 1)
+    wider = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16})
+    assert wider.factors("layers.0.attention.q_norm.weight") == (0.5, 0.5, 0.5)
+
+
+def test_norms_behind_a_block_hold_its_multiplier() -> None:
+    rules = rules_of("olmo2", 64, {"n_layers": 2})
+    found = table(rules)
+    assert found["attention_post_norm.weight"] == (0.25, 0.25, 0.25)
+    assert found["attention.wo.weight"] == (0.5, 0.25, 0.0625)
+    assert rules.init("layers.0.ffn_post_norm.weight").value == 0.25
+
+
+def test_gemma_multiplies_embeddings_and_adds_one_to_gains() -> None:
+    """Embeddings times sqrt(dim) have one size at all widths; so have logits, times 1 / m."""
+    rules = rules_of("gemma3", 64)
+    found = table(rules)
+    assert found["tok_embeddings.weight"] == (0.5, 0.5, 0.5)
+    assert rules.init("tok_embeddings.weight").std == pytest.approx(256**-0.5)
+    assert found["norm.weight"] == (0.5, 0.5, 0.5)
+    assert rules.init("norm.weight").value == -0.5
+
+
+def test_experts_are_hidden_matrices_and_routers_outputs() -> None:
+    found = table(rules_of("mixtral", 64))
+    for name in ("w1", "w2", "w3"):
+        assert found[f"feed_forward.experts.{name}"][:2] == pytest.approx(HIDDEN[:2], rel=0.05)
+    assert found["feed_forward.gate.weight"] == (0.25, 0.25, 1.0)
+    biased = table(rules_of("gpt_oss", 64))
+    assert biased["feed_forward.gate.bias"] == (1.0, 1.0, 1.0)
+    assert biased["feed_forward.experts.gate_up"] == HIDDEN
+    assert biased["feed_forward.experts.down_bias"] == VECTOR
+
+
+def test_latents_of_one_width_make_outputs_and_inputs() -> None:
+    scaled = table(rules_of("deepseek_v3", 64))
+    assert scaled["attention.wkv_a.weight"] == scaled["attention.wkv_b.weight"] == HIDDEN
+    fixed = table(rules_of("deepseek_v3", 64, {"kv_lora_rank": 512}))
+    assert fixed["attention.wkv_a.weight"] == (0.25, 0.25, 1.0)
+    assert fixed["attention.wkv_b.weight"] == (1.0, 1.0, 0.25)
+
+
+def test_rates_of_muon_keep_the_spectral_norm_in_proportion() -> None:
+    """Its update has the norm rate * 0.2 * sqrt(max(in, out)); wanted is that of sqrt(out / in)."""
+    rules = rules_of("mixtral", 64, {"ffn_dim": 256}, ffn_dim=512, n_kv_heads=4)
+    for name in rules.names():
+        if not name.startswith("layers.1.") or name.endswith("norm.weight"):
+            continue
+
+        def norm(one: Rules, rate: float, name: str = name) -> float:
+            size = one.size(name)
+            ideal = math.sqrt(size.out_features / size.in_features)
+            return rate * math.sqrt(max(size.in_features, size.out_features)) / ideal
+
+        base = Rules(rules.spec, rules.base, rules.base)
+        rate = rules.factors(name, muon=True).rate
+        assert norm(rules, rate) == pytest.approx(norm(base, 1.0)), name
+    assert rules.factors("layers.1.attention.wq.weight", muon=True).rate == 0.5
+    assert rules.factors("layers.1.feed_forward.gate.weight", muon=True).rate == 0.25
+
+
+def filled(rules: Rules, seed: int = 0) -> Any:
+    model: Any = rules.spec.build_on_meta(rules.args).to_empty(device="cpu")
+    init_weights(model, rules.init, seed)
+    model.init_buffers()
+    return model
+
+
+def test_measured_standard_deviations() -> None:
+    rules = rules_of("llama3", 64, ffn_dim=1024, vocab_size=2048)
+    model = filled(rules)
+    stds = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    #: Of a normal distribution cut at 3 standard deviations.
+    cut = 0.98658
+    assert stds["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.01)
+    assert stds["layers.3.attention.wq.weight"] == pytest.approx(cut * 0.02 / 2, rel=0.01)
+    w2 = cut * 0.02 / 2 / math.sqrt(2 * 4)
+    assert stds["layers.3.feed_forward.w2.weight"] == pytest.approx(w2, rel=0.01)
+    # 64 ** -0.5 in the base model, and a quarter of it.
+    assert stds["output.weight"] == pytest.approx(cut * 0.125 / 4, rel=0.01)
+
+
+# The lemma: the same run as one with multipliers in its forward pass
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A model with explicit multipliers, as tables 8 and 1 of the papers have them."""
+
+    rules: Rules
+    #: Of logits, queries, blocks.
+    logits: float = 1.0
+    queries: float = 1.0
+    blocks: float = 1.0
+    #: Pattern of names → factor by which our weights, rates are smaller for a multiplier's sake.
+    held: tuple[tuple[str, float], ...] = ()
+
+    def held_by(self, name: str) -> float:
+        return next((by for pattern, by in self.held if re.search(pattern, name)), 1.0)
+
+
+def scale_without_multipliers(rules: Rules, name: str, is_muon: bool) -> Scale:
+    ratios = rules.ratios(name)
+    embedding = rules.args.embedding_scale / rules.base.embedding_scale
+    held = 1 / embedding if name == "tok_embeddings.weight" else 1.0
+    if is_muon:
+        return Scale(math.sqrt(ratios.outputs / ratios.inputs / ratios.largest))
+    eps = 1.0 if ratios.outputs == 1 else rules.base.dim / rules.args.dim
+    if name.startswith("layers."):
+        eps *= rules.base.n_layers / rules.args.n_layers
+    return Scale(held / ratios.inputs, eps / held)
+
+
+def times(factor: float) -> Callable[..., Any]:
+    return lambda module, inputs, output: output * factor
+
+
+def with_multipliers(one: Multiplied) -> Any:
+    """The model whose forward pass multiplies, from weights without the multipliers."""
+    model = filled(one.rules)
+    offset = one.rules.args.norm_offset
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            by = one.held_by(name)
+            if offset and name.endswith("norm.weight"):
+                parameter.add_(1).div_(by).sub_(1)
+            else:
+                parameter.div_(by)
+    for name, module in model.named_modules():
+        if name == "output":
+            module.register_forward_hook(times(one.logits))
+        elif name.endswith("inner_attention"):
+            module.register_forward_pre_hook(
+                lambda module, inputs: (inputs[0] * one.queries, *inputs[1:])
+            )
+        elif name.endswith("_post_norm"):
+            module.register_forward_hook(times(one.blocks))
+    return model
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take some steps."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        tokens = torch.randint(96, (2, 17), generator=generator)
+        cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]).div(32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES = {
+    "tied": Multiplied(
+        rules_of("llama3", 64, n_layers=2, tied=True), logits=0.25, held=((r"^norm", 0.25),)
+    ),
+    "wider heads": Multiplied(
+        rules_of("llama3", 64, {"n_heads": 16}, n_layers=2), queries=0.5, held=((r"\.wq", 0.5),)
+    ),
+    "deeper": Multiplied(
+        rules_of("llama3", 64, {"n_layers": 1}, n_layers=2),
+        blocks=0.5,
+        held=((r"\.w[o2]\.", 0.5),),
+    ),
+    "deeper, norms behind": Multiplied(
+        rules_of("olmo2", 64, {"n_layers": 1}, n_layers=2),
+        blocks=0.5,
+        held=((r"_post_norm", 0.5),),
+    ),
+    "experts": Multiplied(
+        rules_of("gpt_oss", 64, {"n_layers": 1}, n_layers=2),
+        blocks=0.5,
+        held=((r"(attention\.wo\.|experts\.down)", 0.5),),
+    ),
+    "wider heads with norms": Multiplied(
+        rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2),
+        queries=0.5,
+        held=((r"q_norm", 0.5),),
+    ),
+    "gains plus one": Multiplied(
+        rules_of("gemma3", 64, {"n_layers": 1}, n_layers=2),
+        logits=0.5,
+        blocks=0.5,
+        held=((r"(^norm|_post_norm)", 0.5),),
+    ),
+}
+
+
+def changes(one: Multiplied, model: nn.Module, start: nn.Module, held: bool) -> torch.Tensor:
+    """How far the weights with a multiplier have moved, all in one vector.
+
+    held: they hold it, and it is taken out.
+    """
+    then = dict(start.named_parameters())
+    moved = []
+    for name, now in model.named_parameters():
+        by = one.held_by(name)
+        if by != 1:
+            moved.append((now - then[name]).flatten() / (by if held else 1))
+    return torch.cat(moved).detach()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer: str) -> None:
+    one = CASES[name]
+    blocks = one.rules.spec.block_names(one.rules.args)
+    # Decay draws a gain of 1 + weight to 1, and is refused there.
+    decay = 0.0 if one.rules.args.norm_offset else 0.1
+    # An epsilon as large as many gradients: it counts, and keeps rounding from counting.
+    settings = Optimizer(name=optimizer, lr=3e-3, eps=1e-4, weight_decay=decay)
+    plain = scales_of(one.rules)
+
+    def explicit(parameter: str, is_muon: bool) -> Scale:
+        """The scale in a model with multipliers, by the papers' tables."""
+        return scale_without_multipliers(one.rules, parameter, is_muon)
+
+    def run(make: Callable[[], Any], scales: Any, held: bool) -> torch.Tensor:
+        model = make()
+        parameters = dict(model.named_parameters())
+        built = build_optimizer(parameters, settings, torch.device("cpu"), blocks, scales)
+        trained(model, built)
+        return changes(one, model, make(), held)
+
+    def multiplied() -> Any:
+        return with_multipliers(one)
+
+    theirs = run(multiplied, explicit, held=False)
+    ours = run(lambda: filled(one.rules), plain, held=True)
+    wrong = run(multiplied, plain, held=False)
+    # Muon's iteration is in bfloat16.
+    within = 0.005 if optimizer == "AdamW" else 0.05
+    assert (ours - theirs).norm() / theirs.norm() < within
+    assert (wrong - theirs).norm() / theirs.norm() > 0.3, "a rate without its multiplier"
+
+
+# The optimizer
+
+
+def test_groups_and_schedules_keep_the_factors() -> None:
+    rules = rules_of("llama3", 64, ffn_dim=1024, n_layers=2)
+    parameters = dict(rules.spec.build_on_meta(rules.args).named_parameters())
+    group = OptimizerGroup(pattern=r"\.wo\.", lr=1e-3, weight_decay=0.5)
+    settings = Optimizer(lr=1e-2, weight_decay=0.1, eps=1e-8, groups=[group])
+    optimizer = build_optimizer(parameters, settings, torch.device("cpu"), (), scales_of(rules))
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for share in (1.0, 0.3, 1e-3):
+        set_rates(optimizer, 1e-2 * share)
+        for one in optimizer.param_groups:
+            for parameter in one["params"]:
+                name = names[id(parameter)]
+                factors = rules.factors(name)
+                lr, decay = (1e-3, 0.5) if ".wo." in name else (1e-2, 0.1)
+                assert one["lr"] == pytest.approx(lr * share * factors.rate), name
+                assert one["weight_decay"] * factors.rate == pytest.approx(decay)
+                assert one["eps"] == pytest.approx(1e-8 * factors.eps)
+
+
+def test_muon_has_rates_of_its_own_for_matrices_in_blocks() -> None:
+    rules = rules_of("llama3", 64, ffn_dim=1024, n_layers=2)
+    parameters = dict(rules.spec.build_on_meta(rules.args).named_parameters())
+    settings = Optimizer(name="Muon", lr=1.0)
+    blocks = rules.spec.block_names(rules.args)
+    optimizer = build_optimizer(parameters, settings, torch.device("cpu"), blocks, scales_of(rules))
+    rates = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[id(parameter)] = group["lr_scale"]
+    assert rates[id(parameters["layers.0.attention.wq.weight"])] == 0.5
+    assert rates[id(parameters["output.weight"])] == 0.25
+    assert rates[id(parameters["norm.weight"])] == 1.0
+
+
+# Whole runs
+
+
+def _first_weights(world: DistEnv, folder: str) -> dict[str, float]:
+    """Standard deviations of a run's initial weights."""
+    trainer = make_trainer(world, folder, *MUP)
+    return {name: full(one).std().item() for name, one in trainer.parts.model.named_parameters()}
+
+
+def test_a_builder_draws_scaled_weights(pool: Pools, tmp_path: Path) -> None:
+    found = pool(1).run(_first_weights, str(tmp_path))[0]
+    assert found["layers.0.attention.wk.weight"] == pytest.approx(0.0197 * HALF, rel=0.05)
+    # Heads are twice as wide, too.
+    assert found["layers.0.attention.wq.weight"] == pytest.approx(0.0197 / 2, rel=0.05)
+    assert found["output.weight"] == pytest.approx(0.9866 * 32**-0.5 / 2, rel=0.05)
+
+
+SIX = [
+    "--training.steps=6",
+    "--model.overrides.n_kv_heads=2",
+    "--no-validation.enable",
+    "--no-checkpoint.enable_checkpoint",
+]
+MUP = [*SIX, "--mup.base_dim=32", "--mup.base.n_heads=4"]
+
+
+def losses(pool: Pools, folder: Path, ranks: int, *flags: str) -> list[float]:
+    rows = pool(ranks).run(train_run, str(folder / f"{ranks}{len(flags)}"), *flags)[0]["rows"]
+    return [loss for loss, *_ in losses_of(rows).values()]
+
+
+def test_the_base_model_itself_trains_bit_by_bit_as_without(pool: Pools, tmp_path: Path) -> None:
+    saved = [*SIX[:-1], "--checkpoint.enable_checkpoint", "--checkpoint.interval=6"]
+    plain = pool(1).run(train_run, str(tmp_path / "plain"), *saved)[0]
+    base = pool(1).run(train_run, str(tmp_path / "base"), *saved, "--mup.base_dim=64")[0]
+    assert losses_of(plain["rows"]) == losses_of(base["rows"]) and len(plain["rows"]) >= 6
+    folders = [tmp_path / name / "checkpoint" / "step-6" for name in ("plain", "base")]
+    assert not unequal(*folders)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_path: Path) -> None:
+    alone = losses(pool, tmp_path, 1, *MUP)
+    without = losses(pool, tmp_path, 1, *SIX)
+    assert max(abs(a - b) for a, b in zip(alone, without, strict=True)) > 1e-2
+    ways: dict[str, list[str]] = {
+        "shards": [],
+        "tensor": ["--training.tensor_parallel_degree=2"],
+        "chunks": ["--training.tensor_parallel_degree=2", "--training.loss_chunks=3"],
+        "pipeline": ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
+    }
+    for name, flags in ways.items():
+        found = losses(pool, tmp_path / name, 2, *MUP, *flags)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(alone), rtol=0, atol=2e-5, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_repeats_the_run(pool: Pools, tmp_path: Path) -> None:
+    flags = [flag for flag in MUP if "checkpoint" not in flag]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3"]
+    whole = pool(1).run(train_run, str(tmp_path / "whole"), *flags)[0]["rows"]
+    half = [flag for flag in flags if "training.steps" not in flag]
+    pool(1).run(train_run, str(tmp_path / "half"), *half, "--training.steps=3")
+    rest = pool(1).run(train_run, str(tmp_path / "half"), *flags)[0]["rows"]
+    assert losses_of(rest) == losses_of(whole)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_has_the_logits_of_the_run(tied: bool) -> None:
+    """The weights are those of an ordinary model, so nothing is left out of a file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2, tied=tied)
+    ours = filled(rules)
+    config = AutoConfig.for_model(**rules.spec.hf_config(rules.args))
+    theirs = AutoModelForCausalLM.from_config(config)
+    state = {name: one for name, one in ours.state_dict().items() if "rope" not in name}
+    found = rules.spec.to_hf(state, rules.args)
+    theirs.load_state_dict(found, strict=not tied)
+    theirs.tie_weights()
+    tokens = torch.arange(24).view(1, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+# What is refused and told
+
+DEBUG = "--job.config_file=train_configs/debug_model.toml"
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--mup.base_dim=24"], "no whole number at dim = 24"),
+        (["--mup.base_dim=64", "--mup.base.n_head=4"], "n_head is no width of this model"),
+        (["--mup.base_dim=64", "--mup.base.dim=4"], "dim is no width of this model"),
+        (["--mup.base_dim=64", "--mup.base.n_heads=5"], "n_heads = 5 does not divide dim"),
+        (["--mup.base_dim=64", '--mup.base.n_heads="4"'], "expected an integer"),
+        (["--mup.base_dim=64", "--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
+        (["--mup.base_dim=64", "--optimizer.name=torch.optim.SGD"], "its rules are for AdamW"),
+        (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
+        (
+            [
+                "--mup.base_dim=64",
+                "--model.overrides.tied=true",
+                "--model.norm_type=np_layernorm",
+            ],
+            "np_layernorm has no weight",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
+    problem = refusal([DEBUG, *flags])
+    assert shown in f"{problem.message} {problem.hint}"
+
+
+def test_queries_of_one_size_hold_no_multiplier() -> None:
+    flags = ["--model.name=llama4", "--mup.base_dim=64", "--mup.base.n_heads=16"]
+    assert "unit_qk" in refusal([DEBUG, *flags]).message
+    check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
+
+
+def test_adapters_are_refused() -> None:
+    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=train_configs"]
+    problem = refusal([DEBUG, "--mup.base_dim=64", "--lora.rank=4", *flags])
+    assert problem.key == "mup.base_dim" and "adapters" in str(problem)
+
+
+def test_gemma_trains_without_decay_of_its_gains() -> None:
+    check_config(
+        [DEBUG, "--mup.base_dim=64", "--model.name=gemma3", "--optimizer.no_decay_on_norms"]
+    )
+    group = '--optimizer.groups=[{pattern = "norm", weight_decay = 0.0}]'
+    check_config([DEBUG, "--mup.base_dim=64", "--model.name=gemma3", group])
+
+
+def test_explain_shows_the_rules_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--mup.base_dim=64", "--model.overrides.ffn_dim=1024", "--optimizer.lr=0.004"]
+    assert main(["config", "explain", "mup", "train_configs/debug_model.toml", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
+    assert rows["attention.wq"][1:] == [
+        *("256", "x", "256", "64", "x", "64", "0.01", "(x", "0.5)", "0.001", "(x", "0.25)"),
+        *("0.4", "2.5e-09"),
+    ]
+    assert rows["output"][1:] == [
+        *("256", "x", "vocab", "64", "x", "vocab", "0.03125", "(x", "0.25)", "0.001", "(x"),
+        *("0.25)", "0.4", "1e-08"),
+    ]
+    assert main(["config", "explain", "mup"]) == 0
+    assert "attention.wq" not in capsys.readouterr().out
+
+
+def test_keys_of_the_base_model_alone_are_told() -> None:
+    run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
+    assert any("mup.base" in note for note in run.notes)
+
+
+def test_the_start_report_names_the_base_model() -> None:
+    assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
+    assert summary(rules_of("llama3", 256)) == "the base model itself, dim 256"
+
+
+def test_the_section_makes_the_rules() -> None:
+    args = args_of("llama3")
+    rules = MupFeature(Mup(64, {"n_layers": 2})).rules(SPECS["llama3"], args)
+    assert rules.base.n_layers == 2 and rules.base.dim == 64

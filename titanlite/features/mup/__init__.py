@@ -1,0 +1,81 @@
+"""Maximal update parametrization (muP; Yang et al. 2022, arXiv:2203.03466): what titanlite knows of
+it, moment by moment.
+
+    base.py      the base model       rules.py   what each parameter has beside it
+    checks.py    other keys, model    table.py   the rules in numbers, for `config explain`
+
+The keys are `titanlite.config.sections.Mup`. No torch here: muP changes initial values, rates and
+epsilons, and no forward pass. `titanlite mup check` is in `titanlite.tools.mup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.rules import Finding, broken_rules
+from titanlite.features.feature import Feature
+from titanlite.features.mup import checks
+from titanlite.features.mup.base import base_args
+from titanlite.features.mup.rules import Rules
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Mup
+    from titanlite.models.spec import ModelSpec
+    from titanlite.optim.groups import Scales
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class MupFeature(Feature):
+    """Initial weights and rates, scaled from those of a base model."""
+
+    key = checks.KEY
+
+    def __init__(self, section: Mup) -> None:
+        self.section = section
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+        optimizer = config.sections.optimizer
+        yield from broken_rules(config, excludes=checks.EXCLUDES)
+        yield from checks.adam_decays(optimizer.name, optimizer.weight_decay)
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        return checks.misfits(run, args)
+
+    # Initial weights: `titanlite.parallel.parallelize` calls it
+
+    def rules(self, spec: ModelSpec, args: Any) -> Rules:
+        """Return the rules of a model."""
+        return Rules(spec, args, base_args(args, self.section.base_dim, self.section.base))
+
+    # The optimizer: `titanlite.start.model` calls it
+
+    def scales(self, spec: ModelSpec, args: Any) -> Scales:
+        """Return the scale of each parameter's rate and epsilon."""
+        return scales_of(self.rules(spec, args))
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        from titanlite.features.mup.table import summary
+
+        yield "mup", summary(self.rules(builder.spec, builder.args))
+
+
+def scales_of(rules: Rules) -> Scales:
+    """Return the scale of each parameter's rate and epsilon."""
+    from titanlite.optim.groups import Scale
+
+    def scale(name: str, is_muon: bool) -> Scale:
+        factors = rules.factors(name, is_muon)
+        # Muon has no epsilon.
+        return Scale(factors.rate, 1.0 if is_muon else factors.eps)
+
+    return scale

@@ -1,0 +1,146 @@
+"""Sizes of activations while models of several widths take their first steps.
+
+This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.config.model_sections import Optimizer
+from titanlite.features.mup import scales_of
+from titanlite.features.mup.rules import Rules
+from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.models.spec import ModelSpec
+from titanlite.optim.optimizer import build_optimizer, set_rates
+from titanlite.parallel.init import init_weights
+
+#: Kind of activation → the modules that give it, by the end of their names in a block. A family's
+#: norm behind attention belongs to its output; without one it is an identity.
+_IN_BLOCKS = {
+    "attention": "attention_post_norm",
+    "feed-forward": "ffn_post_norm",
+    "router": "feed_forward.gate",
+}
+#: The kinds in their order; only mixtures have a router.
+KINDS = ("embedding", "attention", "feed-forward", "router", "residual", "target logits")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Mean absolute values of one kind of activation, after 0, 1, … steps."""
+
+    #: Of the activations.
+    value: Sequence[float]
+    #: Of their change since step 0; the first is 0.
+    change: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all models of a check have in common."""
+
+    spec: ModelSpec
+    optimizer: Optimizer
+    #: (tokens, labels) of each step, [batch, seq] int64; the first are those that are measured.
+    batches: Sequence[tuple[Tensor, Tensor]]
+    device: torch.device
+
+    def measure(self, args: Any, base: Any | None, seed: int = 0) -> dict[str, Sizes]:
+        """Train a model, and return the sizes of its activations by kind.
+
+        args: the model's. base: those of the base model; None: no muP.
+        """
+        model, optimizer = self._begin(args, base, seed)
+        seen = [self._activations(model)]
+        for tokens, labels in self.batches:
+            loss = cross_entropy_sum(model(tokens), labels) / count_valid(labels)
+            loss.backward()
+            set_rates(optimizer, self.optimizer.peak_lr)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seen.append(self._activations(model))
+        return {kind: _sizes([step[kind] for step in seen]) for kind in seen[0]}
+
+    def _begin(
+        self, args: Any, base: Any | None, seed: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a model with its initial weights, and its optimizer."""
+        spec = self.spec
+        model = spec.build_on_meta(args).to_empty(device=self.device)
+        scales = None
+        if base is None:
+            init_weights(model, lambda name: spec.init_rule(name, args), seed)
+        else:
+            rules = Rules(spec, args, base)
+            init_weights(model, rules.init, seed)
+            scales = scales_of(rules)
+        model.init_buffers()  # type: ignore[operator]
+        parameters = dict(model.named_parameters())
+        blocks = spec.block_names(args)
+        return model, build_optimizer(parameters, self.optimizer, self.device, blocks, scales)
+
+    @torch.no_grad()
+    def _activations(self, model: nn.Module) -> dict[str, list[Tensor]]:
+        """Return the activations of the first batch by kind, in the order of blocks."""
+        with _caught(model) as found:
+            logits = model(self.batches[0][0]).float()
+        # Those of the targets. The rest of a vocabulary moves by chance, and less in wide models:
+        # that would hide what is learned.
+        targets = self.batches[0][1].unsqueeze(-1)
+        found["target logits"] = [logits.gather(-1, targets)]
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+@contextmanager
+def _caught(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect activations of the calls of a model inside, by kind."""
+    found: dict[str, list[Tensor]] = {}
+    handles = []
+
+    def catch(kind: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            found.setdefault(kind, []).append(output.detach().float())
+
+        return hook
+
+    def catch_first(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found["embedding"] = [inputs[0].detach().float()]
+
+    layers: Mapping[str, nn.Module] = model.layers  # type: ignore[assignment]
+    blocks = list(layers.values())
+    # What the first block takes: some families multiply embeddings.
+    handles.append(blocks[0].register_forward_pre_hook(catch_first))
+    for block in blocks:
+        modules = dict(block.named_modules())
+        for kind, name in _IN_BLOCKS.items():
+            if name in modules:
+                handles.append(modules[name].register_forward_hook(catch(kind)))
+        handles.append(block.register_forward_hook(catch("residual")))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sizes(steps: Sequence[Sequence[Tensor]]) -> Sizes:
+    """Return the sizes of one kind. steps: its activations of each block, after each step."""
+    first = steps[0]
+    values = []
+    changes = []
+    for tensors in steps:
+        values.append(_mean([one.abs().mean() for one in tensors]))
+        differences = zip(tensors, first, strict=True)
+        changes.append(_mean([(now - then).abs().mean() for now, then in differences]))
+    return Sizes(values, changes)
+
+
+def _mean(numbers: Sequence[Tensor]) -> float:
+    return torch.stack(list(numbers)).mean().item()

@@ -1,0 +1,79 @@
+"""The models of a coordinate check: the config's, in several widths. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.sections import Mup
+from titanlite.features.mup.base import base_args
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.spec import ShapeError
+
+#: Widths that are tried where none are given; the first of them that models can have are taken.
+_CANDIDATES = (64, 128, 256, 512, 1024, 2048)
+_COUNT = 4
+#: Ids are taken modulo this. The vocabulary has one size at all widths, and large heads would take
+#: most of the time.
+MOST_IDS = 4096
+
+
+@dataclass(frozen=True)
+class Models:
+    """Arguments of models that differ in width alone."""
+
+    #: That of the base model.
+    base: Any
+    #: By width.
+    of: dict[int, Any]
+    #: Arguments that are the same at all widths, as `mup.base` would name them.
+    kept: dict[str, Any]
+
+    @property
+    def widths(self) -> list[int]:
+        return list(self.of)
+
+
+def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> Models:
+    """Return the models of a check.
+
+    args: the config's. mup: its base model; without one the first width is the base. asked: widths;
+    empty: some that fit. layers: blocks of all models at most. Raises ConfigError.
+    """
+    small = replace(
+        args,
+        n_layers=min(args.n_layers, max(layers, getattr(args, "n_dense_layers", 0) + 1)),
+        vocab_size=min(args.n_vocab, MOST_IDS),
+    )
+    given = {name: value for name, value in mup.base.items() if name != "n_layers"}
+    base = _base(small, mup.base_dim, given)
+    kept = {name: value for name, value in given.items() if getattr(small, name) == value}
+    start = small if base is None else base
+    found: dict[int, Any] = {}
+    problems = []
+    for width in asked or _CANDIDATES:
+        try:
+            found[width] = base_args(start, width, kept)
+        except ShapeError as error:
+            problems.append(f"width {width}: {error.misfits[0].message}")
+    if not asked:
+        found = dict(list(found.items())[:_COUNT])
+    if (asked and problems) or len(found) < 2:
+        hint = "give widths that are multiples of a head's width: --widths 128,256,512,1024"
+        raise ConfigError([Problem("", "--widths", "; ".join(problems), hint)])
+    return Models(found[min(found)] if base is None else base, found, kept)
+
+
+def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any | None:
+    """Return the base model that a config names, or None. Raises ConfigError."""
+    if not dim:
+        return None
+    try:
+        return base_args(args, dim, given)
+    except ShapeError as error:
+        problems = []
+        for misfit in error.misfits:
+            problems.append(Problem("", f"mup.base.{misfit.field}", misfit.message, misfit.advice))
+        raise ConfigError(problems) from None
