@@ -308,7 +308,7 @@ class Ladder(Section, frozen=True):
     """Share of a horizon in which the learning rate falls."""
     lr_exponent: NonNegative = 1 / 3
     """Learning rate of a model of n parameters: optimizer.lr * (N / n) ** lr_exponent, N this
-    file's. 0: the same rate.
+    file's. 0, and with mup.base_dim: the same rate.
     """
     batch_exponent: NonNegative = 2 / 3
     """Sequences of a step: those of this file * (n / N) ** batch_exponent. 0: the same."""

@@ -12,8 +12,9 @@ import pytest
 from tests.tools.ladder.tiny import FLAGS, NAMES, written
 from titanlite.config.errors import ConfigError
 from titanlite.tools.ladder.law import LadderError
-from titanlite.tools.ladder.rungs import Rung, computed, rungs
+from titanlite.tools.ladder.rungs import DEFAULTS, Rung, computed, rungs
 from titanlite.tools.ladder.target import Target, schedule_note, target_of
+from titanlite.tools.sweep.members import check_members
 
 
 def target(folder: Path, *flags: str, nproc: int = 1) -> Target:
@@ -78,6 +79,16 @@ def test_rates_and_batches_follow_the_size(tmp_path: Path) -> None:
     for rung in rungs(target(tmp_path, *flags, "--ladder.tokens_per_parameter=[0.1,0.2]")):
         assert (rung.rate, rung.sequences) == (1e-3, 8)
         assert values(rung)["training.batch_size"] == "4"
+
+
+def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
+    aim = target(tmp_path, "--mup.base_dim=16")
+    found = rungs(aim)
+    assert {rung.rate for rung in found} == {1e-3}
+    config_args = [*aim.files, *DEFAULTS, *aim.flags]
+    trunks = [rung.member(tmp_path) for rung in found if rung.trunk is None]
+    checked = check_members(trunks, config_args, tmp_path, 1)
+    assert {one.run.mup.base_dim for one in checked} == {16}
 
 
 def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path: Path) -> None:

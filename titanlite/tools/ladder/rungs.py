@@ -174,7 +174,12 @@ def batch_of(target: Target, shape: Shape) -> Batch:
 
 
 def rate_of(target: Target, shape: Shape) -> float:
-    """Return the peak learning rate of a model, by `ladder.lr_exponent`."""
+    """Return the peak learning rate of a model, by `ladder.lr_exponent`.
+
+    Under muP all models have that of the file, which follows the width there.
+    """
+    if target.run.mup.base_dim:
+        return target.run.optimizer.lr
     share = target.parameters / shape.parameters
     return float(f"{target.run.optimizer.lr * share**target.ladder.lr_exponent:.6g}")
 

@@ -112,7 +112,7 @@ def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
         message = "the text of a ladder must not change on the way"
         yield "conflict", "data.phase", message, "predict the first phase alone"
     has_rates = any(group.lr is not None for group in d.optimizer.groups)
-    if has_rates and d.ladder.lr_exponent:
+    if has_rates and d.ladder.lr_exponent and not d.mup.base_dim:
         message = "groups have rates of their own, which ladder.lr_exponent does not scale"
         yield (
             "conflict",
