@@ -40,8 +40,8 @@ def _nearest_thing(name: str) -> str:
         # A key before another name of one.
         ours = [known for known in elsewhere if known in keys()]
         by_section = {known.rpartition(".")[0]: known for known in reversed(ours or elsewhere)}
-        close = nearest(section, by_section)
-        meant = by_section[close[0]] if close else (ours or elsewhere)[0]
+        like = nearest(section, by_section)
+        meant = by_section[like[0]] if like else (ours or elsewhere)[0]
         return f"{last} belongs to another section: {meant}"
     if last in OTHER_TRAINERS:
         return f"here this is {OTHER_TRAINERS[last]}"
