@@ -33,7 +33,7 @@ from titanlite.config.load import load
 from titanlite.config.not_implemented import idle_keys
 from titanlite.data import DataError
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.tasks.own_files import read_own
+from titanlite.features.tasks.own_files import ChoiceTask, read_own
 from titanlite.features.tasks.scoring import windows
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
@@ -407,6 +407,13 @@ def test_a_bad_question_is_refused_with_its_line(tmp_path: Path, record: Any, sa
     with pytest.raises(DataError) as caught:
         read_own(path, "text", 1)
     assert str(caught.value).startswith(f"{path}, line 3: {said}")
+
+
+def test_a_mark_of_byte_order_leaves_questions_questions(tmp_path: Path) -> None:
+    record = {"question": "The opposite of hot is", "choices": ["cold", "warm"], "answer": 0}
+    file = tmp_path / "quiz.jsonl"
+    file.write_text(json.dumps(record) + "\n", encoding="utf-8-sig")
+    assert isinstance(read_own(str(file), "text", None), ChoiceTask)
 
 
 def test_a_bad_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:

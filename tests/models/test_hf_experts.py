@@ -8,6 +8,7 @@ import functools
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.data.loader import Batch
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
+from titanlite.models.mixtral import MixtralArgs
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import check_config
 from titanlite.start.model import build_model
@@ -246,6 +248,53 @@ def test_matrices_of_other_sizes_in_one_stack_are_refused(tmp_path: Path) -> Non
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="experts.2.w1.weight is .88, 64., and .*are alike"):
         open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
+
+
+def _changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    reference("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+_EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda all_: all_.update({_EXPERT: all_[_EXPERT].bfloat16()}), "which are alike"),
+        (lambda all_: all_.update({_EXPERT: torch.zeros(())}), "is a single number"),
+        (
+            lambda all_: all_.update(
+                {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(4, 192, 64)}
+            ),
+            "has both .* one weight",
+        ),
+    ],
+    ids=["another dtype", "a number", "the stack too"],
+)
+def test_tensors_that_do_not_fit_together_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    _changed(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
+
+
+def test_an_override_wins_over_the_other_name_of_its_entry() -> None:
+    found = content("qwen3_moe")
+    found["num_local_experts"] = found.pop("num_experts", 8)
+    args = args_from_hf(found, {"num_experts": 4, "num_experts_per_tok": 2})
+    assert args.skeleton.config.num_experts == 4
+
+
+def test_more_experts_than_keys_of_16_bits_are_refused() -> None:
+    with pytest.raises(ShapeError, match="n_experts must be at most 32767"):
+        MixtralArgs(dim=64, n_layers=2, n_heads=4, n_experts=32768)
 
 
 # Runs

@@ -114,7 +114,7 @@ BROKEN = [
     ),
     (
         "trainer.py",
-        'state |= {f"{name}_owed": True for name in self.owed}',
+        'state[f"{name}_owed"] = True',
         "pass",
         "sigterm-validation",
         "steps [6]",

@@ -100,6 +100,9 @@ REASONS = {
         "test_a_template_cannot_leave_its_sandbox"
     ),
     "benchmark": OWN,
+    "sweep": f"{OWN}; best.toml: test_the_best_config_of_a_foreign_folder_holds_names_of_variables",
+    "ladder": f"{OWN}; points are numbers",
+    "mup check": OWN,
     "drill": "makes its files itself",
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
 }
@@ -594,7 +597,10 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
 def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
     for file, call in _calls({"from_record"}):
         assert len(call.args) >= 2, file
-    own = {"tools/commands/aws_fsdp.py", "tools/commands/migrate.py"}
+    own = {
+        "tools/commands/aws_fsdp.py",
+        "tools/commands/migrate.py",
+    }
     for file, call in _calls({"read_text"}):
         if isinstance(call.func, ast.Name):
             named = {keyword.arg for keyword in call.keywords}

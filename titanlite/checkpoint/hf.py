@@ -64,6 +64,11 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
             parts[ours] = of_ours
     # Tensors that the model does not have.
     for name, part in found.items():
+        if name in parts:
+            raise CheckpointError(
+                f"{path} has both {parts[name][0].name} and {name}, one weight: take one of them "
+                "out"
+            )
         parts[name] = [part.at_start()]
     for name, other in tied.items():
         if other in parts:
@@ -110,8 +115,10 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
         elif isinstance(theirs, str):
             parts.append(part.at_start())
         else:
+            if not part.shape:
+                raise CheckpointError(f"{path}: {name}, a part of {ours}, is a single number")
             entry, piece = divmod(place, in_entry)
-            parts.append(part.stacked(entry, piece * part.shape[0] if piece else 0))
+            parts.append(part.stacked(entry, piece * part.shape[0]))
     if parts and missing:
         raise CheckpointError(
             f"{path} lacks {missing[0]}, a part of {ours}: files are missing, or the model has "
@@ -119,6 +126,11 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
         )
     first = parts[0] if parts else None
     for part in parts:
+        if first is not None and part.dtype != first.dtype:
+            raise CheckpointError(
+                f"{path}: {part.name} is {part.dtype}, and {first.name} {first.dtype}: both are "
+                f"parts of {ours}, which are alike"
+            )
         if first is not None and part.shape != first.shape:
             raise CheckpointError(
                 f"{path}: {part.name} is {list(part.shape[1:])}, and {first.name} "

@@ -11,6 +11,8 @@ from titanlite.models.spec import Misfit, ShapeError, Size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: Their numbers are keys of 16 bits (`titanlite.models.grouped.EXPERT_KEY`).
+MOST_EXPERTS = 32767
 #: How a router makes scores of its logits.
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 #: Arguments that decide logits, where a family lets users set them.
@@ -85,6 +87,8 @@ class ExpertArgs(LlamaArgs):
                 f"top_k must be between {least} and n_experts = {self.n_experts}, got "
                 f"{self.top_k}{reason}"
             )
+        if self.n_experts > MOST_EXPERTS:
+            wrong.append(f"n_experts must be at most {MOST_EXPERTS}, got {self.n_experts}")
         if not self.route_scale > 0:
             wrong.append(f"route_scale must be positive, got {self.route_scale}")
         return wrong
@@ -120,6 +124,8 @@ class ExpertArgs(LlamaArgs):
         for name in _DECIDING:
             if name in self.__dataclass_fields__:
                 found[name] = getattr(self, name)
+        if self.n_groups == 1:
+            found.pop("group_best", None)
         return found
 
     def of_block(self, index: int) -> Self:

@@ -264,6 +264,9 @@ def test_a_far_target_is_refused_before_a_run_starts(
         (["x.toml", "--at", "1B:2B"], "--at: goes with --fit FILE"),
         (["--fit", "p.json", "--dry-run"], "--dry-run: is for runs, and --fit makes none"),
         (["--fit", "p.json", "x.toml", "--at", "1B:2B"], "--at: a config is given, too"),
+        (["--fit", "p.json", "--at-once", "2"], "--at-once: is for runs"),
+        (["--fit", "p.json", "--at", "1B:2B", "--gpu", "h100-80g"], "--gpu: is for the time"),
+        (["x.toml", "--dry-run", "--json"], "--json: is for results"),
         (["debug_model.toml", "--training.tokens=5000"], "write it into the file"),
     ],
 )

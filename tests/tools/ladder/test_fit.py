@@ -127,6 +127,15 @@ def test_few_points_take_the_known_exponent_of_tokens_and_say_so() -> None:
     assert "fewer than 9 points" in found.notes[0]
 
 
+def test_sizes_that_are_nearly_equal_are_one_size_with_several_horizons() -> None:
+    points = []
+    for size in SIZES[:3]:
+        for place, ratio in enumerate((20, 5, 10)):
+            # The smallest one has the longest run.
+            points += made_up((round(size * (1 + 0.001 * place)),), (ratio,))
+    check_points(points)
+
+
 def test_the_same_points_give_the_same_intervals() -> None:
     points = made_up(noise=0.004, generator=np.random.default_rng(3))
     assert fit(points, replicates=30) == fit(points, replicates=30)

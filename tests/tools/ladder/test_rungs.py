@@ -107,6 +107,13 @@ def test_each_seed_has_runs_of_its_own(tmp_path: Path) -> None:
     assert {rung.trunk for rung in found[2:4]} == {None, f"{NAMES[0]}-s6"}
 
 
+def test_what_a_file_leaves_out_of_loads_does_not_touch_branches(tmp_path: Path) -> None:
+    own = '--checkpoint.exclude_from_loading=["optimizer"]'
+    for rung in rungs(target(tmp_path, own, '--eval.tasks=["quiz.jsonl"]')):
+        assert values(rung)["checkpoint.exclude_from_loading"] == "[]"
+    assert "--eval.tasks=[]" in DEFAULTS
+
+
 def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:
     trunk, branch = rungs(target(tmp_path))[:2]
     own = 6 * branch.parameters * branch.tokens * (branch.steps - branch.begins) / branch.steps

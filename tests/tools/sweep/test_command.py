@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -254,3 +255,28 @@ def test_a_member_alone_has_its_ranks(swept: tuple[Path, str], tmp_path: Path) -
     done = python("-m", "titanlite.torchrun", *ranks, "-m", "titanlite", *words)
     assert done.returncode == 0, done.stderr
     assert '"ranks": 2' in attempts(tmp_path / "lr=0.01")
+
+
+def test_the_best_config_of_a_foreign_folder_holds_names_of_variables(
+    swept: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's folder cannot draw a secret into a file, and its code does not run."""
+    folder, _ = swept
+    own = tmp_path / "copy"
+    shutil.copytree(folder / "outputs" / "debug_model-sweep", own)
+    (own / "best.toml").unlink()
+    ran = tmp_path / "ran"
+    evil = own / "lr=0.01" / "evil.py"
+    evil.write_text(f"open({str(ran)!r}, 'w')\n")
+    config = own / "lr=0.01" / "config.toml"
+    found = re.sub(r"(?m)^description = .*$", 'description = "${SECRET}"', config.read_text())
+    found = re.sub(r"(?m)^loss = .*$", f'loss = "{evil}:make"', found)
+    assert "${SECRET}" in found
+    assert "evil.py" in found
+    config.write_text(found)
+    monkeypatch.setenv("SECRET", "hunter2")
+    assert main(["sweep", "--show", str(own)]) == exit_codes.DONE
+    written = (own / "best.toml").read_text()
+    assert "hunter2" not in written
+    assert "${SECRET}" in written
+    assert not ran.exists()

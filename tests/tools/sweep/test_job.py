@@ -10,10 +10,24 @@ import yaml
 from tests.support.processes import ROOT, python
 from tests.tools.sweep.sweeps import CONFIG, rows
 from titanlite import exit_codes
+from titanlite.config.errors import ConfigError
 from titanlite.tools.launch import kubernetes
 from titanlite.tools.sweep.job import prepare_sweep
 
 TABLE = 'optimizer.lr = [1e-3, 1e-2]\n"job.description" = ["it\'s \\"one\\"", "$(two)"]\n'
+
+_LAUNCH = ["--launch.cpu", "--launch.gpus_per_node=1", "--launch.image=none"]
+
+
+def test_a_login_in_the_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "texts.toml"
+    debug = ROOT / "train_configs" / "debug_model.toml"
+    table = '"training.dataset_path" = ["https://bob:hunter2@example.com/a.jsonl"]'
+    file.write_text(f"job.extends = ['{debug}']\n[sweep]\n{table}\n")
+    with pytest.raises(ConfigError, match="would see the login") as caught:
+        prepare_sweep([f"--job.config_file={file}", *_LAUNCH], None)
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -25,10 +39,9 @@ def test_pods_train_the_runs_of_their_numbers(
     debug = ROOT / "train_configs" / "debug_model.toml"
     file.write_text(f"job.extends = ['{debug}']\n[sweep]\n{TABLE}")
     config = [word for word in CONFIG if not word.startswith("--job.config_file")]
-    launch = ["--launch.cpu", "--launch.gpus_per_node=1", "--launch.image=none"]
     volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
     folder = f"--job.dump_folder={tmp_path / 'run'}"
-    job = prepare_sweep([f"--job.config_file={file}", *config, *launch, volume, folder], None)
+    job = prepare_sweep([f"--job.config_file={file}", *config, *_LAUNCH, volume, folder], None)
     configs, manifest = (yaml.safe_load(text) for text in kubernetes.files(job).values())
     mounted = tmp_path / "config.toml"
     mounted.write_text(configs["data"]["config.toml"])

@@ -290,6 +290,26 @@ def test_a_folder_that_all_runs_would_share_is_refused(tmp_path: Path) -> None:
     shared = [*CONFIG, f"--checkpoint.folder={tmp_path / 'shared'}"]
     with pytest.raises(ConfigError, match=r"checkpoint\.folder: all runs would share"):
         run_members([SMALL, LARGE], shared, tmp_path / "new")
+    above = [*CONFIG, "--checkpoint.folder=../shared"]
+    with pytest.raises(SweepError, match=r"checkpoint\.folder: all runs would share"):
+        run_members([SMALL, LARGE], above, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variable"),
+    [
+        ("wandb", "WANDB_RUN_ID"),
+        ("mlflow", "MLFLOW_RUN_ID"),
+        ("comet", "COMET_EXPERIMENT_KEY"),
+    ],
+)
+def test_a_tracked_run_that_all_runs_would_share_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "a" * 32)
+    config = [*CONFIG, f'--metrics.trackers=["{tracker}"]']
+    with pytest.raises(ConfigError, match=f"all runs would write into .* {variable}"):
+        run_members([SMALL, LARGE], config, tmp_path / "new")
 
 
 def test_each_run_at_a_time_has_its_own_gpus(

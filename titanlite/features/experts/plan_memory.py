@@ -69,9 +69,11 @@ class ExpertMemory:
         probabilities = s.tokens * a.n_experts * 4
         kept = probabilities * 2 + rows * 8 * 2
         if a.score == "softmax_of_chosen":
-            # The softmax has weights and chosen experts beside what the losses take.
-            kept = probabilities + rows * (8 * 3 + 4) + s.tokens * 4
-        if a.z_loss:
+            # The choice keeps logits, weights and chosen experts.
+            kept = probabilities * 2 + rows * (8 * 3 + 4)
+            if a.z_loss:
+                kept += s.tokens * 4
+        elif a.z_loss:
             kept += probabilities
         ops = [
             replace(router, keeps=kept),

@@ -8,6 +8,7 @@ A file whose first record has the field `choices` holds questions, any other tex
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,8 +130,9 @@ def read_own(path: str, text_key: str, limit: int | None) -> TextTask | ChoiceTa
 def _has_questions(path: str) -> bool:
     """Whether the first record of a file has the field `choices`. Raises DataError."""
     for line in _lines(path):
-        if line.strip():
-            return line.lstrip().startswith(b"{") and "choices" in _table(line)
+        record = line.removeprefix(codecs.BOM_UTF8).strip()
+        if record:
+            return record.startswith(b"{") and "choices" in _table(record)
     return False
 
 

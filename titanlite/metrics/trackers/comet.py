@@ -21,7 +21,6 @@ class CometTracker(Tracker):
     name = "Comet"
     advice = "; COMET_START_ONLINE=0 keeps them for `comet upload`"
     key = "comet"
-    id_variable = "COMET_EXPERIMENT_KEY"
     #: It packs an archive at its end. The other ranks of a failed run leave after three seconds.
     failed_seconds = 1.8
 

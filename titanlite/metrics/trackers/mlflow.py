@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from titanlite.metrics.trackers.tracker import PROJECT, Tracker, flat
@@ -21,7 +22,6 @@ class MlflowTracker(Tracker):
     name = "MLflow"
     advice = "; MLFLOW_TRACKING_URI names the server"
     key = "mlflow"
-    id_variable = "MLFLOW_RUN_ID"
 
     def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
         from mlflow import MlflowClient
@@ -54,9 +54,14 @@ class MlflowTracker(Tracker):
         return run_id
 
     def _experiment(self, client: Any) -> str:
+        from mlflow.exceptions import MlflowException
+
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = client.get_experiment_by_name(name)
-        experiment: str = found.experiment_id if found else client.create_experiment(name)
+        if client.get_experiment_by_name(name) is None:
+            # Another run may make it at this moment; what else is wrong, the next line tells.
+            with suppress(MlflowException):
+                client.create_experiment(name)
+        experiment: str = client.get_experiment_by_name(name).experiment_id
         return experiment
 
 

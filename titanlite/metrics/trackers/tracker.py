@@ -12,6 +12,8 @@ from titanlite.metrics.boards import BackgroundWriter
 
 #: Project, or experiment, of the runs where the environment names none.
 PROJECT = "titanlite"
+#: Tracker -> the variable that names one run there.
+RUN_IDS = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID", "comet": "COMET_EXPERIMENT_KEY"}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,8 @@ class TrackedRun:
 class Tracker(BackgroundWriter):
     """Base class: a run at a service. `send` of a subclass runs in a thread of its own."""
 
-    #: Its name in `metrics.trackers`, and the variable that names an id, "" for none.
+    #: Its name in `metrics.trackers`.
     key = ""
-    id_variable = ""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
@@ -52,7 +53,7 @@ class Tracker(BackgroundWriter):
 
     def known_id(self) -> str:
         """Return the id from the environment, else of the resumed run; "" for a new run."""
-        given = os.environ.get(self.id_variable) if self.id_variable else None
+        given = os.environ.get(RUN_IDS.get(self.key, ""))
         if given:
             return given
         if self.run.resumed and self.id_file.exists():

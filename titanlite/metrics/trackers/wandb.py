@@ -24,7 +24,6 @@ class WandbTracker(Tracker):
     name = "Weights & Biases"
     advice = "; without a network WANDB_MODE=offline keeps them for `wandb sync`"
     key = "wandb"
-    id_variable = "WANDB_RUN_ID"
 
     def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
         self.keep_id(self.known_id() or secrets.token_hex(4))

@@ -121,6 +121,11 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
         if not hasattr(config, key):
             near = names_like(key, config.to_dict()).partition("; there are")[0]
             raise refused(f"{type(config).__name__} has no such entry", near, f"overrides.{key}")
+    # A config.json may have an entry under another of its names, which would win.
+    for alias, own in type(config).attribute_map.items():
+        if overrides and (alias in overrides or own in overrides):
+            kept.pop(alias, None)
+            kept.pop(own, None)
     kept = {**kept, **(overrides or {})}
     config = read_config(kept)
     kept.pop("vocab_size", None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.autograd import silu_mul
+from titanlite.models.expert_args import MOST_EXPERTS
 from titanlite.models.grouped import (
     AddBias,
     Combine,
@@ -168,6 +169,8 @@ def _mixture(name: str, module: Any, top_k: int) -> Mixture:
     if set(own) != set(names) or any(len(one) != experts for one in own.values()):
         shapes = ", ".join(f"{leaf} {list(one.shape)}" for leaf, one in own.items())
         raise refused(f"{name} has other parameters than stacks of {experts} experts: {shapes}")
+    if experts > MOST_EXPERTS:
+        raise refused(f"{name} has {experts} experts; at most {MOST_EXPERTS} can be sorted here")
     down = own["down_proj"]
     width, dim = down.shape[1:] if module.is_transposed else down.shape[:0:-1]
     if width % _MULTIPLE or dim % _MULTIPLE:
@@ -220,10 +223,7 @@ def _products(self: Any, rows: Tensor, ends: Tensor) -> Tensor:
         h = self._apply_gate(h)
     else:
         h = self.act_fn(h)
-    y = _product(self, second, h, ends, experts)
-    if getattr(self, "has_post_expert_norm", False):
-        y = self.post_expert_norm(y)
-    return y
+    return _product(self, second, h, ends, experts)
 
 
 def _product(self: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor | None) -> Tensor:

@@ -296,7 +296,11 @@ def _pretrained(folder: Path, dtype: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = read_config(read_json(folder / HF_CONFIG))
+    content = read_json(folder / HF_CONFIG)
+    text = content.get("text_config")
+    if "vocab_size" not in content and isinstance(text, dict):
+        content = text
+    config = read_config(content)
     options = {
         "config": config,
         "dtype": dtype,

@@ -38,7 +38,7 @@ def add_command(commands: Commands) -> None:
     add("--dry-run", action="store_true", help="print the runs and their tokens, and run nothing")
     ranks = "ranks of each run (default: 1)"
     add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
-    add("--at-once", type=at_least(1), default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--at-once", type=at_least(1), metavar="N", help="runs at a time (default: 1)")
     fit = "fit the points of points.json, or of a CSV (parameters, tokens, loss); train nothing"
     add("--fit", type=Path, metavar="FILE", help=fit)
     at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B:160B"
@@ -94,10 +94,16 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise bad_flag("--at", "goes with --fit FILE; without it a config is predicted")
         if not arguments.files:
             raise bad_flag("CONFIG", "none is given", "name the config that is to be predicted")
+        if arguments.dry_run and arguments.json:
+            raise bad_flag("--json", "is for results, and --dry-run has none")
         return
-    for name in ("dry_run", "nproc_per_node", "folder"):
+    for name in ("dry_run", "nproc_per_node", "at_once", "folder"):
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
             raise bad_flag(flag, "is for runs, and --fit makes none")
     if arguments.at and arguments.files:
         raise bad_flag("--at", "a config is given, too: predict one of them")
+    for name in ("gpu", "gpus", "instance", "nodes", "price_per_gpu_hour"):
+        if getattr(arguments, name) and not arguments.files:
+            flag = "--" + name.replace("_", "-")
+            raise bad_flag(flag, "is for the time and price of a CONFIG, and none is given")

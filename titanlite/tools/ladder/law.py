@@ -103,6 +103,11 @@ def groups_of_sizes(points: Sequence[Point]) -> list[list[Point]]:
     return groups
 
 
+def _has_horizons(group: Sequence[Point]) -> bool:
+    tokens = [point.tokens for point in group]
+    return max(tokens) >= min(tokens) * _SAME
+
+
 def check_points(points: Sequence[Point]) -> None:
     """Raise LadderError for points that no law can be fitted to."""
     for point in points:
@@ -117,7 +122,7 @@ def check_points(points: Sequence[Point]) -> None:
             f"{len(groups)} sizes of models: a law needs {FEWEST_SIZES} at least. Add sizes to "
             "ladder.sizes, or rows to the file"
         )
-    several = [group for group in groups if group[-1].tokens >= group[0].tokens * _SAME]
+    several = [group for group in groups if _has_horizons(group)]
     if len(several) < 2:
         raise LadderError(
             "the models have one horizon each: what more parameters bring cannot be told from what "

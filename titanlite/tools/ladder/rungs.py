@@ -38,6 +38,7 @@ DEFAULTS = (
     "--experimental.enable_async_tensor_parallel=false",
     "--parallelism.expert_parallel_degree=1",
     "--sample.prompts=[]",
+    "--eval.tasks=[]",
 )
 _IN_A_FILE = "write it into the file: the runs of a ladder have lengths of their own"
 #: Keys that a command line cannot have beside the flags of a run → what to do instead.
@@ -215,6 +216,8 @@ def _length_flags(steps: int, fall: int) -> tuple[str, ...]:
         "--checkpoint.keep_best=0",
         "--checkpoint.model_weights_only=false",
         "--checkpoint.last_save_in_hf=false",
+        # A branch loads all that its trunk saved.
+        "--checkpoint.exclude_from_loading=[]",
     )
 
 

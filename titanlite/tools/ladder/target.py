@@ -88,7 +88,7 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
         files=files_of(arguments),
         flags=flags,
         ranks=arguments.nproc_per_node or 1,
-        at_once=arguments.at_once,
+        at_once=arguments.at_once or 1,
     )
 
 

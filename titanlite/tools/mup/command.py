@@ -71,7 +71,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _widths(text: str) -> tuple[int, ...]:
-    found = sorted({int(part) for part in text.split(",")})
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
     if len(found) < 2 or found[0] < 1:
         raise argparse.ArgumentTypeError("give two positive widths at least, as 64,128,256")
     return tuple(found)

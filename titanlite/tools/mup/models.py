@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,15 +56,31 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> M
     problems = []
     for width in asked or _CANDIDATES:
         try:
-            found[width] = base_args(start, width, kept)
+            sized = base_args(start, width, kept)
         except ShapeError as error:
             problems.append(f"width {width}: {error.misfits[0].message}")
+            continue
+        if asked or _grows_whole(sized, args):
+            found[width] = sized
+        else:
+            problems.append(f"width {width}: fewer query heads to a key head than the config has")
     if not asked:
         found = dict(list(found.items())[:_COUNT])
     if (asked and problems) or len(found) < 2:
-        hint = "give widths that are multiples of a head's width: --widths 128,256,512,1024"
+        unit = math.lcm(args.dim // math.gcd(args.dim, args.n_heads), 8)
+        fit = ",".join(str(unit * count) for count in (1, 2, 4, 8))
+        hint = f"give multiples of a head's width: --widths {fit}"
         raise ConfigError([Problem("", "--widths", "; ".join(problems), hint)])
     return Models(found[min(found)] if base is None else base, found, kept)
+
+
+def _grows_whole(sized: LlamaArgs, args: LlamaArgs) -> bool:
+    """Whether key heads are as many for each query head as in the config.
+
+    Between widths with the same number of key heads, keys are like an output: they have other
+    rules, and attention falls.
+    """
+    return sized.kv_heads * args.n_heads == args.kv_heads * sized.n_heads
 
 
 def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any | None:

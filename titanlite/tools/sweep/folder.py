@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import read_text
+from titanlite.config.load import read
 from titanlite.config.sweep_table import METRICS
 from titanlite.config.toml import quote
 from titanlite.runs.record import CONFIG
@@ -114,8 +114,9 @@ def write_best(plan: Plan, best: Point, result: MemberResult, folder: Path) -> P
 
     A run of it has a folder of its own. Raises OSError, and ConfigError for a damaged record.
     """
-    text = (folder / best.member.name / CONFIG).read_text(encoding="utf-8")
-    config, problems = read_text(text, folder / best.member.name / CONFIG)
+    kept = folder / best.member.name / CONFIG
+    # With the names of variables, not their values. Nothing of it runs here.
+    config, problems = read([f"--job.config_file={kept}"], defer=True)
     if problems:
         raise ConfigError(problems)
     new = config.changed({"job.dump_folder": str(folder / "best")})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.tools.launch.launch import Array, Job, prepare
 from titanlite.tools.sweep.command import asked_for, metric_of
 from titanlite.tools.sweep.members import check_members
 from titanlite.tools.sweep.points import to_toml
+from titanlite.utils import public
 
 
 def prepare_sweep(argv: Sequence[str], at_once: int | None) -> Job:
@@ -24,5 +26,10 @@ def prepare_sweep(argv: Sequence[str], at_once: int | None) -> Job:
     checked = check_members(members, asked.config_args, asked.folder, ranks, here=False)
     metric_of(asked.sweep, checked)
     names = tuple(member.name for member in members)
-    array = Array(names, min(at_once or len(names), len(names)), to_toml(asked.table))
+    table = to_toml(asked.table)
+    if public(table) != table:
+        message = "readers of the job would see the login or the signature of a URL"
+        hint = "write the URL as ${NAME}, a variable"
+        raise ConfigError([Problem(asked.table.place(""), "[sweep]", message, hint)])
+    array = Array(names, min(at_once or len(names), len(names)), table)
     return job._replace(array=array)

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import Path
 from typing import Any, Literal
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.loaded import LoadedConfig
+from titanlite.metrics.trackers.tracker import RUN_IDS
 from titanlite.runs import provenance
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.read import Run, RunError, read_run
@@ -188,12 +191,23 @@ def _check_folders(run: RunConfig, folder: Path) -> None:
     }
     problems = []
     for key, path in paths.items():
-        if path and not Path(path).is_relative_to(folder):
+        # Without "..", which would lead out of the folder again.
+        if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
             message = f"all runs would share {path!r}"
             hint = "give a path below job.dump_folder, as the default is: each run has its own"
             problems.append(Problem("", key, message, hint))
+    problems += _shared_ids(run)
     if problems:
         raise ConfigError(problems)
+
+
+def _shared_ids(run: RunConfig) -> Iterator[Problem]:
+    """Find variables by which all runs would be one run at a service of `metrics.trackers`."""
+    for name in run.metrics.tracker_names:
+        variable = RUN_IDS.get(name)
+        if variable in os.environ:
+            message = f"all runs would write into the tracked run that {variable} names"
+            yield Problem("", "metrics.trackers", message, f"unset {variable}")
 
 
 def _refusal(refused: Mapping[str, ConfigError], count: int) -> Exception:
