@@ -122,7 +122,9 @@ def test_models_differ_in_width_alone() -> None:
     assert [one.n_heads for one in wide.of.values()] == [2, 4, 8]
     args = replace(SPECS["llama3"].flavors["8B"], n_layers=32)
     chosen = models_of(args, Mup(), (), layers=4)
-    assert chosen.widths == [128, 256, 512, 1024] and chosen.base.n_layers == 4
+    # Its heads have 128 numbers, and four of them share a key head.
+    assert chosen.widths == [512, 1024, 2048] and chosen.base.n_layers == 4
+    assert [(one.n_heads, one.kv_heads) for one in chosen.of.values()] == [(4, 1), (8, 2), (16, 4)]
     with pytest.raises(ConfigError, match="--widths 128,256"):
         models_of(args, Mup(), (64, 128), layers=4)
 
