@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.assembly import build
@@ -51,4 +52,7 @@ def train_rows(
     """Train in this folder; return the rows of metrics.jsonl. more: for `build`."""
     run = load_config(config, world.size, [*flags, f"--job.dump_folder={folder}"])
     Trainer(build(run, world, **more)).train()
+    if world.size > 1:
+        # Rank 0 writes them, and the others may be done before.
+        dist.barrier()
     return read_metrics(Path(folder) / "metrics.jsonl")
