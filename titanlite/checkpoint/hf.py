@@ -128,13 +128,13 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
     for part in parts:
         if first is not None and part.dtype != first.dtype:
             raise CheckpointError(
-                f"{path}: {part.name} is {part.dtype}, and {first.name} {first.dtype}: both are "
-                f"parts of {ours}, which are alike"
+                f"{path}: {part.name} is {part.dtype}, and {first.name} {first.dtype}: all "
+                f"parts of {ours} need one dtype"
             )
         if first is not None and part.shape != first.shape:
             raise CheckpointError(
                 f"{path}: {part.name} is {list(part.shape[1:])}, and {first.name} "
-                f"{list(first.shape[1:])}: both are parts of {ours}, which are alike"
+                f"{list(first.shape[1:])}: all parts of {ours} need one shape"
             )
     return parts
 

@@ -1,4 +1,4 @@
-"""Boards, each with a thread of its own: it may fail or hang, and training goes on."""
+"""Boards, each in a separate thread: it may fail or hang, and training goes on."""
 
 from __future__ import annotations
 

@@ -157,4 +157,4 @@ def test_another_schedule_than_the_ladders_is_told(tmp_path: Path) -> None:
     note = schedule_note(target(tmp_path, "--ladder.decay_ratio=0.2"))
     assert note is not None
     assert "falls over 50% of its steps (linear)" in note
-    assert "lr_scheduler.decay_ratio = 0.2 makes them alike" in note
+    assert "lr_scheduler.decay_ratio = 0.2 makes them equal" in note

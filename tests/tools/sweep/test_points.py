@@ -174,7 +174,7 @@ def test_a_table_written_again_makes_the_same_points(tmp_path: Path) -> None:
         ('"optimizer.lr" = { logs = [1, 2], n = 3 }\n', "got {logs = [1, 2], n = 3}"),
         ('"job.dump_folder" = ["a", "b"]\n', "each run has its own folder; --folder names"),
         ('"job.config_file" = [["a"]]\n', "a point cannot name another file"),
-        ('"launch.nodes" = [1, 2]\n', "all runs of a sweep are launched alike"),
+        ('"launch.nodes" = [1, 2]\n', "all runs of a sweep are launched in the same way"),
         ('"training.seed" = { linear = [0, 20000], n = 10000 }\n"training.steps" = [1, 2]\n', ""),
         ('metric = "loss"\n"training.steps" = [1]\n', "[sweep] metric: expected one of"),
         ('"training.batch_size" = [1]\n"training.local_batch_size" = [2]\n', "is varied twice"),

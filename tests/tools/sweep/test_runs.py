@@ -290,7 +290,7 @@ def test_a_folder_that_all_runs_would_share_is_refused(tmp_path: Path) -> None:
     shared = [*CONFIG, f"--checkpoint.folder={tmp_path / 'shared'}"]
     with pytest.raises(ConfigError, match=r"checkpoint\.folder: all runs would share"):
         run_members([SMALL, LARGE], shared, tmp_path / "new")
-    above = [*CONFIG, "--checkpoint.folder=../shared"]
+    above = [*CONFIG, "--checkpoint.folder=../together"]
     with pytest.raises(SweepError, match=r"checkpoint\.folder: all runs would share"):
         run_members([SMALL, LARGE], above, tmp_path / "new")
 

@@ -35,7 +35,7 @@ class TrackedRun:
 
 
 class Tracker(BackgroundWriter):
-    """Base class: a run at a service. `send` of a subclass runs in a thread of its own."""
+    """Base class: a run at a service. `send` of a subclass runs in a separate thread."""
 
     #: Its name in `metrics.trackers`.
     key = ""

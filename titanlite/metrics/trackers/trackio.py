@@ -11,7 +11,7 @@ from titanlite.metrics.trackers.tracker import PROJECT, Tracker
 
 
 class TrackioTracker(Tracker):
-    """Trackio finds a run by its name, so each run's name ends with an id of its own.
+    """Trackio finds a run by its name, so each run's name ends with a unique id.
 
     Trackio's variables (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID, …) say where it writes.
     """

@@ -144,5 +144,5 @@ def schedule_note(target: Target) -> str | None:
     length = "all its steps" if falls is None else f"{falls / total:.0%} of its steps"
     return (
         f"the rate of this file falls over {length} ({schedule.decay_type}), those of the ladder "
-        f"over the last {share:.0%}: lr_scheduler.decay_ratio = {share:g} makes them alike"
+        f"over the last {share:.0%}: lr_scheduler.decay_ratio = {share:g} makes them equal"
     )

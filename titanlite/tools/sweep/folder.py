@@ -112,7 +112,7 @@ def strangers(plan: Plan, folder: Path) -> list[str]:
 def write_best(plan: Plan, best: Point, result: MemberResult, folder: Path) -> Path:
     """Write the config of the best point, as its run has recorded it.
 
-    A run of it has a folder of its own. Raises OSError, and ConfigError for a damaged record.
+    Its run writes into another folder. Raises OSError, and ConfigError for a damaged record.
     """
     kept = folder / best.member.name / CONFIG
     # With the names of variables, not their values. Nothing of it runs here.

@@ -195,7 +195,7 @@ class _Reader:
         """Return whether a name is that of a key that may vary."""
         refused = _REFUSED.get(key_of(name))
         if refused is not None or name.startswith("launch."):
-            hint = refused or "all runs of a sweep are launched alike"
+            hint = refused or "all runs of a sweep are launched in the same way"
             self._refuse(path, "cannot vary", hint, code="misplaced")
             return False
         if name in known_names() or table_of(name):
@@ -248,7 +248,7 @@ class _Reader:
         entries, problems = command_line_entries([flag(name, value)])
         if problems or _written(entries) != {name: value}:
             message = f"{quote(value)} has no form as a flag of a command line"
-            self._refuse(path, message, "write it into a file of its own", code="bad-flag")
+            self._refuse(path, message, "write it into a separate file", code="bad-flag")
 
     def _read_points(self, value: Any) -> None:
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
