@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import resource
+import select
 import signal
 import sys
 from collections import Counter
@@ -82,6 +83,8 @@ def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
     from titanlite.data.held_out import ValidationLoader
 
+    if fault.kind in _SIGNALS:
+        _announce_signals()
     calls = itertools.count(1)
     steps = {fault.number}
 
@@ -112,6 +115,7 @@ def _strike(fault: Fault, model: Any = None) -> None:
     os.write(1, f"fault: {fault.kind}\n".encode())
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
+        _await_handler()
     elif fault.kind == "nan":
         factors = itertools.chain([float("nan")], itertools.repeat(1.0))
         list(model.parameters())[-1].register_post_accumulate_grad_hook(
@@ -119,6 +123,30 @@ def _strike(fault: Fault, model: Any = None) -> None:
         )
     elif fault.kind == "memory":
         list(model.parameters())[-1].register_post_accumulate_grad_hook(_run_out)
+
+
+#: Seconds until a process on a busy machine has surely got its own signal.
+_ARRIVAL_SECONDS = 30.0
+#: Pipes in which Python writes a byte for each signal that its C handler has got.
+_arrivals: list[int] = []
+
+
+def _announce_signals() -> None:
+    """Let `_await_handler` know when this process has got a signal."""
+    arrived, announced = os.pipe()
+    os.set_blocking(announced, False)
+    signal.set_wakeup_fd(announced, warn_on_full_buffer=False)
+    _arrivals.append(arrived)
+
+
+def _await_handler() -> None:
+    """Wait until Python knows of the signal: the handler then runs before the main thread goes on.
+
+    The main thread blocks signals while it computes, so the kernel may give this one to any other
+    thread. On a busy machine that thread runs later than the two batches of a validation.
+    """
+    for arrived in _arrivals:
+        select.select([arrived], [], [], _ARRIVAL_SECONDS)
 
 
 def _run_out(*_: object, **__: object) -> None:
