@@ -159,6 +159,7 @@ def test_four_steps_by_hand(pool: Pools, tmp_path: Path) -> None:
 
 EP = "--parallelism.expert_parallel_degree=2"
 CP = "--experimental.context_parallel_degree=2"
+TP = "--training.tensor_parallel_degree=2"
 PP = "--experimental.pipeline_parallel_degree=2"
 FULL = "--activation_checkpoint.mode=full"
 REPLICAS = "--training.data_parallel_replicate_degree=2"
@@ -172,6 +173,7 @@ SHARD = "--training.data_parallel_shard_degree"
         (2, [EP]),
         (2, [PP, "--training.batch_size=4"]),
         pytest.param(2, [CP], marks=pytest.mark.slow),
+        pytest.param(4, [EP, TP], marks=pytest.mark.slow),
         pytest.param(2, [REPLICAS, f"{SHARD}=1"], marks=pytest.mark.slow),
         pytest.param(4, [EP, PP, "--training.batch_size=2", FULL], marks=pytest.mark.slow),
         pytest.param(

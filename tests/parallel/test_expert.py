@@ -94,6 +94,7 @@ def run_on(ranks: int, **flags: Any) -> Run:
 
 CASES = {
     "ep 2": (2, {EP: 2}),
+    "ep 2 over tp 2": (2, {EP: 2, TP: 2}),
     "ep 2, fsdp 2, fused, freed": (
         4,
         {EP: 2, "optimizer.implementation": "fused", RESHARD: "always"},
@@ -105,6 +106,16 @@ MORE = {
     "cp 2": (2, {EP: 2, CP: 2}),
     "compiled": (2, {EP: 2, COMPILE: "true"}),
     "ep 4": (4, {EP: 4}),
+    "ep 2 over tp 2, fsdp 2": (4, {EP: 2, TP: 2}),
+    "ep 4 over tp 2, fsdp 2, freed": (4, {EP: 4, TP: 2, RESHARD: "always"}),
+    "ep 2 over a half of tp 4": (4, {EP: 2, TP: 4, "model.overrides.n_kv_heads": 4}),
+    "ep 2 over tp 2, replicas 2, recomputed": (
+        4,
+        {EP: 2, TP: 2, REPLICAS: 2, FSDP: 1, MODE: "full"},
+    ),
+    "ep 4 over tp 2, cp 2, by operation": (4, {EP: 4, TP: 2, CP: 2, **BY_OPERATION}),
+    "ep 2 over tp 2, compiled": (2, {EP: 2, TP: 2, COMPILE: "true"}),
+    "ep 2 over tp 2, pp 2": (4, {**PIPELINE, TP: 2}),
     "recomputed": (2, {EP: 2, MODE: "full"}),
     "compiled, by operation": (2, {EP: 2, **BY_OPERATION, COMPILE: "true"}),
     "cp 2, fsdp 2, over 2": (4, {EP: 2, CP: 2, RESHARD: 2}),
@@ -264,21 +275,42 @@ def test_a_layer_sends_and_reads_counts_once_and_sends_rows_twice_each_way(
 # Checkpoints
 
 
+LAYOUTS = {
+    "ep 2": (2, {EP: 2}),
+    "ep 2 over tp 2": (2, {EP: 2, TP: 2}),
+    "ep 2, fsdp 2": (4, {EP: 2}),
+    "ep 2 over tp 2, fsdp 2": (4, {EP: 2, TP: 2}),
+    "1 rank": (1, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ("ep 2", ["ep 2, fsdp 2", "1 rank"]),
+        pytest.param(
+            "ep 2 over tp 2, fsdp 2",
+            ["1 rank", "ep 2 over tp 2", "ep 2 over tp 2, fsdp 2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(
-    pool: Pools, tmp_path: Path
+    pool: Pools, tmp_path: Path, layout: str, others: list[str]
 ) -> None:
-    run = run_on(2, **{EP: 2})
-    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, STEPS, every=1)[0]
+    ranks, flags = LAYOUTS[layout]
+    run = run_on(ranks, **flags)
+    straight = pool(ranks).run(train_and_save, run, tmp_path / "straight", 1, STEPS, every=1)[0]
     shutil.copytree(tmp_path / "straight" / "step-1", tmp_path / "resumed" / "step-1")
-    resumed = pool(2).run(train_and_save, run, tmp_path / "resumed", 2, STEPS)[0]
+    resumed = pool(ranks).run(train_and_save, run, tmp_path / "resumed", 2, STEPS)[0]
     assert resumed["losses"] == straight["losses"][1:]
     assert_equal(resumed["weights"], straight["weights"])
     last = f"step-{STEPS}"
     assert unequal(tmp_path / "straight" / last, tmp_path / "resumed" / last) == []
     before = "straight"
-    for ranks, degree in ((4, 2), (1, 1)):
-        other = replace(run_on(ranks, **{EP: degree}), seed=99)
-        after = f"{ranks} ranks"
+    for after in others:
+        ranks, flags = LAYOUTS[after]
+        other = replace(run_on(ranks, **flags), seed=99)
         pool(ranks).run(hand_on, other, tmp_path / before, tmp_path / after)
         assert set(unequal(tmp_path / "straight" / last, tmp_path / after / last)) <= {"rng.torch"}
         before = after
@@ -317,16 +349,24 @@ SHARDS = "data_parallel_shard = "
         (4, {EP: 2, REPLICAS: 4, FSDP: 1}, EP, f"{SHARDS}1", "these work: 1"),
         (
             4,
-            {EP: 2, TP: 2},
+            {EP: 4, TP: 2, REPLICAS: 2, FSDP: 1},
             EP,
-            "tensor-parallel ranks have all experts each",
-            TP,
+            f"{SHARDS[:-3]} * tensor_parallel = 2",
+            "1, 2",
         ),
         # Experts stay over all ranks that cut them.
         (4, {EP: 2, RESHARD: 4}, RESHARD, "stay over all their", '"never", or 2'),
         (8, {EP: 2, RESHARD: 2}, RESHARD, "stay over all their", '"never", or 4'),
         (4, {EP: 4, RESHARD: 2}, RESHARD, "stay over all their", '"never"'),
         (8, {RESHARD: 2}, RESHARD, "stay over all their", '"never", or 8'),
+        # Four ranks cut an expert, and two the other weights.
+        (
+            8,
+            {EP: 2, TP: 4, "model.overrides.n_kv_heads": 4, RESHARD: 2},
+            RESHARD,
+            "4 ranks",
+            '"never"',
+        ),
     ],
 )
 def test_a_degree_that_does_not_fit_is_refused(
@@ -360,9 +400,9 @@ def test_a_budget_covers_no_experts_of_other_ranks() -> None:
         config_of(2, **{EP: 2, **budget})
 
 
-def _parts(world: DistEnv) -> tuple[list[bool], str]:
-    """Return which parts of frozen experts need gradients, and the refusal of a model without an
-    exchange.
+def _parts(world: DistEnv) -> tuple[list[bool], list[str]]:
+    """Return which parts of frozen experts need gradients, and the refusals of a model without an
+    exchange, and of experts that tensor parallelism divides.
     """
     mesh = world.build_mesh(dp_shard=world.size)
     args = mixtral.MixtralArgs(16, 1, 2, ffn_dim=24, vocab_size=32, n_experts=4)
@@ -375,19 +415,46 @@ def _parts(world: DistEnv) -> tuple[list[bool], str]:
         del model.get_submodule("layers.0.feed_forward.experts").exchange
         return model
 
-    with pytest.raises(ParallelismError) as caught:
-        ModelBuilder(
-            replace(mixtral.SPEC, build=build), args, mesh, world.device, ep=world.size
-        ).build_on_meta()
-    return [p.requires_grad for p in moe.experts.parameters()], str(caught.value)
+    def divided(args: mixtral.MixtralArgs) -> dict[str, str]:
+        assert mixtral.SPEC.tensor_plan is not None
+        experts = {"layers.0.feed_forward.experts": "vector"}
+        return {**mixtral.SPEC.tensor_plan(args), **experts}
+
+    messages = []
+    for spec, one in (
+        (replace(mixtral.SPEC, build=build), mesh),
+        (replace(mixtral.SPEC, tensor_plan=divided), world.build_mesh(tp=world.size)),
+    ):
+        with pytest.raises(ParallelismError) as caught:
+            ModelBuilder(spec, args, one, world.device, ep=world.size).build_on_meta()
+        messages.append(str(caught.value))
+    return [p.requires_grad for p in moe.experts.parameters()], messages
 
 
-def test_frozen_experts_stay_frozen_and_one_without_an_exchange_is_refused(pool: Pools) -> None:
-    found, message = pool(2).run(_parts)[0]
+def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refused(
+    pool: Pools,
+) -> None:
+    found, messages = pool(2).run(_parts)[0]
     assert found == [False, True, True]
-    assert message == "ranks cannot share experts without an `exchange`: layers.0.feed_forward"
+    assert messages[0] == "ranks cannot share experts without an `exchange`: layers.0.feed_forward"
+    assert messages[1].startswith(
+        "tensor parallelism divides layers.0.feed_forward.experts.w1, and expert parallelism"
+    )
 
 
-@pytest.mark.parametrize(("flags", "ranks"), [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8)])
+def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replace(mixtral.SPEC, whole_activations=True)
+    monkeypatch.setattr("titanlite.start.derive.get_spec", lambda _: whole)
+    with pytest.raises(ConfigError) as caught:
+        config_of(4, **{EP: 2, TP: 2})
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.hint) == (EP, f"set {TP} = 1, or this key")
+    assert "have the same tokens" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8), ([f"--{TP}=2"], 4), ([f"--{TP}=8"], 8)],
+)
 def test_the_fewest_ranks_hold_the_experts(flags: list[str], ranks: int) -> None:
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks

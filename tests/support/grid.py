@@ -234,6 +234,11 @@ MORE |= {
     "gpt_oss, cp 2, tp 2, by operation, compiled": (Row(4, {CP: 2, TP: 2, **GPT_OSS, **GRAPH}), 1),
     "gpt_oss, ep 2": (Row(2, {EXPERTS: 2, **GPT_OSS}), 2),
     "gpt_oss, ep 2, fsdp 4, recomputed": (Row(4, {EXPERTS: 2, MODE: "full", **GPT_OSS}), 1),
+    "gpt_oss, ep 2 over tp 2": (Row(2, {EXPERTS: 2, TP: 2, **GPT_OSS}), 2),
+    "gpt_oss, ep 2 over tp 2, ddp 2, compiled": (
+        Row(4, {EXPERTS: 2, TP: 2, REPLICAS: 2, FSDP: 1, **GPT_OSS, **GRAPH}),
+        1,
+    ),
 }
 #: Chunks, a block without RoPE, factors that grow with the position, a sigmoid, a dense block.
 LLAMA4 = {
@@ -258,6 +263,7 @@ MORE |= {
     "llama4, tp 2": (Row(2, {TP: 2, **LLAMA4}), 2),
     "llama4, ep 2": (Row(2, {EXPERTS: 2, **LLAMA4}), 2),
     "llama4, ep 2, fsdp 4, recomputed": (Row(4, {EXPERTS: 2, MODE: "full", **LLAMA4}), 1),
+    "llama4, ep 4 over tp 2, fsdp 2": (Row(4, {EXPERTS: 4, TP: 2, FSDP: 2, **LLAMA4}), 2),
 }
 #: Whole QK norm, norms after, windows in two of three blocks; norms around, two bases of RoPE.
 OLMO2 = {"model.name": "olmo2"}
@@ -331,6 +337,11 @@ MORE |= {
         Row(4, {EP: 2, FSDP: 4, MODE: "full", **DEEPSEEK}),
         1,
     ),
+    "deepseek_v3, ep 2 over tp 2": (Row(2, {EP: 2, TP: 2, **DEEPSEEK}), 2),
+    "deepseek_v3, ep 4 over tp 2, cp 2, recomputed": (
+        Row(4, {EP: 4, TP: 2, CP: 2, MODE: "full", **DEEPSEEK, **NO_QUERY_LATENT}),
+        1,
+    ),
     "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EP: 2, FSDP: 2, **DEEPSEEK}), 1),
 }
 #: A mixture in every block and a dense one between them; each token goes to three experts.
@@ -360,6 +371,15 @@ MORE |= {
         2,
     ),
     "qwen3_moe, cp 2, tp 2": (Row(4, {CP: 2, TP: 2, **QWEN3_MOE}), 1),
+    "qwen3_moe, ep 2 over tp 2, fsdp 2": (Row(4, {EP: 2, TP: 2, FSDP: 2, **QWEN3_MOE}), 2),
+    "qwen3_moe, ep 2 over tp 2, pp 2": (
+        Row(4, {EP: 2, TP: 2, PP: 2, **QWEN3_MOE, **EVERY_2ND, **FOUR}),
+        2,
+    ),
+    "qwen3_moe, ep 4 over tp 2, hsdp 2 x 2": (
+        Row(8, {EP: 4, TP: 2, REPLICAS: 2, FSDP: 2, **QWEN3_MOE}),
+        1,
+    ),
     "qwen3_moe, ep 2, fsdp 2, recomputed": (
         Row(4, {EP: 2, FSDP: 4, MODE: "full", **QWEN3_MOE}),
         1,
@@ -404,6 +424,7 @@ QUICK_MORE = {
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
     "deepseek_v3, tp 2",
+    "deepseek_v3, ep 2 over tp 2",
     "qwen3_moe, 1 rank",
     "qwen3_moe, ep 2",
     "tp 2, budget",
@@ -523,6 +544,8 @@ MASKED = {
     "llama4, tp 2": "by operation",
     "llama4, pp 2, chunks": "at once",
     "llama4, ep 2": "recomputed",
+    "gpt_oss, ep 2 over tp 2": "by operation",
+    "llama4, ep 4 over tp 2, fsdp 2": "recomputed",
     "olmo3, cp 2": "accumulated",
     "olmo3, tp 2": "at once",
     "gemma3, tp 2": "compiled",

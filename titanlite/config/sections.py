@@ -352,7 +352,7 @@ class Parallelism(Section, frozen=True):
 
     expert_parallel_degree: Count = 1
     """Ranks that share the experts of a mixture: a divisor of data_parallel_shard *
-    context_parallel.
+    context_parallel * tensor_parallel.
     """
 
 

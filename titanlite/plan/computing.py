@@ -72,7 +72,9 @@ def block_forward(step: StepSizes) -> Pass:
 
 
 def _products(step: StepSizes) -> float:
-    seconds = step.experts.flops * step.tokens / (step.rates.sustained * _EXPERTS)
+    # Tensor-parallel ranks give mixtures their part of the sequence.
+    parts = step.mesh.tensor if step.mixtures else 1
+    seconds = step.experts.flops * step.tokens / parts / (step.rates.sustained * _EXPERTS)
     for linear in step.linears:
         size = linear.size
         peak = step.products.peak(linear)

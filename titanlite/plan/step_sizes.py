@@ -191,9 +191,11 @@ class StepSizes:
         experts *= self.stage_share / mesh.expert
         if mesh.expert == 1:
             return [Sharded(dense + experts, mesh.weight_shards, mesh.tensor)]
+        from titanlite.features.experts.ranks import expert_shards
+
         return [
             Sharded(dense, mesh.weight_shards, mesh.tensor),
-            Sharded(experts, mesh.weight_shards // mesh.expert, mesh.tensor * mesh.expert),
+            Sharded(experts, expert_shards(mesh), mesh.expert),
         ]
 
     @cached_property

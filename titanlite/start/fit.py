@@ -129,9 +129,10 @@ def smallest_world(config: LoadedConfig) -> int:
         reshard = d.training.reshard_after_forward
         expert = d.parallelism.expert_parallel_degree
         context = degrees["experimental.context_parallel_degree"]
-        # Experts are divided over the ranks of both, so context holds a part of their degree.
+        # Experts are divided over the ranks of all three, so others hold a part of their degree.
+        others = context * degrees["training.tensor_parallel_degree"]
         degrees[shard] = reshard if isinstance(reshard, int) else 1
-        degrees[shard] *= expert // math.gcd(expert, context)
+        degrees[shard] *= expert // math.gcd(expert, others)
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 

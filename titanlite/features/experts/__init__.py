@@ -2,6 +2,7 @@
 moment by moment.
 
     checks.py        other keys, ranks, model
+    ranks.py         numbers of ranks that have experts
     sharding.py      experts divided over ranks, and over those that shard them
     exchange.py      rows on their way to the ranks of their experts, and back
     figures.py       load of experts and losses of routers, a callback
@@ -47,7 +48,7 @@ class ExpertParallel(Feature):
     # The model: `titanlite.parallel.parallelize` calls these
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Divide the ranks that share the weights, once: [expert_shard, ep]."""
+        """Divide the ranks with different tokens, once: [expert_shard, ep]."""
         from titanlite.features.experts.sharding import expert_mesh
 
         return expert_mesh(mesh, self.ranks)
@@ -82,7 +83,8 @@ class ExpertParallel(Feature):
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""
         mesh = step.mesh
-        rows = step.tokens * step.experts_per_token * step.itemsize * step.width
+        tokens = step.tokens / mesh.tensor
+        rows = tokens * step.experts_per_token * step.itemsize * step.width
         again = 0 if step.by_op else 2 * step.recomputed
-        one = step.rates.collective(rows, mesh.expert, mesh.tensor)
+        one = step.rates.collective(rows, mesh.expert, 1)
         return {"expert traffic": step.blocks * (4 + again) * one}

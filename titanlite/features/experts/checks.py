@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, divisors
+from titanlite.features.experts.ranks import expert_shards, in_words, most_ranks
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
@@ -16,15 +17,15 @@ _TP = "training.tensor_parallel_degree"
 
 
 def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
-    """Check that the ranks that share the weights can share the experts too."""
+    """Check that ranks with different tokens can share the experts."""
     mixtures = run.spec.mixtures(args)
     if not mixtures:
         return
     ranks = run.mesh.expert
-    if run.mesh.tensor > 1:
+    if run.mesh.tensor > 1 and run.spec.whole_activations:
         message = (
-            f"is {ranks}: tensor-parallel ranks have all experts each, and cannot share them with "
-            "others"
+            f"is {ranks}: tensor-parallel ranks of this model have the same tokens, and would send "
+            "each row several times"
         )
         yield "conflict", DEGREE, message, f"set {_TP} = 1, or this key"
     if run.activation_checkpoint.mode == "budget":
@@ -34,21 +35,21 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
         )
         yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
     experts = math.gcd(*mixtures.values())
-    shards = run.mesh.weight_shards
-    if shards % ranks or experts % ranks:
+    most = most_ranks(run.mesh)
+    if most % ranks or experts % ranks:
         message = (
-            f"is {ranks}, which does not divide both {run.mesh.weight_shards_in_words} = {shards} "
+            f"is {ranks}, which does not divide both {in_words(run.mesh)} = {most} "
             f"and the {experts} experts"
         )
-        yield "divide", DEGREE, message, _fitting(ranks, shards, experts)
+        yield "divide", DEGREE, message, _fitting(ranks, most, experts)
 
 
-def _fitting(ranks: int, shards: int, experts: int) -> str:
+def _fitting(ranks: int, most: int, experts: int) -> str:
     """Return a hint with the degrees that work.
 
-    ranks: the wanted degree. shards: ranks that share the weights.
+    ranks: the wanted degree. most: ranks that can share the experts.
     """
-    on_these = divisors(math.gcd(shards, experts))
+    on_these = divisors(math.gcd(most, experts))
     if len(on_these) > 1 or experts % ranks == 0:
         return f"these work: {', '.join(map(str, on_these))}"
     others = divisors(experts)
@@ -69,11 +70,11 @@ def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     if not mixtures or not isinstance(reshard, int):
         return
     experts = math.gcd(*mixtures.values())
-    ranks, shards = run.mesh.expert, run.mesh.weight_shards
-    if shards % ranks or experts % ranks:
+    ranks = run.mesh.expert
+    if most_ranks(run.mesh) % ranks or experts % ranks:
         return
-    alike = shards // ranks
-    is_cut = ranks > 1 or experts % shards
+    alike = expert_shards(run.mesh)
+    is_cut = ranks > 1 or experts % alike
     if reshard == alike or not is_cut:
         return
     message = (
@@ -81,6 +82,6 @@ def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
         f"{alike} ranks"
     )
     hint = 'take "default", "always" or "never"'
-    if alike > 1:
+    if alike > 1 and run.mesh.weight_shards % alike == 0:
         hint += f", or {alike}"
     yield "ranks", "training.reshard_after_forward", message, hint

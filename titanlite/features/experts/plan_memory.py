@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from titanlite.features.experts.ranks import expert_shards
 from titanlite.models.expert_args import ExpertArgs
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.weights import Weight
@@ -140,7 +141,7 @@ class ExpertMemory:
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Yield the matrices of a rank's experts, each stacked."""
-        over = mesh.weight_shards // self.ranks
+        over = expert_shards(mesh)
         for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
             # divided.
@@ -221,7 +222,7 @@ class BiasedExpertMemory(JoinedExpertMemory):
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Add the biases."""
         yield from super().weights(mesh)
-        over = mesh.weight_shards // self.ranks
+        over = expert_shards(mesh)
         for length in (2 * self.args.expert_width, self.args.dim):
             if self.ranks == 1:
                 yield Weight(self.held, length, over)

@@ -4,9 +4,9 @@
     apply_ep(model, experts["ep"])  # on the meta device, before everything that wraps modules
     apply_fsdp(model, groups, mesh, experts=experts)
 
-These ranks are a factor of the ranks that share the weights, and each reads its own text. It holds
-some of the experts, sends each row to the rank of its expert, and gets the result back. No token is
-dropped.
+These ranks are a factor of the ranks that share the weights, times those of tensor parallelism.
+Each has its own tokens: text of its own, or a part of a sequence. It holds some of the experts,
+sends each row to the rank of its expert, and gets the result back. No token is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -22,23 +22,37 @@ from titanlite.features.experts.exchange import Exchange
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.meshes import fsdp_mesh
 
+#: The dimension of the mesh whose ranks share the experts.
+_EP = "ep"
+
 
 def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
-    """Divide the ranks that share the weights: return [expert_shard, ep], or with replicas one
-    dimension before them.
+    """Divide the ranks that have different tokens and the same experts: return [expert_shard, ep],
+    or with replicas one dimension before them.
 
     mesh: from `DistEnv.build_mesh`. ranks: those that share the experts, neighbours in the mesh.
     Ranks of `expert_shard` hold the same experts and shard them. It makes process groups: call it
     once.
     """
-    weights = fsdp_mesh(mesh)
-    if weights.size(-1) % ranks:
-        raise ParallelismError(
-            f"{ranks} ranks cannot share the experts: they do not divide {weights.size(-1)}"
-        )
-    return weights._unflatten(
-        weights.ndim - 1, (weights.size(-1) // ranks, ranks), ("expert_shard", "ep")
-    )
+    several = _token_mesh(mesh)
+    most = several.mesh.size(-1)
+    if most % ranks:
+        raise ParallelismError(f"{ranks} ranks cannot share the experts: they do not divide {most}")
+    return several._unflatten(several.ndim - 1, (most // ranks, ranks), ("expert_shard", _EP))
+
+
+def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks whose tokens go to one copy of the experts: [shard], or with replicas
+    [replicate, shard].
+
+    Tensor-parallel ranks divide the sequence where the experts are, so each has tokens of its own.
+    """
+    if mesh["tp"].size() == 1:
+        return fsdp_mesh(mesh)
+    shards = mesh["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+    if mesh["dp_replicate"].size() == 1:
+        return shards
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
 
 def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -46,6 +60,7 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Experts are modules with an attribute `exchange`, whose parameters [experts, …] they divide
     along the first dimension. The attribute becomes an `Exchange`. A pipeline stage may have none.
+    Tensor parallelism, which comes before, has left the experts whole.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "exchange"):
@@ -55,9 +70,22 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
                 raise ParallelismError(
                     f"{mesh.size()} ranks cannot share the {len(parameter)} experts of {name}"
                 )
-            divided = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            whole = _whole(parameter, f"{name}.{key}")
+            divided = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
             setattr(module, key, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         module.exchange = Exchange(mesh)
+
+
+def _whole(parameter: nn.Parameter, name: str) -> Tensor:
+    """Return a parameter as a plain tensor, of which tensor-parallel ranks have copies."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not all(placement.is_replicate() for placement in parameter.placements):
+        raise ParallelismError(
+            f"tensor parallelism divides {name}, and expert parallelism shares whole experts: "
+            'their kind in the tensor plan must be "whole"'
+        )
+    return parameter.detach().to_local()
 
 
 def has_exchange(model: nn.Module) -> bool:
@@ -68,6 +96,8 @@ def has_exchange(model: nn.Module) -> bool:
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension,
     others as usual.
+
+    mesh: of `expert_mesh`.
 
     One group then gathers weights of both kinds, so the exchange's wait for the host delays no
     all-gather.
@@ -81,10 +111,12 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     info = cast(
         Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]])
     )  # one object for all parameters, as torch asks
+    of_experts = mesh[_EP]
     ranks = mesh.size(-2)
 
     def place(parameter: nn.Parameter) -> Any:
-        if not isinstance(parameter, DTensor):
+        is_shared = isinstance(parameter, DTensor) and parameter.device_mesh == of_experts
+        if not is_shared:
             return None
         # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few
         # operators know.

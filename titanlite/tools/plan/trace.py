@@ -230,7 +230,8 @@ def _rows_for_rank(run: RunConfig, args: Any) -> int:
 
     Raises ConfigError if they do not divide.
     """
-    tokens = run.tokens_at_once
+    # Tensor-parallel ranks divide the sequence.
+    tokens = run.tokens_at_once // run.mesh.tensor
     rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
     if rest:
         message = (
