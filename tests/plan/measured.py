@@ -141,6 +141,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sinks, cp 2": (2, {**_GPT_OSS, _CP: 2}),
     "sinks, experts over 2": (2, {**_GPT_OSS, "parallelism.expert_parallel_degree": 2}),
     "mixture, experts over 2": (2, {**_MIXTRAL, "parallelism.expert_parallel_degree": 2}),
+    "mixture, experts over tp 2": (
+        2,
+        {**_MIXTRAL, _TP: 2, "parallelism.expert_parallel_degree": 2},
+    ),
+    "mixture, experts over tp 2, fsdp 2, AC full": (
+        4,
+        {**_MIXTRAL, _TP: 2, "parallelism.expert_parallel_degree": 2, _MODE: "full"},
+    ),
     "fsdp 4": (4, {}),
     "fsdp 4, AC full, Muon": (4, {_MODE: "full", _OPTIMIZER: "Muon"}),
     "hsdp 2 x 2": (4, {_REPLICAS: 2, _SHARD: 2}),

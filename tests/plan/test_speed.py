@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
+from titanlite.features.experts import ExpertParallel
 from titanlite.features.float8 import plan_speed
 from titanlite.features.float8.convert import apply_float8
 from titanlite.plan import computing, rates
@@ -296,6 +297,38 @@ def test_experts_are_shared_by_fewer_ranks_than_the_other_weights() -> None:
         2 * experts / 8 / 32, 2, 8
     )
     assert sharding(step).gather == pytest.approx(32 * gathers, rel=1e-3)
+
+
+def test_tensor_parallel_ranks_share_experts_and_their_rows() -> None:
+    """Each routes its part of the sequence, so half of the rows travel, to all 8 neighbours."""
+    flags = ("parallelism.expert_parallel_degree=8", "training.tensor_parallel_degree=2")
+    run = make(16, *flags, config="mixtral_8x7b")
+    step = StepSizes(run, cluster(16), IDEAL)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    dense = (46_702_792_704 - experts) / 2
+    assert step.owned == pytest.approx(dense / 8 + experts / 8 / 2, rel=1e-3)
+    gathers = step.rates.collective(2 * dense / 32, 8, 2) + step.rates.collective(
+        2 * experts / 8 / 32, 2, 8
+    )
+    assert sharding(step).gather == pytest.approx(32 * gathers, rel=1e-3)
+    rows = step.tokens / 2 * 2 * 2 * 4096
+    moves = 4 + 2 * step.recomputed
+    expected = 32 * moves * step.rates.collective(rows, 8, 1)
+    assert ExpertParallel(8).traffic(step)["expert traffic"] == pytest.approx(expected)
+
+
+def test_tensor_parallel_ranks_divide_the_products_of_mixtures() -> None:
+    """Shared experts and routed ones take a rank's part of the sequence."""
+    seconds = []
+    for degree in (1, 2):
+        flags = (f"training.tensor_parallel_degree={degree}", "training.batch_size=1")
+        step = StepSizes(make(16, *flags, config="deepseek_v3_16b"), cluster(16), IDEAL)
+        step.linears = [one for one in step.linears if "feed_forward" in one.names[-1]]
+        # The first block's is dense.
+        step.linears = [one for one in step.linears if "layers.0." not in one.names[0]]
+        assert {name.split(".")[3] for one in step.linears for name in one.names} == {"shared"}
+        seconds.append(block_forward(step).products)
+    assert seconds[1] == pytest.approx(seconds[0] / 2)
 
 
 def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:

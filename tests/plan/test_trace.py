@@ -37,6 +37,8 @@ SLOW = [
     "cp 2",
     "pp 2, Interleaved1F1B",
     "mixture, experts over 2",
+    "mixture, experts over tp 2",
+    "mixture, experts over tp 2, fsdp 2, AC full",
     "hsdp 2 x 2",
 ]
 
@@ -113,10 +115,12 @@ NARROW_EXPERTS = {
 
 
 @pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("experts_over", [2, 8])
+@pytest.mark.parametrize(
+    ("experts_over", "tensor"), [(2, 1), (8, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", NARROW_EXPERTS)
 def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
-    name: str, experts_over: int, mode: str
+    name: str, experts_over: int, tensor: int, mode: str
 ) -> None:
     """On 2 ranks the peak is where FSDP puts experts in order, on 8 where rows come back."""
     flavor, shape = NARROW_EXPERTS[name]
@@ -130,6 +134,7 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
         "training.global_batch_size": -1,
         "training.loss_chunks": 8,
         "parallelism.expert_parallel_degree": experts_over,
+        "training.tensor_parallel_degree": tensor,
         "activation_checkpoint.mode": mode,
     }
     run = check_config([f"--{key}={value}" for key, value in flags.items()], 8, training=False)[1]

@@ -79,7 +79,7 @@ def _products(step: StepSizes) -> float:
         size = linear.size
         peak = step.products.peak(linear)
         tokens = step.tokens
-        if step.mesh.tensor > 1 and step.tensor_plan.get(linear.names[0]) == "sequence":
+        if step.tensor_plan.get(linear.names[0]) in ("sequence", "heads"):
             tokens //= step.mesh.tensor
         one = step.rates.product(tokens, size.in_features, size.out_features, peak)
         seconds += len(linear.names) * one

@@ -122,7 +122,11 @@ class StepSizes:
         """Products outside of `linears`."""
         if not self.mixtures and self.spec.linears is not None:
             return Experts()
-        linears = sum(linear.weights for linear in self.products.kinds) * self.mesh.tensor
+        # Of the whole model: tensor-parallel ranks divide some of them.
+        linears = 0
+        if self.spec.linears is not None:
+            sizes = self.spec.linears(self.args).values()
+            linears = sum(size.in_features * size.out_features for size in sizes)
         flops = max(self.base_flops / 3 - 2 * linears, 0.0)
         if not self.mixtures:
             return Experts(flops=flops)

@@ -92,7 +92,7 @@ class Float8Speed(ProductSpeed):
         """
         step = self.step
         firsts = [choice.names[0] for choice in self.choices]
-        if step.tensor_plan.get(linear.names[0]) in ("gathered", "sequence"):
+        if step.tensor_plan.get(linear.names[0]) in ("gathered", "sequence", "heads"):
             return linear.size.in_features / step.mesh.tensor
         columns = [name for name in firsts if step.tensor_plan.get(name) == "colwise"]
         if linear.names[0] not in columns:
