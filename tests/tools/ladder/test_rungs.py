@@ -81,6 +81,26 @@ def test_rates_and_batches_follow_the_size(tmp_path: Path) -> None:
         assert values(rung)["training.batch_size"] == "4"
 
 
+def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> None:
+    aim = target(tmp_path, "--lr_scheduler.min_lr=1e-4")
+    for rung in rungs(aim):
+        floor = float(values(rung)["lr_scheduler.min_lr"])
+        assert floor / rung.rate == pytest.approx(0.1, rel=1e-5)
+    (first, *_) = rungs(aim)
+    config_args = [*aim.files, *DEFAULTS, *aim.flags]
+    (checked,) = check_members([first.member(tmp_path)], config_args, tmp_path, 1)
+    assert checked.run.schedule.min_lr == pytest.approx(first.rate / 10, rel=1e-5)
+    for rung in rungs(target(tmp_path)):
+        assert "lr_scheduler.min_lr" not in values(rung)
+
+
+def test_an_exponent_of_rates_that_mup_leaves_without_effect_is_refused(tmp_path: Path) -> None:
+    message = "ladder.lr_exponent.*has no effect with mup.base_dim"
+    with pytest.raises(ConfigError, match=message):
+        target(tmp_path, "--mup.base_dim=16", "--ladder.lr_exponent=0.5")
+    target(tmp_path, "--mup.base_dim=16", "--ladder.lr_exponent=0")
+
+
 def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
     aim = target(tmp_path, "--mup.base_dim=16")
     found = rungs(aim)

@@ -175,7 +175,7 @@ def test_an_option_without_effect_is_refused(
         (
             "training.global_batch_size",
             [],
-            "3 of 3 members cannot run; nothing was started\n  global_batch_size=3:",
+            "3 of 3 runs cannot start; nothing was started\n  global_batch_size=3:",
         ),
     ],
 )

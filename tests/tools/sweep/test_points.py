@@ -96,6 +96,15 @@ def test_a_range_of_a_key_of_integers_has_integers(tmp_path: Path) -> None:
     ]
 
 
+def test_a_range_with_fewer_integers_than_values_is_refused(tmp_path: Path) -> None:
+    message = r"n = 5 gives 4 different integers: \[1, 2, 3, 4\]"
+    with pytest.raises(ConfigError, match=message) as error:
+        sweep(tmp_path, "training.batch_size = { log = [1, 4], n = 5 }\n")
+    assert "set n = 4 or less, or give a list" in str(error.value)
+    found = sweep(tmp_path, "training.batch_size = { log = [1, 4], n = 4 }\n")
+    assert [point.values["training.batch_size"] for point in found.points] == [1, 2, 3, 4]
+
+
 def test_lists_texts_switches_and_tables_reach_the_run_as_they_were_written(
     tmp_path: Path,
 ) -> None:

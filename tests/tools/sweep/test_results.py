@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from titanlite.config.entries import Entry
@@ -24,7 +26,7 @@ from titanlite.tools.sweep.folder import (
 from titanlite.tools.sweep.members import Member, MemberResult, SweepError
 from titanlite.tools.sweep.picture import picture
 from titanlite.tools.sweep.points import Point, sweep_of
-from titanlite.tools.sweep.table import best_of, groups_of, notes, table
+from titanlite.tools.sweep.table import best_of, families, groups_of, notes, table
 
 KEYS = ("model.overrides.dim", "optimizer.lr", "training.seed")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -121,10 +123,34 @@ def test_notes_name_the_best_of_each_width_and_what_went_wrong() -> None:
     lines = notes(plan(), groups, best_of(groups), Path("out"))
     assert lines == [
         "best: dim = 64, lr = 0.01, validation loss 2.9250 ± 0.0354",
-        "    dim = 32: best lr 0.01",
+        "    dim = 32: best lr 0.01, by a parabola 0.0164",
         "    dim = 64: best lr 0.01",
         "dim=64,lr=0.1,seed=1 diverged after step 8: step 3: loss nan",
     ]
+
+
+def test_the_parabola_is_the_one_through_the_best_point_and_its_neighbours() -> None:
+    groups = groups_of(plan(), RESULTS)
+    a, b, _ = np.polyfit(np.log([1e-3, 1e-2, 0.1]), [4.1, 3.1, 3.5], 2)
+    lines = notes(plan(), groups, best_of(groups), Path("out"))
+    assert f"by a parabola {math.exp(-b / 2 / a):.3g}" in lines[1]
+    # Of width 64 a neighbour has diverged.
+    assert "parabola" not in lines[2]
+    narrow = POINTS[:6]
+    lines = notes(plan(narrow), groups[:3], best_of(groups[:3]), Path("out"))
+    assert lines[1] == "    best lr by a parabola 0.0164"
+
+
+def test_lines_are_named_by_the_keys_that_tell_them_apart() -> None:
+    heads = {32: 4, 64: 8}
+    points = []
+    for one in POINTS:
+        dim = one.values[KEYS[0]]
+        with_heads = {"training.steps": 8, KEYS[0]: dim, "model.overrides.n_heads": heads[dim]}
+        points.append(replace(one, values=with_heads | one.values))
+    keys = ("training.steps", KEYS[0], "model.overrides.n_heads", *KEYS[1:])
+    groups = groups_of(replace(plan(points), keys=keys), RESULTS)
+    assert list(families(groups, "optimizer.lr")) == ["dim = 32", "dim = 64"]
 
 
 def test_a_best_value_at_the_edge_is_told() -> None:

@@ -240,7 +240,7 @@ def test_a_changed_point_is_refused_with_its_key(
     before = attempts(folder / "large")
     with pytest.raises(SweepError, match=r"/large: optimizer.lr: 0\.01 -> 0\.02") as error:
         run_members([SMALL, changed], CONFIG, folder)
-    assert "1 member of this sweep ran before with another config" in str(error.value)
+    assert "1 run of this folder had another config before" in str(error.value)
     assert "/small" not in str(error.value)
     assert attempts(folder / "large") == before
 
@@ -262,7 +262,7 @@ def test_the_problems_of_all_members_are_named_before_any_runs(tmp_path: Path) -
     with pytest.raises(SweepError) as error:
         run_members(wrong, CONFIG, tmp_path / "new")
     text = str(error.value)
-    assert text.startswith("2 of 3 members cannot run; nothing was started\n  a:\n    ")
+    assert text.startswith("2 of 3 runs cannot start; nothing was started\n  a:\n    ")
     assert "optimizer.lr: expected" in text
     assert "  b:\n" in text
     assert "n_heads" in text

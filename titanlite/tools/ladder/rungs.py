@@ -188,12 +188,18 @@ def rate_of(target: Target, shape: Shape) -> float:
 def _model_flags(target: Target, shape: Shape, seed: int, batch: Batch) -> tuple[str, ...]:
     shape_flags = [f"--model.overrides.{name}={size}" for name, size in shape.overrides.items()]
     decay = target.run.lr_scheduler.decay_type
+    rate = rate_of(target, shape)
+    floor = target.run.lr_scheduler.min_lr
+    # Of a model whose rate is higher, the lowest rate is higher, too.
+    share = rate / target.run.optimizer.lr
+    floor_flags = () if not floor else (f"--lr_scheduler.min_lr={floor * share:.6g}",)
     return (
         *shape_flags,
+        *floor_flags,
         f"--training.seed={seed}",
         f"--training.global_batch_size={batch.sequences}",
         f"--training.batch_size={batch.micro}",
-        f"--optimizer.lr={rate_of(target, shape)}",
+        f"--optimizer.lr={rate}",
         "--lr_scheduler.unit=steps",
         "--lr_scheduler.style=titan",
         f"--lr_scheduler.decay_type={decay if decay in _DECAYS else 'linear'}",

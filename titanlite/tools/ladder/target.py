@@ -111,6 +111,9 @@ def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
     if d.data.phase:
         message = "the text of a ladder must not change on the way"
         yield "conflict", "data.phase", message, "predict the first phase alone"
+    if d.mup.base_dim and d.ladder.lr_exponent and config.is_given("ladder.lr_exponent"):
+        message = "has no effect with mup.base_dim: all models have the rate of this file"
+        yield "conflict", "ladder.lr_exponent", message, "remove one of them"
     has_rates = any(group.lr is not None for group in d.optimizer.groups)
     if has_rates and d.ladder.lr_exponent and not d.mup.base_dim:
         message = "groups have rates of their own, which ladder.lr_exponent does not scale"

@@ -215,7 +215,7 @@ def _refusal(refused: Mapping[str, ConfigError], count: int) -> Exception:
     texts = {tuple(map(str, error.problems)) for error in refused.values()}
     if len(refused) == count and len(texts) == 1:
         return next(iter(refused.values()))
-    lines = [f"{len(refused)} of {count} members cannot run; nothing was started"]
+    lines = [f"{len(refused)} of {count} runs cannot start; nothing was started"]
     for name, error in refused.items():
         lines.append(f"  {name}:")
         for problem in error.problems:

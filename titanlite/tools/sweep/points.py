@@ -222,7 +222,13 @@ class _Reader:
             message = f"n: expected an integer from 2 to {MOST_RUNS:,}, got {quote(count)}"
             self._refuse(path, message, code="out-of-range")
             return []
-        return spread(kind, ends[0], ends[1], count, _takes_integers(name))
+        found = spread(kind, ends[0], ends[1], count, _takes_integers(name))
+        if len(found) < count:
+            message = f"n = {count} gives {len(found)} different integers: {quote(found)}"
+            hint = f"set n = {len(found)} or less, or give a list"
+            self._refuse(path, message, hint, code="out-of-range")
+            return []
+        return found
 
     def _check_values(self, name: str, values: Sequence[Any], path: str) -> None:
         """Refuse values that the key does not take, and those given twice."""

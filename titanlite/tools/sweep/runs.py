@@ -93,7 +93,7 @@ def refuse_changes(checked: Sequence[CheckedMember], folder: Path) -> None:
             shown.append(f"and {counted(len(found) - _CHANGES_SHOWN, 'further keys')}")
         lines.append(f"  {folder / one.name}: {', '.join(shown)}")
     if lines:
-        head = f"{counted(len(lines), 'members')} of this sweep ran before with another config"
+        head = f"{counted(len(lines), 'runs')} of this folder had another config before"
         hint = "name another folder with --folder, or delete these folders to run them again"
         raise SweepError("\n".join([head, *lines, hint]))
 
@@ -168,7 +168,7 @@ class Crew:
                 self._wait()
         except Stopped as stop:
             self.report(
-                f"stopped by {stop}: {counted(len(self.running), 'runs')} under way are asked to "
+                f"stopped by {stop}: {counted(len(self.running), 'runs')} under way, which must "
                 "save and end; the same command goes on"
             )
             raise

@@ -161,31 +161,87 @@ def horizontal_key(plan: Plan) -> str | None:
         values = [point.values[key] for point in plan.points]
         if key != SEED and all(map(is_number, values)) and len(set(values)) > 1:
             found.append(key)
-    rates = [key for key in found if key == _RATE or key.endswith(".lr")]
+    rates = [key for key in found if _is_rate(key)]
     return next(iter([*rates, *found]), None)
 
 
 def families(groups: Sequence[Group], key: str) -> dict[str, list[Group]]:
-    """Return the points by the values of the keys beside this one, in words."""
+    """Return the points by the values of the keys beside this one, in words.
+
+    Keys that the ones before them decide are left out, as the heads of each width.
+    """
+    telling = _telling(groups, key)
     found: dict[str, list[Group]] = {}
     for group in groups:
-        others = {name: value for name, value in group.values.items() if name != key}
+        others = {name: group.values[name] for name in telling}
         found.setdefault(in_words(others) if others else labels([key])[key], []).append(group)
     return found
 
 
+def _telling(groups: Sequence[Group], key: str) -> list[str]:
+    """Return the keys beside this one that tell the points apart, each only where it adds to it."""
+    telling: list[str] = []
+    told = 1
+    for name in groups[0].values:
+        if name == key:
+            continue
+        named = {in_words({one: group.values[one] for one in [*telling, name]}) for group in groups}
+        if len(named) > told:
+            telling.append(name)
+            told = len(named)
+    return telling
+
+
 def _best_of_each(plan: Plan, groups: Sequence[Group]) -> list[str]:
-    """Return the best learning rate for each set of other values, where there are several."""
+    """Return the best learning rate for each set of other values, where there are several.
+
+    Also where a parabola has its lowest point: a grid of factors of 2 tells no more than those.
+    """
     key = horizontal_key(plan)
-    by_others = families(groups, key) if key else {}
-    if key is None or len(by_others) < 2:
+    if key is None:
         return []
+    by_others = families(groups, key)
+    name = labels([key])[key]
     found = []
     for others, members in by_others.items():
         best = best_of(members)
-        if best is not None:
-            found.append(f"    {others}: best {labels([key])[key]} {shown(best.values[key])}")
+        if best is None:
+            continue
+        lowest = _lowest(members, best, key) if _is_rate(key) else None
+        by_parabola = "" if lowest is None else f"by a parabola {lowest:.3g}"
+        if len(by_others) > 1:
+            parts = [f"    {others}: best {name} {shown(best.values[key])}", by_parabola]
+            found.append(", ".join(filter(None, parts)))
+        elif by_parabola:
+            found.append(f"    best {name} {by_parabola}")
     return found
+
+
+def _is_rate(key: str) -> bool:
+    return key == _RATE or key.endswith(".lr")
+
+
+def _lowest(members: Sequence[Group], best: Group, key: str) -> float | None:
+    """Return where the parabola through the best point and its neighbours is lowest.
+
+    It is one of the loss over the logarithm of the key. None: the best value is the first or the
+    last one, a neighbour has no loss, or a value is 0.
+    """
+    ordered = sorted(members, key=lambda group: float(group.values[key]))
+    place = ordered.index(best)
+    three = ordered[place - 1 : place + 2] if place else []
+    losses = [group.mean for group in three if group.is_whole and group.mean is not None]
+    if len(losses) < 3 or three[0].values[key] <= 0:
+        return None
+    left, middle, right = (math.log(group.values[key]) for group in three)
+    # Slopes on both sides; the parabola has them half way to each neighbour.
+    falls = (losses[1] - losses[0]) / (middle - left)
+    rises = (losses[2] - losses[1]) / (right - middle)
+    if rises <= falls:
+        return None
+    begin = (left + middle) / 2
+    end = (middle + right) / 2
+    return math.exp(begin - falls * (end - begin) / (rises - falls))
 
 
 def _trouble(result: MemberResult, folder: Path) -> list[str]:
