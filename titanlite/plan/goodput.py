@@ -95,6 +95,11 @@ class Shares:
     #: Steps and saves that are done again.
     lost: float
 
+    @property
+    def in_steps(self) -> float:
+        """Share of steps in what is lost: as in what is kept."""
+        return self.useful / (self.useful + self.saves)
+
 
 def young(cost: float, mean: float) -> float:
     """Return the best interval to first order: seconds of training between two saves.
@@ -185,7 +190,11 @@ def best_intervals(tiers: Sequence[Tier], failures: Failures, least: float) -> l
                 return useful_share(tiers, tried, failures)
 
             low = max(tier.save.seconds, least)
-            found[place] = _largest(share, low, max(20 * found[place], 2 * low))
+            high = max(20 * found[place], 2 * low)
+            if place + 1 < len(tiers):
+                # A tier that is saved to less often than the next one is never the newest.
+                high = max(min(high, found[place + 1]), low)
+            found[place] = _largest(share, low, high)
     return found
 
 
@@ -201,7 +210,7 @@ def _largest(function: Callable[[float], float], low: float, high: float) -> flo
             left = right - width
     middle = math.exp((left + right) / 2)
     # At an end of the range the middle never quite reaches it.
-    return low if function(low) >= function(middle) else middle
+    return max((low, middle, high), key=function)
 
 
 def share_without_saves(length: float, failures: Failures) -> float:
