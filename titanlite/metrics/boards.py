@@ -118,6 +118,7 @@ TAGS: Mapping[str, str] = {
     "mfu": "mfu(%)",
     "seconds_per_step": "time_metrics/end_to_end(s)",
     "data_seconds": "time_metrics/data_loading(s)",
+    "save_seconds": "time_metrics/saving(s)",
     "data_percent": "time_metrics/data_loading(%)",
     "gc_seconds": "time_metrics/garbage_collection(s)",
     "slowest_rank": "ranks/slowest",

@@ -116,6 +116,8 @@ class MetricsLogger(Callback):
     def on_rollback(self, trainer: Trainer) -> None:
         """Drop what was recorded after the checkpoint. Trackers keep what they have."""
         self._first_step = trainer.step + 1
+        self._meter.enter("rollback")
+        self._meter.keep()
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
         if self._tensorboard:
@@ -128,7 +130,7 @@ class MetricsLogger(Callback):
         if phase == "data":
             self._meter.enter("data")
         elif phase in SLOW_PHASES:
-            self._meter.enter("pause")
+            self._meter.enter(phase)
         else:
             self._meter.enter("work")
 
@@ -190,6 +192,10 @@ class MetricsLogger(Callback):
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
         return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
+
+    def spent(self) -> tuple[dict[str, float], int]:
+        """Return what `Throughput.spent` does, of this rank."""
+        return self._meter.spent()
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Write a row to metrics.jsonl, TensorBoard and the trackers."""

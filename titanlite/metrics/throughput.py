@@ -16,14 +16,12 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, median_low
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from titanlite.data.course import StepSize
-
-Kind = Literal["work", "data", "pause"]
 
 _RECENT_STEPS = 50
 _GIB = 1024**3
@@ -67,7 +65,13 @@ class Throughput:
         self._peak = peak_flops
         #: Tokens of a sequence → FLOPs per token, for lengths that have others.
         self.flops_by_length: dict[int, int] = {}
-        self._kind: Kind = "work"
+        self._kind = "work"
+        #: Seconds by kind, and steps, of the windows that were read. The work of the first one, a
+        #: single step, is "first_step".
+        self._spent: dict[str, float] = {}
+        self._trained = 0
+        #: When the step under way began, and the waits of its window before it; None between steps.
+        self._under_way: tuple[float, float] | None = None
         self._since = self._cpu_since = 0.0
         self.start(0)
 
@@ -84,6 +88,7 @@ class Throughput:
     def step_done(self, size: StepSize | None = None) -> None:
         """Call after each step. size: None: that of the constructor."""
         self._steps += 1
+        self._under_way = None
         if size is None:
             size = StepSize(self._sequences, self._tokens // self._sequences, self._sequences)
         self._done_sequences += size.sequences
@@ -91,9 +96,9 @@ class Throughput:
         flops = self.flops_by_length.get(size.seq_len, self._flops_per_token)
         self._done_flops += size.tokens * flops
 
-    def enter(self, kind: Kind) -> None:
-        """Say what begins: work of a step; waiting for data, a part of the step; a pause
-        (validation, saving), which is none.
+    def enter(self, kind: str) -> None:
+        """Say what begins: "work" of a step; waiting for "data", a part of the step; or a pause,
+        which is none, by its name: "validate", "save".
 
         On a GPU begin a pause after a reading: otherwise it contains the steps that the device
         still works on.
@@ -102,6 +107,8 @@ class Throughput:
         cpu = time.thread_time()
         self._seconds[self._kind] += now - self._since
         self._cpu[self._kind] += cpu - self._cpu_since
+        if kind == "data" and self._kind != "data":
+            self._under_way = now, self._seconds["data"]
         self._kind = kind
         self._since = now
         self._cpu_since = cpu
@@ -138,6 +145,8 @@ class Throughput:
             "data_seconds": data / steps,
             "data_percent": 100 * data / steps / per_step,
         }
+        if self._seconds["save"]:
+            figures["save_seconds"] = self._seconds["save"]
         if self._recent is None:
             self._recent = deque(maxlen=_RECENT_STEPS)
         else:
@@ -149,6 +158,7 @@ class Throughput:
         if self._recent:
             left = median(self._recent) * tokens_left
         samples = self._done_sequences / seconds
+        self.keep()
         self._begin_window()
         return Reading(figures, steps, samples, left)
 
@@ -156,8 +166,35 @@ class Throughput:
         self._since = time.perf_counter()
         self._cpu_since = time.thread_time()
         self._steps = self._done_sequences = self._done_tokens = self._done_flops = 0
-        self._seconds: defaultdict[Kind, float] = defaultdict(float)
-        self._cpu: defaultdict[Kind, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._cpu: defaultdict[str, float] = defaultdict(float)
+
+    def keep(self) -> None:
+        """Add the window so far to `spent`; a new window must begin after it."""
+        self._spent, self._trained = self._sums(self._since)
+        self._under_way = None
+
+    def spent(self) -> tuple[dict[str, float], int]:
+        """Return seconds by kind since the first `start`, and steps. A step that was not done is
+        "unfinished". It changes nothing, so any thread may ask.
+        """
+        return self._sums(time.perf_counter())
+
+    def _sums(self, now: float) -> tuple[dict[str, float], int]:
+        """Return the sums with the window so far."""
+        window = defaultdict(float, self._seconds)
+        window[self._kind] += now - self._since
+        if self._under_way is not None:
+            began, waits = self._under_way
+            waited = window["data"] - waits
+            window["data"] -= waited
+            window["work"] -= now - began - waited
+            window["unfinished"] += now - began
+        if not self._trained:
+            window["first_step"] = window.pop("work", 0.0)
+        for kind, seconds in self._spent.items():
+            window[kind] += seconds
+        return dict(window), self._trained + self._steps
 
 
 def peak_flops_of(device: torch.device, tflops: float | None) -> float | None:

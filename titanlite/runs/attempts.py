@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from titanlite.metrics.jsonl import FILE as METRICS
-from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, spent
+from titanlite.runs.spent import is_time
 from titanlite.utils import parse_json, read_lines, tell
 
 Attempt = Mapping[str, Any]
@@ -25,16 +26,50 @@ _COUNTS = (
     "pid",
     "lost_steps",
     "lost_tokens",
+    "trained",
 )
-_TEXTS = ("time", "state", "reason", "began", "after", "config", "diff", "host", "description")
-_TABLES = ("renamed", "config_changes", "lost", "git", "versions", "environment")
+_TEXTS = (
+    "time",
+    "launched",
+    "state",
+    "reason",
+    "began",
+    "after",
+    "config",
+    "diff",
+    "host",
+    "description",
+)
+_TABLES = (
+    "renamed",
+    "config_changes",
+    "lost",
+    "killed",
+    "seconds",
+    "saves",
+    "git",
+    "versions",
+    "environment",
+)
+#: Tables of numbers that are not negative.
+_TIMES = ("seconds", "saves")
 #: Types of what is read from a line.
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(_COUNTS, int),
     **dict.fromkeys(_TEXTS, str),
     **dict.fromkeys(_TABLES, dict),
 }
-_MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
+_MAY_BE_NULL = (
+    "step",
+    "first_step",
+    "steps",
+    "saved_step",
+    "after",
+    "ranks",
+    "pid",
+    "host",
+    "launched",
+)
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
@@ -74,7 +109,10 @@ def _misfit(entry: Mapping[str, Any]) -> str:
             return f"{name} has an entry that is no text"
     if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
         return "lost has an entry that is no number"
-    return ""
+    if not all(is_time(number) for name in _TIMES for number in (entry.get(name) or {}).values()):
+        return f"{' or '.join(_TIMES)} has an entry that is no time"
+    killed = entry.get("killed")
+    return "" if killed is None else spent.misfit(killed)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -86,14 +124,17 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
     An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
     (seconds since 1970), and the "step" of the start "first_step". Without an end it has neither
-    "ended" nor "state". problems: as for `utils.read_lines`.
+    "ended" nor "state", and "killed" is of the attempt before. problems: as for
+    `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):
         number = entry["attempt"]
         time = _seconds(entry.get("time"))
         if entry["event"] == "start":
-            found[number] = {**entry, "started": time, "first_step": entry.get("step")}
+            launched = _seconds(entry.get("launched"))
+            own = {"started": time, "launched": launched, "first_step": entry.get("step")}
+            found[number] = {**entry, **own}
         elif number in found:
             found[number].update({**entry, "ended": time})
     older = _add_old(found.values(), folder / OLD_ATTEMPTS)
@@ -150,17 +191,30 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
                 yield new
 
 
-def lost_since(folder: Path, attempt: int, step: int, tokens: int) -> dict[str, int]:
+class Lost(NamedTuple):
+    """What is known of a killed attempt when the next one starts."""
+
+    #: Steps and tokens that are not kept, and its number.
+    lost: dict[str, int]
+    #: `spent.Spent` as JSON has it.
+    killed: dict[str, Any]
+
+
+def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> Lost:
     """Return what a killed attempt did after a step, at which so many tokens were seen.
 
     Only its metrics can tell.
     """
-    reached = _newest_row(folder / METRICS)
-    return {
-        "attempt": attempt,
+    # The run that resumes names the damaged lines when it takes the file over.
+    rows = read_lines(folder / METRICS, problems=[])
+    reached = _newest_row(rows)
+    lost = {
+        "attempt": attempt["attempt"],
         "steps": max(reached.step - step, 0),
         "tokens": max(reached.tokens - tokens, 0),
     }
+    began = attempt.get("started") or 0.0
+    return Lost(lost, spent.spent_in(rows, began, attempt.get("first_step") or 0)._asdict())
 
 
 class _Row(NamedTuple):
@@ -168,10 +222,9 @@ class _Row(NamedTuple):
     tokens: int = 0
 
 
-def _newest_row(path: Path) -> _Row:
+def _newest_row(rows: Sequence[Mapping[str, Any]]) -> _Row:
     """Return step and tokens seen of the last training row; zeros without one."""
-    # The run that resumes names the damaged lines when it takes the file over.
-    for row in reversed(read_lines(path, problems=[])):
+    for row in reversed(rows):
         step, tokens = row.get("step"), row.get("tokens_seen")
         if _is_count(step) and _is_count(tokens):
             return _Row(step, tokens)

@@ -11,9 +11,11 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,22 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def launched() -> str | None:
+    """Return when this process began, as `titanlite.utils.timestamp` writes it; None without a
+    /proc.
+    """
+    try:
+        # The name in parentheses may contain spaces and parentheses.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError):
+        return None
+    return datetime.fromtimestamp(time.time() - age, timezone.utc).isoformat(
+        timespec="milliseconds"
+    )
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

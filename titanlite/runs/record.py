@@ -10,8 +10,8 @@
      "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
-A killed attempt has no end; the next start records its loss under `lost`, as far as metrics.jsonl
-tells. Beside it lie
+A killed attempt has no end; the next start records its loss under `lost`, and its times under
+`killed`, as far as metrics.jsonl tells. `titanlite.runs.goodput` reads the times. Beside it lie
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml
     git.diff      changes to the checkout that titanlite was run from; earlier ones as git-N.diff
@@ -94,13 +94,24 @@ class AttemptRecord:
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
+        #: Seconds of the attempt by kind, and its steps, also those that were rolled back.
+        self.seconds: Mapping[str, float] = {}
+        self.trained = 0
+        self._saves = 0
+        self._save_seconds = 0.0
         self._ended = False
         self._warned = False
 
-    def saved(self, step: int, tokens: int) -> None:
-        """Note that the checkpoint of `step`, after `tokens` tokens, exists."""
+    def saved(self, step: int, tokens: int, seconds: float | None = None) -> None:
+        """Note that the checkpoint of `step`, after `tokens` tokens, exists.
+
+        seconds: that the save took, also beside steps; None: no save has just ended.
+        """
         self._saved_step = step
         self._kept = step, tokens
+        if seconds is not None:
+            self._saves += 1
+            self._save_seconds += seconds
 
     def end(
         self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""
@@ -124,10 +135,21 @@ class AttemptRecord:
                 "reason": reason,
                 "step": step,
                 "saved_step": self._saved_step,
+                **self._times(),
                 "lost_steps": max(step - kept[0], 0),
                 "lost_tokens": max(tokens - kept[1], 0),
             }
         )
+
+    def _times(self) -> dict[str, Any]:
+        """Return the fields on time, of a trainer that measures it."""
+        if not self.seconds:
+            return {}
+        return {
+            "trained": self.trained,
+            "saves": {"count": self._saves, "seconds": round(self._save_seconds, 3)},
+            "seconds": {kind: round(value, 3) for kind, value in self.seconds.items()},
+        }
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""
@@ -158,7 +180,7 @@ def begin(folder: Path, start: Start) -> Begun:
     if entry["after"] == "killed":
         from titanlite.runs.attempts import lost_since
 
-        lost = lost_since(folder, previous[-1]["attempt"], start.step, start.tokens)
+        lost, entry["killed"] = lost_since(folder, previous[-1], start.step, start.tokens)
         entry["lost"] = lost
         lines.append(
             f"attempt {number - 1} was killed and lost at least "
@@ -230,6 +252,7 @@ def _start_entry(
         "event": "start",
         "attempt": number,
         "time": timestamp(),
+        "launched": provenance.launched(),
         "began": start.began,
         "after": None,
         "step": start.step,

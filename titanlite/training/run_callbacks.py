@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,8 @@ class AttemptRecord(Callback):
             device,
         )
         self._watch = watch
+        #: Returns the seconds of this attempt by kind, and its steps (`Throughput.spent`).
+        self.spent: Callable[[], tuple[dict[str, float], int]] = lambda: ({}, 0)
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
         self._record: record.AttemptRecord | None = None
@@ -155,7 +158,7 @@ class AttemptRecord(Callback):
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:
-            self._record.saved(step, self._tokens_at(trainer, step))
+            self._record.saved(step, self._tokens_at(trainer, step), seconds)
 
     def on_rollback(self, trainer: Trainer) -> None:
         if self._record:
@@ -169,6 +172,7 @@ class AttemptRecord(Callback):
         """
         if self._record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
+            self._record.seconds, self._record.trained = self.spent()
             self._record.end(
                 end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
             )

@@ -36,6 +36,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     runs.add_argument(
         "--attempts", action="store_true", help="show each run's attempts: how each began and ended"
     )
+    runs.add_argument(
+        "--goodput",
+        action="store_true",
+        help="show where the time of each run went: start-up, steps, waits, saves, lost steps, "
+        "downtime",
+    )
     runs.set_defaults(run=_run)
 
 
@@ -52,6 +58,10 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         return to_json([_as_json(run) for run in found])
     if not found:
         return escape_name(f"no runs below {', '.join(map(str, folders))}")
+    if arguments.goodput:
+        from titanlite.tools.commands.runs_goodput import goodput_text
+
+        return goodput_text(found, sys.stdout.isatty())
     return runs_text(found, sys.stdout.isatty())
 
 
@@ -124,6 +134,8 @@ def _cells(run: Run) -> list[str]:
 
 def _as_json(run: Run) -> dict[str, Any]:
     """Unknown values are null."""
+    from titanlite.tools.commands.runs_goodput import goodput_json
+
     return {
         "run": str(run.folder),
         "state": run.state,
@@ -138,6 +150,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "started": run.started,
         "duration": run.duration,
         "attempts": len(run.attempts),
+        "goodput": goodput_json(run),
         "problems": list(run.problems),
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.checks import contradictions
@@ -35,6 +36,7 @@ from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.fit import fitted, many_passes, smallest_world, unclear_texts
 from titanlite.tools import at_least
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
+from titanlite.tools.plan.failure_options import NEED_MTBF, add_failures
 from titanlite.utils import Style, atomic_write
 
 #: Most GPUs in the search for the fewest that do.
@@ -60,6 +62,7 @@ def add_command(commands: Commands) -> None:
     _add_hardware(parser)
     _add_options(parser)
     _add_search(parser)
+    add_failures(parser)
     parser.set_defaults(run=_run, exact=None, search=None)
 
 
@@ -156,10 +159,12 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not go together, and files that cannot be written."""
     if arguments.search:
-        others = ("exact", "rank", "html", "price", "tokens")
+        others = ("exact", "rank", "html", "price", "tokens", "mtbf")
         _refuse(arguments, others, "is not for a search", "plan what it proposes")
     else:
         _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
+    if arguments.mtbf is None:
+        _refuse(arguments, NEED_MTBF, "is for failures", "give --mtbf, too")
     for flag in ("html", "write"):
         file = getattr(arguments, flag)
         if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
@@ -204,7 +209,10 @@ def _planned(
     """Plan a run on a cluster."""
     trace = import_module("titanlite.tools.plan.trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
-    text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
+    if arguments.json:
+        text = as_json({**plan.as_json(), **_goodput(plan, arguments)})
+    else:
+        text = plan_text(plan, style) + _goodput_text(plan, arguments, style)
     if arguments.html:
         from titanlite.tools.plan.report import plan_page
 
@@ -212,10 +220,28 @@ def _planned(
     return text, exit_codes.DONE if plan.fits else exit_codes.OUT_OF_MEMORY
 
 
+def _goodput(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what --mtbf adds to the plan as JSON."""
+    if arguments.mtbf is None:
+        return {}
+    from titanlite.tools.plan.goodput import forecast
+
+    return {"goodput": forecast(plan, arguments).as_json()}
+
+
+def _goodput_text(plan: Plan, arguments: argparse.Namespace, style: Style) -> str:
+    """Return the lines that --mtbf adds to the plan."""
+    if arguments.mtbf is None:
+        return ""
+    from titanlite.tools.plan.goodput import forecast, forecast_text
+
+    return "\n" + forecast_text(forecast(plan, arguments), style)
+
+
 def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
     """Raise ConfigError for the first of some options that is given."""
     for name in names:
-        if getattr(arguments, name) is not None:
+        if getattr(arguments, name.replace("-", "_")) is not None:
             raise bad_flag(f"--{name}", why, hint)
 
 
@@ -242,7 +268,7 @@ def _for_each_gpu(
 ) -> tuple[str, int]:
     """Plan the run on each kind of GPU, or on --gpu: on `ranks` GPUs or the fewest that fit it."""
     hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
-    _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
+    _refuse(arguments, ("exact", "html", "rank", "search", "mtbf"), "is for one cluster", hint)
     if not arguments.gpu:
         _refuse(arguments, ("price",), "is of one kind of machine", "give --gpu NAME, too")
     runs: dict[int, RunConfig] = {}
