@@ -56,6 +56,9 @@ class Callback:
     `tokens_seen`, `parts` (model, optimizer, loader, …).
     """
 
+    #: What it may add to `trainer.owed`: a resumed run begins with that, in `on_start`.
+    owes = ""
+
     def on_start(self, trainer: Trainer) -> None:
         """The checkpoint is loaded (`trainer.loaded`), the first step comes next."""
 

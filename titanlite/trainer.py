@@ -133,13 +133,15 @@ class Trainer:
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
             self.owed.add("validation")
+        owed = bool(self.owed)
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
-        if self.owed:
+        if "validation" in self.owed:
             self.validate()
-            in_hf = parts.checkpointer is not None and parts.checkpointer.config.last_save_in_hf
-            if in_hf and self.step == self.steps and not self.owed:
-                self.save()  # a stop in the last validation left a full checkpoint instead
+        if owed and loaded is not None:
+            from titanlite.training.resume import settle
+
+            settle(self)
 
     def end_with_text(self, later: bool = False) -> None:
         """End the run where its text does, of which a part may be skipped.

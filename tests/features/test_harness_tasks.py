@@ -7,14 +7,19 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import httpx
 import pytest
 
 from tests.support.pool import Pools
+from tests.support.processes import ROOT, python
 from tests.support.task_files import SHORT, evaluated, scores_of, task_run, with_and_without
 from tests.support.whole_runs import make_trainer, outcome_of
+from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
+from titanlite.features.tasks.harness import HarnessTask, load_problem
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 
@@ -125,18 +130,20 @@ def test_tasks_that_fail_in_their_code_or_lack_their_data_leave_the_others(
     assert list(scores_of(found["rows"])[4]) == ["eval/tiny_group/acc"]
     failed, lost = [line for line in found["said"] if "training continues without it" in line]
     assert failed.endswith("tiny_broken failed, training continues without it: KeyError: 'gold'")
-    assert "tiny_rolling failed, training continues without it: FileNotFoundError" in lost
+    assert lost.endswith("tiny_rolling failed, training continues without it: OSError: it is gone")
 
 
 def _lost_data(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
-    """A task was not loaded at the start, as without a network, and later its data is gone."""
+    """The data of a task is gone after the start."""
     trainer = make_trainer(world, folder, *SHORT, *flags)
     if world.rank == 0:
-        tasks = task_run(trainer)
-        rolling = tasks._tasks[1]
-        rolling.loaded = {}
-        file = Path(str(rolling.manager.include_path)) / "tiny_rolling.yaml"
-        file.write_text(file.read_text().replace("texts.jsonl", "gone.jsonl"))
+        rolling = task_run(trainer)._tasks[1]
+        (task,) = rolling.loaded["tasks"].values()
+
+        def gone() -> NoReturn:
+            raise OSError("it is gone")
+
+        task.test_docs = gone
     return outcome_of(trainer, folder)
 
 
@@ -161,3 +168,36 @@ def test_what_cannot_be_run_is_refused_at_the_start(
     assert "the task tiny_until continues texts" in said
     (said,) = pool(1).run(_refused, folder, _flags(tasks / "none", "tiny_choice"))
     assert "eval.include_path: there is no folder" in said
+
+
+def test_a_run_without_network_and_cache_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "far.yaml").write_text(f"task: far\ndataset_path: some/texts\n{_CHOICE}")
+    config = ROOT / "train_configs" / "debug_model.toml"
+    words = ["train", config, *_flags(tmp_path, "far"), f"--job.dump_folder={tmp_path}/run"]
+    offline = {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = python("-m", "titanlite", *words, env=offline)
+    assert done.returncode == exit_codes.CONFIG, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "eval.tasks: the task far cannot be loaded: the data set some/texts is " in done.stderr
+    assert "`titanlite eval CHECKPOINT --tasks far --limit 1` on a machine with" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("Couldn't reach 'a/b' on the Hub (x)"), "the data set a/b is not in the"),
+        (httpx.ConnectError("refused"), "data that is not on this machine is not in the cache"),
+        (ValueError("no split"), "the tasks one, two cannot be loaded: ValueError: no split"),
+    ],
+)
+def test_the_command_tells_why_tasks_cannot_be_loaded(error: Exception, said: str) -> None:
+    def load(names: object) -> NoReturn:
+        raise error
+
+    task = HarnessTask("", SimpleNamespace(load=load))
+    problem = load_problem(task, ["one", "two"], "--tasks")
+    assert problem is not None
+    assert said in str(problem)
+    assert str(problem).startswith("--tasks: the tasks one, two cannot be loaded: ")
+    assert ("HF_DATASETS_OFFLINE=1" in str(problem)) is not isinstance(error, ValueError)

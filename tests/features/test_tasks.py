@@ -228,8 +228,22 @@ def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them_once(
     resumed = pool(2).run(train_run, folder, *SHORT, *flags)[0]
     assert scores_of(resumed["rows"]) == scores_of(whole["rows"])
     assert losses_of(resumed["rows"]) == losses_of(whole["rows"])
+    kept = _without_manifest(tmp_path / "run" / "checkpoint")
     again = pool(2).run(train_run, folder, *SHORT, *flags)[0]
-    assert scores_of(again["rows"]) == scores_of(whole["rows"])
+    assert again["rows"] == resumed["rows"]
+    assert not any("tasks at" in line for line in again["said"])
+    assert any("nothing to do" in line for line in again["said"])
+    assert _without_manifest(tmp_path / "run" / "checkpoint") == kept
+
+
+def _without_manifest(checkpoints: Path) -> dict[str, tuple[int, bytes]]:
+    """Time and content of each file of tensors."""
+    found = {}
+    for path in checkpoints.glob("step-*/*"):
+        if path.name != "manifest.json":
+            name = str(path.relative_to(checkpoints))
+            found[name] = (path.stat().st_mtime_ns, path.read_bytes())
+    return found
 
 
 @pytest.mark.slow

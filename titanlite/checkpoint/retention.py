@@ -48,7 +48,7 @@ from titanlite.checkpoint.paths import (
     sync_folder,
     write_new,
 )
-from titanlite.utils import logger
+from titanlite.utils import atomic_write, logger
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
@@ -144,6 +144,18 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
         for mark in marks_of(folder):
             mark.unlink(missing_ok=True)
     sync_folder(folder.parent)
+
+
+def republish(folder: AnyPath, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint anew: a reader sees the old one or the new. Raises
+    OSError.
+    """
+    content = manifest.to_json().encode()
+    if isinstance(folder, StorePath):
+        (folder / FILE).write_bytes(content)
+        return
+    atomic_write(folder / FILE, content)
+    sync_folder(folder)
 
 
 def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:

@@ -368,7 +368,7 @@ def _measured_again(trainer: Trainer) -> list[str]:
     found = []
     if "validation" in trainer.owed:
         found.append("validation_loss")
-    if trainer.loaded is not None and "tasks_owed" in trainer.loaded.train:
+    if "tasks" in trainer.owed:
         found.append("eval_seconds")
     return found
 

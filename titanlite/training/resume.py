@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import RESUME, LoadedState
-from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.loaded import HELD_OUT, RESUME, LoadedState
+from titanlite.checkpoint.manifest import Manifest, steps_in
 from titanlite.data.course import Progress
 from titanlite.data.loader import gather_state
 from titanlite.data.state import StateError, check_loader
@@ -43,9 +44,57 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
     """Begin a run at a checkpoint; its tensors are loaded already."""
     _check_state(loaded)
     restore(trainer, loaded)
-    owed = loaded.origin == "resume" and trainer.parts.validation is not None
-    if owed and loaded.train.get("validation_owed"):
-        trainer.owed.add("validation")
+    trainer.owed |= _owed_by(trainer, loaded)
+
+
+def _owed_by(trainer: Trainer, loaded: LoadedState) -> set[str]:
+    """Return what was due at a checkpoint of this run, was not done, and can be done here."""
+    if loaded.origin != "resume":
+        return set()
+    able = {callback.owes for callback in trainer.parts.callbacks}
+    if trainer.parts.validation is not None:
+        able.add("validation")
+    return {name for name in able if loaded.train.get(f"{name}_owed")}
+
+
+def note_done(trainer: Trainer) -> None:
+    """Note in the loaded checkpoint what it owed and this start has done: the next one need not.
+
+    All ranks call it together; rank 0 writes.
+    """
+    loaded = trainer.loaded
+    saver = trainer.parts.checkpointer
+    if loaded is None or saver is None or trainer.step != loaded.step:
+        return
+    done = _owed_by(trainer, loaded) - trainer.owed
+    if done and trainer.parts.world.rank == 0:
+        saver.amend(loaded.step, lambda manifest: _without(manifest, done, trainer))
+
+
+def _without(manifest: Manifest, done: set[str], trainer: Trainer) -> Manifest:
+    """Return a manifest that does not owe what is done, and has the loss of a validation."""
+    train = dict(manifest.train)
+    for name in done:
+        train.pop(f"{name}_owed", None)
+    texts = trainer.parts.validation
+    if "validation" in done and trainer.validated is not None and texts is not None:
+        loss = trainer.validated[1].all.loss
+        train[HELD_OUT] = texts.fingerprint
+        manifest = replace(manifest, validation_loss=loss if math.isfinite(loss) else None)
+    return replace(manifest, train=train)
+
+
+def settle(trainer: Trainer) -> None:
+    """Do what remains when a start has done what its checkpoint owed. All ranks call it together.
+
+    Behind the last step this is a save of weights for `transformers`: a stop has left a full
+    checkpoint instead.
+    """
+    note_done(trainer)
+    saver = trainer.parts.checkpointer
+    in_hf = saver is not None and saver.config.last_save_in_hf
+    if in_hf and trainer.step == trainer.steps and not trainer.owed:
+        trainer.save()
 
 
 def restore(trainer: Trainer, loaded: LoadedState) -> None:

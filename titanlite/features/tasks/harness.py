@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.data.remote import words
 from titanlite.features.tasks.entries import HARNESS, KEY
-from titanlite.utils import logger, pip_install
+from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.scoring import Scorer
@@ -43,13 +45,10 @@ class HarnessTask:
     loaded: dict[str, Any] = field(default_factory=dict)
     kind = "lm-evaluation-harness"
 
-    def load(self, names: Sequence[str] = ()) -> None:
-        """Load the task and its data; raise what the harness raises.
-
-        names: in place of its own.
-        """
+    def load(self, names: Sequence[str]) -> None:
+        """Load tasks by their names, with their data; raise what the harness raises."""
         with _seeded():
-            self.loaded = self.manager.load(list(names) or [self.name])
+            self.loaded = self.manager.load(list(names))
 
     @property
     def writes(self) -> bool:
@@ -67,8 +66,6 @@ class HarnessTask:
 
     def run(self, scorer: Scorer) -> dict[str, float]:
         """Return the figures; those of a task within a group or tag have its name before them."""
-        if not self.loaded:
-            self.load()
         with _watched(scorer):
             found = self.evaluate(scorer, iterations=0)
         # A group has figures of its own, or its tasks have.
@@ -134,7 +131,7 @@ def load_tasks(
     """Load tasks for a run.
 
     Raises ConfigError for names that the harness does not know, and for tasks that cannot be
-    loaded. A network that does not answer is no reason: the task is loaded when it is due.
+    loaded, also for want of a network.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError([Problem("", "eval.include_path", f"there is no folder {include_path}")])
@@ -158,18 +155,50 @@ def load_tasks(
     return found
 
 
+def load_problem(task: HarnessTask, names: Sequence[str], key: str) -> Problem | None:
+    """Load tasks by their names; return why they cannot be, None where they are.
+
+    key: what names them, of a config or of the command line.
+    """
+    named = f"the {'task' if len(names) == 1 else 'tasks'} {', '.join(names)}"
+    try:
+        task.load(names)
+    except Exception as error:
+        if not _is_of_network(error):
+            message = f"{named} cannot be loaded: {type(error).__name__}: {error}"
+            hint = "correct its file, or leave it out"
+            return Problem("", key, message, hint, code="unknown-value")
+        data = re.search(r"'([^']+)' on the Hub", str(error))
+        what = f"the data set {data[1]}" if data else "data that is not on this machine"
+        message = f"{named} cannot be loaded: {what} is not in the cache, and cannot be fetched"
+        hint = (
+            f"run `titanlite eval CHECKPOINT --tasks {','.join(names)} --limit 1` on a machine "
+            "with a network, copy its HF_HOME (~/.cache/huggingface) here, and set "
+            "HF_DATASETS_OFFLINE=1"
+        )
+        return Problem("", key, f"{message} ({words(error)})", hint, code="unreadable")
+    return None
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is that a server was not reached."""
+    while error is not None:
+        name = type(error).__name__
+        # Clients of HTTP have classes of their own, such as httpx's ConnectError.
+        if isinstance(error, ConnectionError | TimeoutError) or "Connect" in name:
+            return True
+        if "Offline" in name or "Timeout" in name:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _loaded(task: HarnessTask) -> Iterator[Problem]:
     """Load a task, and yield why it cannot be run."""
-    try:
-        task.load()
-    except (ConnectionError, TimeoutError) as error:
-        logger.warning(f"the data of the task {task.name} does not come ({error}); tried when due")
-        return
-    except Exception as error:
-        message = f"the task {task.name} cannot be loaded: {type(error).__name__}: {error}"
-        yield Problem("", KEY, message, "correct its file, or leave it out", code="unknown-value")
-        return
-    if task.runs_code:
+    problem = load_problem(task, [task.name], KEY)
+    if problem is not None:
+        yield problem
+    elif task.runs_code:
         message = f"the task {task.name} runs code that the model writes"
         yield Problem("", KEY, message, "run it apart from training", code="conflict")
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
-#: Their name among what a run owes, and in the train state of a checkpoint.
+#: Their name among what a run owes.
 NAME = "tasks"
-OWED = f"{NAME}_owed"
 
 
 class Task(Protocol):
@@ -43,6 +42,8 @@ class TaskRun(Callback):
     `WeightAverage.applied`. write: takes a step and figures.
     """
 
+    owes = NAME
+
     def __init__(
         self,
         section: Eval,
@@ -60,18 +61,13 @@ class TaskRun(Callback):
         self._told: set[tuple[str, str]] = set()
 
     def on_start(self, trainer: Trainer) -> None:
-        """Run the tasks that an earlier attempt has left.
-
-        Behind the last step a save of weights for `transformers` is left, too.
-        """
-        loaded = trainer.loaded
-        if loaded is None or loaded.origin != "resume" or OWED not in loaded.train:
+        """Run the tasks that an earlier attempt has left."""
+        if NAME not in trainer.owed:
             return
+        from titanlite.training.resume import note_done
+
         self._run(trainer)
-        saver = trainer.parts.checkpointer
-        in_hf = saver is not None and saver.config.last_save_in_hf
-        if in_hf and trainer.step == trainer.steps and not trainer.owed:
-            trainer.save()
+        note_done(trainer)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         step = trainer.step

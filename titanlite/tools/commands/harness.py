@@ -130,7 +130,12 @@ def _harness_tasks(entries: Sequence[str], arguments: argparse.Namespace) -> Har
     names = [entry for entry in entries if not is_file(entry)]
     if not names:
         return None
-    from titanlite.features.tasks.harness import HarnessTask, open_manager, unknown_names
+    from titanlite.features.tasks.harness import (
+        HarnessTask,
+        load_problem,
+        open_manager,
+        unknown_names,
+    )
 
     manager = open_manager(arguments.include_path, _TASKS)
     unknown = unknown_names(manager, names)
@@ -141,7 +146,9 @@ def _harness_tasks(entries: Sequence[str], arguments: argparse.Namespace) -> Har
         )
         raise bad_flag(_TASKS, message)
     task = HarnessTask("", manager, arguments.num_fewshot, arguments.limit)
-    task.load(manager.match_tasks(names))
+    problem = load_problem(task, manager.match_tasks(names), _TASKS)
+    if problem is not None:
+        raise ConfigError([problem])
     return task
 
 
