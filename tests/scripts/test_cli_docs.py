@@ -134,9 +134,10 @@ def test_what_is_not_there_ends_with_a_documented_code(
         "data at-step": ["3", "/no.toml"],
         "data fetch": ["/no.toml", "--out=/no"],
         "data prepare": ["/no.toml", "--out=/no"],
+        "push": ["/no.toml", "ada/tiny"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])
-    of_checkpoints = command.startswith(("checkpoint", "evaluate", "sample"))
+    of_checkpoints = command.startswith(("checkpoint", "evaluate", "sample", "push"))
     assert code == (exit_codes.CHECKPOINT if of_checkpoints else exit_codes.CONFIG)
     assert code in codes(command)
     out, err = capsys.readouterr()

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from tests.support.hub_uploads import UploadRoutes, Uploads
+
 _SLOW_DOWN = (
     b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 )
@@ -56,6 +58,11 @@ class Fault:
     after: int = 0
     times: int | None = 1
 
+    @property
+    def breaks(self) -> bool:
+        """Whether it closes the connection at once."""
+        return not self.status and self.cut is None and not self.stall
+
 
 @dataclass
 class Request:
@@ -84,6 +91,8 @@ class HubServer:
     tag: str = "ETag"
     #: Port of an S3 server that answers instead.
     upstream: int | None = None
+    #: Users and repositories that can be written to; None: there are none.
+    uploads: Uploads | None = None
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -172,7 +181,7 @@ def entry(folder: Path, path: Path) -> dict[str, Any]:
     }
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(UploadRoutes, BaseHTTPRequestHandler):
     """Answer one connection's requests."""
 
     hub: HubServer  # HTTP 1.0: each answer ends its connection
@@ -186,24 +195,37 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.asked = parse_qs(url.query) | parse_qs(body)
         self.record = Request(self.command, unquote(url.path))
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             self.record.range = int(wanted[1]), int(wanted[2] or 1 << 60)
         self.hub.requests.append(self.record)
         self.fault = fault = self.hub.take_fault(self.command, self.record.path)
+        if fault and fault.breaks:
+            return
+        content = self.body()
+        if self.hub.uploads is None:
+            self.asked = parse_qs(url.query) | parse_qs(content.decode())
         if fault and fault.status:
             after = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
             self.answer(_SLOW_DOWN, after, fault.status)
-        elif fault and fault.cut is None and not fault.stall:
-            return
         elif self.hub.upstream:
             self.forward(self.hub.upstream)
+        elif self.hub.uploads is not None and self.serve_uploads(url.path, content):
+            return
         else:
             self.route(self.record.path.strip("/").split("/"))
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def body(self) -> bytes:
+        """Return the body of the request, which may come in chunks."""
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        return b"".join(parts)
 
     def forward(self, port: int) -> None:
         """Give the answer of the server on this port."""
@@ -303,7 +325,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def file(self, path: Path, headers: dict[str, str]) -> None:
         """Answer with a file, or with the bytes of it that the Range header names."""
-        content = path.read_bytes()
+        self.file_content(path.read_bytes(), headers)
+
+    def file_content(self, content: bytes, headers: dict[str, str]) -> None:
+        """Answer with the content of a file, or with the bytes of it that the Range header
+        names.
+        """
         wanted = self.record.range
         if not self.hub.ranges or not wanted:
             return self.answer(content, headers)

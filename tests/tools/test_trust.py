@@ -44,6 +44,8 @@ from titanlite.data import DataError
 from titanlite.tools.cli import main
 from titanlite.tools.command_table import make_parser
 from titanlite.tools.commands.config import DIFFERENT
+from titanlite.tools.push.stage import Form, stage
+from titanlite.tools.push.subject import find_subject
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
 OWN = "reads no file but TOML files that the user names, which are the user's own"
@@ -66,6 +68,7 @@ MODEL = {
     "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
+    "push": ["{step}", "ada/tiny"],
 }
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
 CONFIG = {
@@ -143,15 +146,22 @@ class Poisoned:
 def _start(words: list[str]) -> int:
     """Run a command.
 
-    `eval` needs a package that is not installed: its model is loaded as it would be.
+    `eval` needs a package that is not installed: its model is loaded as it would be. So is the
+    export of a push, without its hub.
     """
-    if words[0] != "eval":
+    if words[0] not in ("eval", "push"):
         return main(words)
     from titanlite.config.errors import ConfigError
     from titanlite.tools.commands.loading import load_model
 
+    arguments = make_parser(words[0]).parse_args(words)
     try:
-        load_model(make_parser("eval").parse_args(words))
+        if words[0] == "eval":
+            load_model(arguments)
+        else:
+            form = Form(trust_code=arguments.trust_code)
+            work = arguments.source.parent.parent / "exports"
+            stage(find_subject(arguments.source, None, work), form, work)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -95,6 +95,10 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
     "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": bool},
+    **{
+        f"checkpoint.hub_{n}": {"checkpoint.hub": bool}
+        for n in ("every", "private", "dtype", "ema")
+    },
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
     **{
         f"checkpoint.{n}": {"checkpoint.start": _LOADS}

@@ -17,6 +17,7 @@ from titanlite.config.value_types import (
     Count,
     CountOrRest,
     Dtype,
+    HubName,
     Location,
     Name,
     Natural,
@@ -200,6 +201,18 @@ class Checkpoint(Section, frozen=True):
     """Read each checkpoint back and compare it with its hashes. Only then publish it and delete
     older ones. false: compare only its files' lengths.
     """
+    hub: HubName | None = None
+    """Upload checkpoints to this repository of the Hugging Face hub, in the background: each to its
+    branch step-N, the last one to main too. The token is that of HF_TOKEN or of a login.
+    """
+    hub_every: Natural = 0
+    """Upload those whose step is a multiple of this, milestones and the last one. 0: all."""
+    hub_private: bool = True
+    """A repository that the run makes is private."""
+    hub_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision of uploaded weights. None: as they are."""
+    hub_ema: bool = False
+    """Upload the average of the weights (optimizer.ema_decay)."""
 
 
 class ActivationCheckpoint(Section, frozen=True):

@@ -24,6 +24,15 @@ CountOrRest = Annotated[
 ]
 """-1 stands for all that is left."""
 
+HubName = Annotated[
+    str,
+    Meta(
+        pattern=r"^\w[\w.-]*/\w[\w.-]*$",
+        extra={"words": 'OWNER/NAME, as "ada/tiny-llama"'},
+    ),
+]
+"""A repository of the Hugging Face hub."""
+
 Dtype = Literal["float32", "bfloat16"]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
 """Room for a million ranks to add their number to it and still give torch the 64-bit integer that

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titanlite.config.run_sections import Eval
     from titanlite.config.sections import (
         ActivationCheckpoint,
+        Checkpoint,
         Config,
         Experimental,
         Float8,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
+    from titanlite.features.hub import HubFeature
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -57,6 +59,7 @@ class Features:
     activation_offload: ActivationOffload | None
     ema: WeightAveraging | None
     tasks: TaskEvaluation | None
+    hub: HubFeature | None
 
     @property
     def on(self) -> list[Feature]:
@@ -73,6 +76,7 @@ class Features:
             self.activation_offload,
             self.ema,
             self.tasks,
+            self.hub,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -97,6 +101,7 @@ def features_of(config: Config) -> Features:
         activation_offload=activation_offload_of(config.activation_checkpoint),
         ema=ema_of(config.optimizer),
         tasks=tasks_of(config.eval),
+        hub=hub_of(config.checkpoint),
     )
 
 
@@ -201,3 +206,12 @@ def tasks_of(section: Eval) -> TaskEvaluation | None:
     from titanlite.features.tasks import TaskEvaluation
 
     return TaskEvaluation(section)
+
+
+def hub_of(section: Checkpoint) -> HubFeature | None:
+    """Return uploads to the hub if a repository is named."""
+    if not section.hub or not section.enable_checkpoint:
+        return None
+    from titanlite.features.hub import HubFeature
+
+    return HubFeature(section)

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of, lora_of, tasks_of
+from titanlite.features import float8_of, hub_of, lora_of, tasks_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
@@ -60,6 +60,7 @@ def build_callbacks(
     if sampler is not None:
         sampler.show = metrics.write_texts
     tasks = tasks_of(run.eval)
+    hub = hub_of(run.checkpoint)
     # The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(
@@ -85,6 +86,8 @@ def build_callbacks(
         *own,
         # The last: an evaluation may end with the save of a run.
         None if tasks is None else tasks.begin(built, metrics.write_scores),
+        # It waits at the end.
+        None if hub is None else hub.callback(built),
     ]
     return [callback for callback in every if callback is not None], metrics.run_ids
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
     "export": "titanlite.tools.commands.exchange:add_commands",
     "import": "titanlite.tools.commands.exchange:add_commands",
+    "push": "titanlite.tools.push.command:add_command",
     "benchmark": "titanlite.tools.commands.benchmark:add_command",
     "drill": "titanlite.tools.drill.drill:add_command",
     "tokenizer": "titanlite.tools.hub.tokenizer:add_commands",

@@ -1,0 +1,250 @@
+"""Checkpoints on the hub during a run: branches, failures, stops and refusals. The runs and their
+uploads are processes, and the client of the hub is the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.adapters import base_folder, run_flags
+from tests.support.checkpoints import write
+from tests.support.hub_server import HubServer
+from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
+from tests.support.tiny import TWO_LAYERS
+from tests.support.train_runs import flags, rows, train
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import PIN, step_folder
+from titanlite.checkpoint.retention import unpublish
+from titanlite.config.errors import ConfigError
+from titanlite.features.hub.pin import pinned
+from titanlite.start.fit import check_config
+from titanlite.tools.drill.ranks import Ranks
+
+INTERVAL = "--checkpoint.interval=4"
+HUB = "--checkpoint.hub=ada/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub that runs of this test reach as ada."""
+    with make_hub(tmp_path / "served") as found:
+        for name, value in variables(found, tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without uploads, on one rank."""
+    folder = tmp_path_factory.mktemp("plain")
+    codes, said = train(flags(folder / "run", INTERVAL), 1, folder / "console")
+    assert codes == [0], said
+    return folder / "run"
+
+
+def _is_safe(folder: Path, said: str) -> bool:
+    return leaks(folder) == [] and "planted" not in said
+
+
+@pytest.mark.slow
+def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    more = ["--checkpoint.hub_dtype=bfloat16", "--checkpoint.async_mode=async"]
+    codes, said = train(flags(run, INTERVAL, HUB, *more), 2, tmp_path / "console")
+    assert codes == [0, 0], said
+    uploads = uploads_of(hub)
+    repository = uploads.repositories["ada/tiny"]
+    assert repository.private
+    assert set(repository.branches) == {"main", "step-4", "step-8"}
+    weights = [uploads.branch("ada/tiny", name)["model.safetensors"] for name in ("step-8", "main")]
+    assert weights[0] == weights[1]
+    assert b'"BF16"' in weights[0]
+    assert weights[0] != uploads.branch("ada/tiny", "step-4")["model.safetensors"]
+    # Each content went up once; one rank alone asked who it is, before and for each push.
+    assert len(uploads.puts) == len(set(uploads.puts)) == 2
+    assert len(hub.of("/api/whoami-v2")) == 3
+    card = uploads.branch("ada/tiny")["README.md"].decode()
+    assert "| ranks | 2 |" in card
+    assert "they differ by" in card
+    assert "step 8 is on ada/tiny, step-8 and main" in said
+    assert "not uploaded" not in said
+    assert not list(run.rglob(PIN))
+    assert not list((run / ".hub").glob("step-*"))
+    assert _is_safe(run, said)
+
+
+@pytest.mark.slow
+def test_failed_uploads_change_no_loss_and_the_next_start_makes_up_for_them(
+    hub: HubServer, tmp_path: Path, plain: Path
+) -> None:
+    run = tmp_path / "run"
+    hub.fail("/api/models/*/commit/*", method="POST", status=403, times=None)
+    hub.fail("/lfs/*", method="PUT", times=2)
+    codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
+    assert codes == [0], said
+    assert rows(run) == rows(plain)
+    uploads = uploads_of(hub)
+    assert set(uploads.branch("ada/tiny")) == {".gitattributes"}
+    assert said.count("step 4 was not uploaded to ada/tiny") == 1
+    assert "Training continues" in said
+    for step, branches in ((4, "--branch step-4"), (8, "--branch step-8 --branch main")):
+        line = f"titanlite push {run} ada/tiny --step {step} {branches} --private"
+        assert line in said
+    assert _is_safe(run, said)
+    # The exports wait; a retention that takes the checkpoint leaves them.
+    shutil.rmtree(run / "checkpoint" / "step-4")
+    hub.faults.clear()
+    sent = len(uploads.puts)
+    codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
+    assert codes == [0], said
+    assert "step 8 is on ada/tiny, step-8 and main" in said
+    assert len(uploads.puts) == sent
+    assert "model.safetensors" in uploads.branch("ada/tiny", "step-8")
+    assert rows(run) == rows(plain)
+    # A third start has nothing to upload.
+    asked = len(hub.requests)
+    codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
+    assert codes == [0], said
+    assert "is on ada/tiny" not in said
+    assert not [one for one in hub.requests[asked:] if "commit" in one.path]
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_upload_and_the_resumed_run_goes_on_with_it(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    more = [HUB, "--checkpoint.interval=2", "--training.steps=4000", "--checkpoint.hub_every=2"]
+    hub.fail("/lfs/*", method="PUT", stall=600, times=1)
+    with Ranks([*flags(run), *more], 1, tmp_path / "console") as ranks:
+        _until(lambda: bool(uploads_of(hub).puts))
+        began = time.monotonic()
+        ranks.send(signal.SIGTERM)
+        assert ranks.wait() == [exit_codes.PREEMPTED], ranks.output()
+        said = ranks.output()
+    assert time.monotonic() - began < 60
+    assert "not uploaded to ada/tiny, and the resumed run goes on with it:" in said
+    assert not list(run.rglob(PIN))
+    saved = [int(path.name.split("-")[1]) for path in (run / "checkpoint").glob("step-*")]
+    last = max(saved)
+    again = [HUB, f"--training.steps={last}", "--checkpoint.hub_every=1000000"]
+    codes, said = train([*flags(run), *again], 1, tmp_path / "console")
+    assert codes == [0], said
+    assert set(uploads_of(hub).repositories["ada/tiny"].branches) >= {"main", f"step-{last}"}
+    assert _is_safe(run, said)
+
+
+def _until(done: Callable[[], bool], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_adapters_go_up_in_pefts_format_without_the_folder_of_their_base(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "the-base")
+    run = tmp_path / "run"
+    words = [
+        "--job.config_file=debug_model.toml",
+        *TWO_LAYERS,
+        *run_flags(base),
+        f"--job.dump_folder={run}",
+        "--training.steps=2",
+        "--training.warmup_steps=1",
+        "--training.mixed_precision_param=float32",
+        HUB,
+    ]
+    codes, said = train(words, 1, tmp_path / "console")
+    assert codes == [0], said
+    branch = uploads_of(hub).branch("ada/tiny")
+    assert "adapter_model.safetensors" in branch
+    assert "model.safetensors" not in branch
+    config = json.loads(branch["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "the-base"
+    card = branch["README.md"].decode()
+    assert "library_name: peft" in card
+    assert "Adapters of the-base" in card
+    assert not any(str(tmp_path).encode() in content for content in branch.values())
+
+
+def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
+    codes, said = train(flags(folder / "run", *more), 1, folder / "console")
+    assert codes == [code], said
+    assert not (folder / "run" / "metrics.jsonl").exists()
+    return said
+
+
+def test_what_cannot_be_uploaded_is_refused_before_the_first_step(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "checkpoint.hub: ada is not" not in _refused(tmp_path, "--checkpoint.hub=bob/tiny")
+    uploads = uploads_of(hub)
+    uploads.make("ada/tiny")
+    uploads.branch("ada/tiny")["model.safetensors"] = b"other"
+    said = _refused(tmp_path, HUB)
+    assert "checkpoint.hub: the branch main of ada/tiny holds weights" in said
+    del uploads.branch("ada/tiny")["model.safetensors"]
+    branches = uploads.repositories["ada/tiny"].branches
+    branches["step-9"] = list(branches["main"])
+    assert "ada/tiny holds steps of another run (branch step-9)" in _refused(tmp_path, HUB)
+    del branches["step-9"]
+    monkeypatch.setenv("HF_TOKEN", "hf_planted_bob")
+    said = _refused(tmp_path, HUB)
+    assert "checkpoint.hub: bob may not write to ada/tiny" in said
+    assert "planted" not in said
+    monkeypatch.setenv("HF_TOKEN", ADA)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in _refused(tmp_path, HUB)
+    assert uploads.puts == []
+
+
+def _problems(*words: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_config(["--job.config_file=debug_model.toml", *words])
+    return str(refused.value)
+
+
+def test_keys_that_contradict_each_other_are_refused() -> None:
+    on = ["--checkpoint.enable_checkpoint", "--checkpoint.hub_ema"]
+    assert 'OWNER/NAME, as "ada/tiny-llama"' in _problems("--checkpoint.hub=tiny")
+    assert "optimizer.ema_decay is 0" in _problems(*on, HUB)
+    said = _problems(*on, HUB, "--optimizer.ema_decay=0.9", "--checkpoint.model_weights_only")
+    assert "finds no average in the last save" in said
+
+
+def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 4, 8)
+    folder = step_folder(tmp_path, 4)
+    with pinned(folder):
+        assert unpublish(folder) is None
+        assert (folder / "manifest.json").is_file()
+    assert not (folder / PIN).exists()
+    # A push that was killed left its pin, and the next one takes it.
+    with pinned(folder):
+        left = (folder / PIN).read_bytes()
+    (folder / PIN).write_bytes(left)
+    with pinned(folder):
+        pass
+    assert not (folder / PIN).exists()
+    (folder / PIN).touch()
+    with pinned(folder):
+        pass
+    assert (folder / PIN).exists()
+    other = step_folder(tmp_path, 8)
+    with pinned(other):
+        (other / PIN).write_text("mine")
+    assert (other / PIN).read_text() == "mine"

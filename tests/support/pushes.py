@@ -1,0 +1,63 @@
+"""`titanlite push` in a process of its own, against the hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.hub_server import HubServer
+from tests.support.hub_uploads import Uploads, User
+from tests.support.processes import python
+
+#: Tokens of the users that the tests know. No file may hold one.
+TOKENS = {
+    "hf_planted_ada": User("ada", ("lab",)),
+    "hf_planted_bob": User("bob"),
+    "hf_planted_eve": User("eve", role="read"),
+}
+ADA = "hf_planted_ada"
+
+
+def make_hub(folder: Path, **fields: Any) -> HubServer:
+    """Return a hub with these users, and no repository. folder: of nothing."""
+    folder.mkdir(exist_ok=True)
+    return HubServer(folder, uploads=Uploads(TOKENS, **fields))
+
+
+def variables(hub: HubServer, home: Path, token: str = ADA) -> dict[str, str]:
+    """Return the environment of a push. home: of caches."""
+    found = hub.environment(home)
+    return {**found, "HF_TOKEN": token, "PYTHONWARNINGS": "ignore"}
+
+
+def push(
+    hub: HubServer, home: Path, *words: object, token: str = ADA, code: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `titanlite push` with these words; it must end with this exit code."""
+    env = {**variables(hub, home, token), **more}
+    done = python("-m", "titanlite", "push", *words, env=env, cwd=home)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "planted" not in done.stdout + done.stderr
+    return done
+
+
+def pushed(hub: HubServer, home: Path, *words: object) -> list[dict[str, Any]]:
+    """Push, and return the records of the commits."""
+    found: list[dict[str, Any]] = json.loads(push(hub, home, *words, "--json").stdout)
+    return found
+
+
+def uploads_of(hub: HubServer) -> Uploads:
+    assert hub.uploads is not None
+    return hub.uploads
+
+
+def leaks(folder: Path) -> list[str]:
+    """Return the files below a folder that hold a token."""
+    found = []
+    for file in folder.rglob("*"):
+        if file.is_file() and b"planted" in file.read_bytes():
+            found.append(str(file))
+    return found

@@ -1,0 +1,122 @@
+"""Checkpoints of a run on the hub of Hugging Face: what titanlite knows of it, moment by moment.
+
+    contact.py    who asks, and whether they may write     branches.py   whose weights are there
+    uploads.py    what a run uploads, a callback           record.py     what is uploaded already
+    pin.py        a pin while a checkpoint is read
+
+The key is `checkpoint.hub`. Each upload is a `titanlite push` in a process of its own, so a run
+imports nothing of the export. That command uses contact, branches, record and pin too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import Problem
+from titanlite.features.feature import Feature
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.assembly import Built
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.rules import Finding
+    from titanlite.config.sections import Checkpoint
+    from titanlite.features.hub.uploads import HubUploads
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class HubFeature(Feature):
+    """Uploads of a run that names a repository."""
+
+    key = "checkpoint.hub"
+
+    def __init__(self, section: Checkpoint) -> None:
+        self.section = section
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+        """Find weights that no checkpoint, or not the last one, will hold."""
+        section = self.section
+        if not section.hub_ema:
+            return
+        key = "checkpoint.hub_ema"
+        if not config.sections.optimizer.ema_decay:
+            message = "needs an average of the weights, and optimizer.ema_decay is 0"
+            yield "conflict", key, message, "set optimizer.ema_decay"
+        elif section.model_weights_only and not section.export_ema:
+            message = "finds no average in the last save, of checkpoint.model_weights_only"
+            yield "conflict", key, message, "set checkpoint.export_ema"
+
+    # On the machine of a rank
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
+        """Ask the hub before any work, on rank 0; then see that the model has an export."""
+        problem = _contact_problem(self.section.hub or "", run.job.dump_folder)
+        if problem:
+            yield Problem("", self.key, problem)
+        if args is not None and (reason := _why_no_export(run, args)):
+            yield Problem("", self.key, reason, "train without it")
+
+    # The run: `titanlite.start.callbacks` calls this
+
+    def callback(self, built: Built) -> HubUploads | None:
+        """Return what uploads checkpoints; None on all ranks but the first."""
+        if built.world.rank != 0 or built.saves is None:
+            return None
+        from titanlite.features.hub.uploads import HubUploads
+
+        run = built.run
+        root = built.saves.checkpointer.root
+        patience = run.comm.init_timeout_seconds
+        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name, patience)
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        every = self.section.hub_every
+        which = "each checkpoint"
+        if every:
+            which = f"checkpoints of every {every:,} steps, milestones and the last one"
+        yield "hub", f"{which} to {self.section.hub}, branch step-N; at the end also to main"
+
+
+@functools.cache
+def _contact_problem(repository: str, folder: str) -> str:
+    """Return why rank 0 cannot upload to a repository; "" where it can, and on other ranks.
+
+    folder: of the run. Asked once in a process.
+    """
+    from titanlite.features.hub.branches import refuse_used, run_id
+    from titanlite.features.hub.contact import HubError, check_access
+    from titanlite.parallel.launch_env import this_rank
+    from titanlite.runs.read import RunError, read_run
+
+    if this_rank().rank != 0:
+        return ""
+    try:
+        own = run_id(read_run(Path(folder), partial=True))
+    except RunError:
+        own = "none"
+    try:
+        if check_access(repository).exists:
+            refuse_used(repository, own)
+    except HubError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_export(run: RunConfig, args: Any) -> str:
+    """Return why a model has no form for the hub; "" where it has one."""
+    try:
+        run.spec.hf_names(args)
+        run.spec.hf_config(args)
+    except ValueError as error:
+        return str(error)
+    return run.spec.why_not(args, "checkpoint.last_save_in_hf", 1) or ""

@@ -1,0 +1,1 @@
+"""`titanlite push`: weights with a card, on the hub of Hugging Face."""

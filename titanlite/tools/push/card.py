@@ -1,0 +1,223 @@
+"""The model card: README.md with the facts of a run.
+
+What people write outside of two marker lines stays when the card is written anew. So does metadata
+that titanlite does not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.features.hub.branches import BEGIN, END, REGION
+from titanlite.tools import render_page
+from titanlite.tools.push import facts
+from titanlite.tools.push.facts import Weights
+from titanlite.tools.push.subject import Subject
+from titanlite.utils import human_count, public
+
+#: The config of the run, beside the card.
+CONFIG_FILE = "titanlite.toml"
+#: Beside these, metadata of an older card stays.
+_LISTS = ("tags", "datasets")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the weights go."""
+
+    repository: str
+    branch: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card without the text of people."""
+
+    text: str
+    data: Mapping[str, Any]
+    run_id: str
+
+
+def make_card(
+    subject: Subject,
+    weights: Weights | None,
+    place: Place,
+    comparison: tuple[str, ...],
+    has_curve: bool,
+) -> Card:
+    """Return the card of some weights. weights: None before they are exported."""
+    step, tasks = facts.task_figures(subject)
+    text = render_page(
+        "model-card.md.jinja",
+        name=place.repository.partition("/")[2],
+        sentence=_sentence(subject, weights),
+        rows=_rows(subject, weights),
+        texts=facts.texts(subject),
+        tasks=tasks,
+        tasks_step=step,
+        curve=has_curve,
+        usage=_usage(place, weights),
+        comparison=comparison,
+        config=facts.shown_config(subject),
+    )
+    return Card(public(text).strip(), _metadata(subject, weights, place, tasks), subject.run_id)
+
+
+def merged(card: Card, readme: str) -> str:
+    """Return README.md with a card in it. readme: the one before; "" where there is none."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    old: dict[str, Any] = {}
+    body = ""
+    if readme.strip():
+        try:
+            known = ModelCard(readme, ignore_metadata_errors=True)
+            old = known.data.to_dict()
+            body = known.text.strip()
+        # Of its YAML, or of metadata that the package does not know.
+        except Exception:
+            body = readme.strip()
+    if "eval_results" in card.data:
+        old.pop("model-index", None)
+    data = {**old, **card.data}
+    for name in _LISTS:
+        both = [*_as_list(old.get(name)), *_as_list(card.data.get(name))]
+        if both:
+            data[name] = list(dict.fromkeys(both))
+    region = f"{BEGIN.format(run=card.run_id)}\n{card.text}\n{END}"
+    if REGION.search(body):
+        body = REGION.sub(lambda _: region, body, count=1)
+    else:
+        body = f"{body}\n\n{region}" if body else region
+    content = ModelCardData(**data, ignore_metadata_errors=True)
+    return f"---\n{content.to_yaml()}\n---\n\n{body}\n"
+
+
+def _as_list(value: object) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _sentence(subject: Subject, weights: Weights | None) -> str:
+    what = "A language model"
+    if weights is not None and weights.is_adapters:
+        what = "Adapters of a language model"
+        if weights.base_name:
+            what = f"Adapters of {weights.base_name}"
+        if weights.base_model:
+            what = f"Adapters of [{weights.base_model}]({_page(weights.base_model)})"
+    step = "" if subject.step is None else f", after step {subject.step:,}"
+    tokens = facts.tokens_seen(subject)
+    seen = "" if tokens is None else f" and {human_count(tokens)} tokens"
+    return f"{what}, trained with titanlite{step}{seen}."
+
+
+def _page(repository: str) -> str:
+    return f"https://huggingface.co/{repository}"
+
+
+def _rows(subject: Subject, weights: Weights | None) -> list[tuple[str, str]]:
+    """Return the table of facts, those that are known."""
+    rows: list[tuple[str, str]] = []
+    if weights is not None:
+        rows.append(("architecture", weights.architecture))
+        rows.append(("parameters", f"{weights.parameters:,}"))
+        rows.append(("precision of the weights", ", ".join(weights.dtypes)))
+    if subject.step is not None:
+        steps = subject.run.steps if subject.run is not None else None
+        rows.append(("step", f"{subject.step:,}" + (f" of {steps:,}" if steps else "")))
+    tokens = facts.tokens_seen(subject)
+    if tokens is not None:
+        rows.append(("tokens of training", f"{tokens:,}"))
+    loss = facts.validation_loss(subject)
+    if loss is not None:
+        rows.append(("loss on the held-out text", f"{loss:.4f} nats per token"))
+        rows.append(("perplexity on the held-out text", f"{_perplexity(loss):.4g}"))
+    rows += _origin(subject)
+    return rows
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _origin(subject: Subject) -> list[tuple[str, str]]:
+    """Return what wrote the weights."""
+    rows = []
+    manifest = subject.manifest
+    if manifest is not None:
+        rows.append(("ranks", f"{manifest.world_size:,}"))
+        git = dict(manifest.git)
+        versions: Mapping[str, Any] = manifest.versions
+    else:
+        attempt = subject.run.attempts[-1] if subject.run and subject.run.attempts else {}
+        git = dict(attempt.get("git") or {})
+        versions = attempt.get("versions") or {}
+    if git.get("commit"):
+        changed = ", with changes" if git.get("dirty") else ""
+        rows.append(("commit of titanlite", f"{git['commit']}{changed}"))
+    if versions:
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        rows.append(("versions", shown))
+    return rows
+
+
+def _usage(place: Place, weights: Weights | None) -> str:
+    at = "" if place.branch == "main" else f', revision="{place.branch}"'
+    if weights is not None and weights.is_adapters:
+        base = weights.base_name or "BASE"
+        return (
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+            f'model = PeftModel.from_pretrained(base, "{place.repository}"{at})'
+        )
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{place.repository}"{at})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{place.repository}"{at})'
+    )
+
+
+def _metadata(
+    subject: Subject, weights: Weights | None, place: Place, tasks: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the metadata of the card, as ModelCardData takes it."""
+    is_adapters = weights is not None and weights.is_adapters
+    data: dict[str, Any] = {
+        "library_name": "peft" if is_adapters else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["titanlite"],
+    }
+    datasets = [text.dataset for text in facts.texts(subject) if text.dataset]
+    if datasets:
+        data["datasets"] = datasets
+    if weights is not None and weights.base_model:
+        data["base_model"] = weights.base_model
+    if tasks:
+        data["model_name"] = place.repository.partition("/")[2]
+        data["eval_results"] = _results(tasks)
+    return data
+
+
+def _results(tasks: Mapping[str, float]) -> list[Any]:
+    """Return figures as `quiz/acc` for the table of results that the hub shows."""
+    from huggingface_hub import EvalResult
+
+    found = []
+    for name, value in tasks.items():
+        task, _, figure = name.rpartition("/")
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=task or name,
+                dataset_name=task or name,
+                metric_type=figure,
+                metric_value=round(value, 6),
+            )
+        )
+    return found
