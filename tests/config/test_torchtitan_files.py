@@ -393,3 +393,29 @@ if __name__ == "__main__" and "--write" in sys.argv:
         write_hub_model(Path(folder))
         os.chdir(folder)
         PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))
+
+
+#: Mixtures of torchtitan's files, with degrees of experts and products that its ranks take.
+BOTH = {
+    "0.2.2/torchtitan/models/deepseek_v3/train_configs/deepseek_v3_16b.toml": (8, 2),
+    "0.2.2/torchtitan/models/llama4/train_configs/llama4_17bx16e.toml": (16, 8),
+    "0.2.2/torchtitan/models/qwen3/train_configs/qwen3_moe_debug.toml": (4, 8),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(name: str) -> None:
+    """`expert_tensor_parallel_degree = 1`: experts are shared by parts of the ranks of data, and by
+    all tensor-parallel ranks. Other values divide each expert, which titanlite does not.
+    """
+    expert, tensor = BOTH[name]
+    degrees = f"parallelism.expert_parallel_degree = {expert}\n"
+    degrees += f"parallelism.tensor_parallel_degree = {tensor}\n"
+    own = [line for line in text_of(name).splitlines() if "_parallel_degree" not in line]
+    text = "\n".join(own) + "\n" + degrees
+    run = run_of(text + "parallelism.expert_tensor_parallel_degree = 1\n")
+    assert (run.mesh.expert, run.mesh.tensor) == (expert, tensor)
+    assert run.mesh.world_size == max(expert, tensor)
+    assert run_of(migrate_text(text, Path("run.toml")).text).mesh == run.mesh
+    with pytest.raises(ConfigError, match="experts are not divided by tensor parallelism"):
+        run_of(text + f"parallelism.expert_tensor_parallel_degree = {tensor}\n")

@@ -174,8 +174,11 @@ def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: st
 
 
 @pytest.mark.slow
-def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], Curve]) -> None:
-    run = run_on(4, **{EP: 2, OPTIMIZER: "Muon"})
+@pytest.mark.parametrize("flags", [{EP: 2}, {EP: 2, TP: 2}])
+def test_muon_makes_each_expert_orthogonal(
+    pool: Pools, alone: Callable[[Run], Curve], flags: dict[str, Any]
+) -> None:
+    run = run_on(4, **{**flags, OPTIMIZER: "Muon"})
     expected = alone(run).weights
     found = pool(4).run(train_afresh, run)[0].weights
     # A router's gradient has no full rank, so the iterations make noise of the rest orthogonal:

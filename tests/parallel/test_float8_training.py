@@ -85,6 +85,7 @@ def test_losses_stay_within_the_spread_of_seeds(
         ),
         pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, gathered"),
         pytest.param(EMULATED, LATENT, 2, id="tp 2, latent attention"),
+        pytest.param(EMULATED, {**LATENT, "expert": 2}, 2, id="tp 2, latent attention, ep 2"),
         pytest.param(PRECOMPUTED, PP, 2, id="pp 2"),
         # Rows of activations are scaled one by one, so nothing depends on how they are divided.
         pytest.param(recipe("rowwise"), {}, 2, id="rowwise"),

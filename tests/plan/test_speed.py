@@ -317,7 +317,7 @@ def test_tensor_parallel_ranks_share_experts_and_their_rows() -> None:
     assert ExpertParallel(8).traffic(step)["expert traffic"] == pytest.approx(expected)
 
 
-def test_tensor_parallel_ranks_divide_the_products_of_mixtures() -> None:
+def test_tensor_parallel_ranks_divide_the_work_of_mixtures() -> None:
     """Shared experts and routed ones take a rank's part of the sequence."""
     seconds = []
     for degree in (1, 2):
@@ -327,8 +327,9 @@ def test_tensor_parallel_ranks_divide_the_products_of_mixtures() -> None:
         # The first block's is dense.
         step.linears = [one for one in step.linears if "layers.0." not in one.names[0]]
         assert {name.split(".")[3] for one in step.linears for name in one.names} == {"shared"}
-        seconds.append(block_forward(step).products)
-    assert seconds[1] == pytest.approx(seconds[0] / 2)
+        forward = block_forward(step)
+        seconds.append((forward.products, forward.memory))
+    assert seconds[1] == pytest.approx([one / 2 for one in seconds[0]])
 
 
 def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:

@@ -78,9 +78,7 @@ def _products(step: StepSizes) -> float:
     for linear in step.linears:
         size = linear.size
         peak = step.products.peak(linear)
-        tokens = step.tokens
-        if step.tensor_plan.get(linear.names[0]) in ("sequence", "heads"):
-            tokens //= step.mesh.tensor
+        tokens = step.tokens * step.part(linear)
         one = step.rates.product(tokens, size.in_features, size.out_features, peak)
         seconds += len(linear.names) * one
     return seconds

@@ -105,12 +105,20 @@ class StepSizes:
 
     @cached_property
     def outputs(self) -> float:
-        """Numbers that the linears of all blocks put out for a token."""
-        found = sum(linear.size.out_features * len(linear.names) for linear in self.linears)
+        """Numbers that the linears of all blocks put out for a token of a micro-batch."""
+        found = 0.0
+        for linear in self.linears:
+            found += linear.size.out_features * len(linear.names) * self.part(linear)
         if self.mixtures:
             per_expert = 2 * self.expert_width + 2 * self.width
-            found += len(self.mixtures) * self.experts_per_token * per_expert
+            rows = len(self.mixtures) * self.experts_per_token
+            found += rows * per_expert / self.mesh.tensor
         return found
+
+    def part(self, linear: LinearKind) -> float:
+        """Return the share of a micro-batch's tokens that a linear takes on this rank."""
+        divides = self.tensor_plan.get(linear.names[0]) in ("sequence", "heads")
+        return 1 / self.mesh.tensor if divides else 1.0
 
     @cached_property
     def mixtures(self) -> dict[str, int]:
