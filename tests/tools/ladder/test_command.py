@@ -27,6 +27,9 @@ from titanlite.tools.ladder.files import as_entries
 CALLBACKS = ROOT / "tests" / "tools" / "sweep" / "slow_steps.py"
 SLOW = f"--job.callbacks={CALLBACKS}:SlowSteps"
 
+#: Tokens of the bundled text, by titanlite/data/assets/README.md.
+TEXT = 2_368_073
+
 
 def ladder(*words: object) -> int:
     return main(["ladder", *map(str, words)])
@@ -97,6 +100,7 @@ def test_all_runs_give_points_with_their_last_validation(
         assert point["loss"] == last["validation_loss"]
         seen = [row["tokens_seen"] for row in map(dict, figures) if "tokens_seen" in row]
         assert point["tokens"] == seen[-1]
+        assert point["passes"] == pytest.approx(point["tokens"] / TEXT, rel=1e-9)
     assert result["missing"] == []
     sizes = [point["parameters"] for point in points]
     assert sizes == [size for size in PARAMETERS for _ in range(2)]

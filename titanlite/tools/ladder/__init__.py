@@ -5,6 +5,7 @@ target.py     the config that is predicted
 sizes.py      the models
 rungs.py      their runs, for `titanlite.tools.sweep`
 climb.py      makes the runs, and concludes
+passes.py     how often a text is read
 files.py      points as JSON and CSV
 law.py        L(N, D), and its points
 fit.py        fits it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite import exit_codes
@@ -11,6 +12,7 @@ from titanlite.tools.commands.runs import to_json
 from titanlite.tools.ladder.files import POINTS
 from titanlite.tools.ladder.fit import fit
 from titanlite.tools.ladder.law import LadderError, Point, check_points
+from titanlite.tools.ladder.passes import passes_note, tokens_of_text, with_passes
 from titanlite.tools.ladder.picture import picture
 from titanlite.tools.ladder.predict import check_distance, horizon_note, leave_largest_out, predict
 from titanlite.tools.ladder.report import Cost, Report, report_text
@@ -48,7 +50,11 @@ def climb(target: Target, arguments: argparse.Namespace, style: Style) -> tuple[
         check_points(points)
     except LadderError as error:
         return _too_few(error, missing), exit_codes.ERROR
-    report = make_report(points, target, arguments, missing)
+    text = tokens_of_text(target.run)
+    report = make_report(with_passes(points, text), target, arguments, missing)
+    note = passes_note(report.fit.points, target.tokens, text)
+    if note:
+        report = replace(report, notes=[*report.notes, note])
     atomic_write(folder / POINTS, to_json(report.as_json()) + "\n")
     atomic_write(folder / PICTURE, picture(report.fit, report.prediction))
     text, code = _shown(report, arguments, style)

@@ -43,6 +43,8 @@ class Point:
     #: Nats per token.
     loss: float
     name: str = ""
+    #: Over its text; None: unknown.
+    passes: float | None = None
 
     @property
     def compute(self) -> float:

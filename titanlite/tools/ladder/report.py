@@ -140,21 +140,26 @@ def _time(seconds: float) -> str:
 
 
 def _points_table(found: Fit, style: Style) -> str:
+    # Where a text is read more than once.
+    has_passes = any((point.passes or 0) > 1 for point in found.points)
     rows = []
     for point, residual in zip(found.points, found.residuals, strict=True):
         fitted = point.loss / math.exp(residual)
-        rows.append(
-            (
-                point.name,
-                human_count(point.parameters),
-                human_count(point.tokens),
-                f"{point.tokens / point.parameters:.1f}",
-                f"{point.loss:.4f}",
-                f"{fitted:.4f}",
-                f"{100 * math.expm1(residual):+.2f}",
-            )
-        )
-    columns = ("run", "N", "tokens", "tokens/N", "loss", "law", "difference %")
+        row = [
+            point.name,
+            human_count(point.parameters),
+            human_count(point.tokens),
+            f"{point.tokens / point.parameters:.1f}",
+            f"{point.loss:.4f}",
+            f"{fitted:.4f}",
+            f"{100 * math.expm1(residual):+.2f}",
+        ]
+        if has_passes:
+            row.insert(4, f"{point.passes:.2f}")
+        rows.append(row)
+    columns = ["run", "N", "tokens", "tokens/N", "loss", "law", "difference %"]
+    if has_passes:
+        columns.insert(4, "passes")
     return render(Table(columns, rows), style.color)
 
 
