@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where saves go. survives: share of failures that leave it as the newest tier."""
+    """Where saves go. interval: seconds of training. survives: share of failures that leave it as
+    the newest tier.
+    """
 
     interval: float
     visible: float
@@ -43,7 +45,6 @@ class FailingRun:
     seed: int = 0
     clock: float = 0.0
     progress: float = 0.0
-    stood: float = 0.0
     paused: float = 0.0
     failures: int = 0
     #: Progress of the newest complete save of each place, and of the next one to begin.
@@ -129,6 +130,7 @@ class FailingRun:
             self.fails_at = self.clock + self.random.expovariate(1 / self.mean)
             lived = min(self.pause, self.fails_at - self.clock)
             self.clock += lived
+            self.paused += lived
             if lived == self.pause:
                 break
         # A process failure resumes from whatever is newest.

@@ -12,6 +12,7 @@ from titanlite.runs.read import Run
 from titanlite.utils import Table, counted, escape_name, human_time, render
 
 NONE = "–"
+_COLUMNS = [part for part in PARTS if part != "steps"]
 
 
 def goodput_json(run: Run) -> dict[str, Any] | None:
@@ -39,7 +40,10 @@ def _mtbf(seen: Observed) -> dict[str, Any]:
 
 
 def goodput_text(runs: Sequence[Run], terminal: bool) -> str:
-    """Return a table with the share of each part of the time, and below it how often runs failed."""
+    """Return a table with the share of each part of the time, and below it how often runs failed.
+
+    The goodput is the share of the part "steps".
+    """
     rows = []
     notes = []
     for run in runs:
@@ -53,12 +57,12 @@ def goodput_text(runs: Sequence[Run], terminal: bool) -> str:
                 f"{seen.mtbf / 3600:,.3g} hours of a node (95% sure: {limits})"
             )
         notes += run.problems
-    table = Table(("run", "time", "goodput", *PARTS), rows)
+    table = Table(("run", "time", "goodput", *_COLUMNS), rows)
     return "\n".join([render(table, terminal), *(f"note: {escape_name(note)}" for note in notes)])
 
 
 def _cells(found: Goodput | None) -> list[str]:
     if found is None or found.wall <= 0:
-        return [NONE for _ in range(len(PARTS) + 2)]
-    shares = [f"{found.seconds[name] / found.wall:.1%}" for name in PARTS]
+        return [NONE for _ in range(len(_COLUMNS) + 2)]
+    shares = [f"{found.seconds[name] / found.wall:.1%}" for name in _COLUMNS]
     return [human_time(found.wall), f"{found.share:.1%}", *shares]
