@@ -51,18 +51,20 @@ _PATIENCE = 600
 
 #: What is typed.
 SHOWN = "titanlite train debug_model.toml run.toml --nproc-per-node 2"
-#: The file that it names.
+#: Steps of the run.
+STEPS = 60
+#: The file that it names: a checkpoint after each third of the run, and five rows to each.
 RUN = """[job]
 dump_folder = "outputs/run"
 [training]
-steps = 60
+steps = {steps}
 [metrics]
-log_freq = 4
+log_freq = {row}
 [validation]
 enable = false
 [checkpoint]
 enable_checkpoint = true
-interval = 20
+interval = {third}
 """
 
 
@@ -155,13 +157,14 @@ class Terminal:
         os.close(ours)
         return process.wait()
 
-    def shows(self, pattern: str) -> bool:
-        """Whether a line of the screen matches."""
-        return any(re.search(pattern, line) for line in self.screen.display)
+    def found(self, pattern: str) -> list[str]:
+        """Return the first group of each line of the screen that matches."""
+        matches = [re.search(pattern, line) for line in self.screen.display]
+        return [match[1] for match in matches if match]
 
 
-def record(folder: Path) -> Recording:
-    """Run the story in a folder; return what its terminal showed."""
+def record(folder: Path, steps: int = STEPS) -> Recording:
+    """Run the story in a folder; return what its terminal showed. steps: a multiple of 15."""
     scripts = Path(sys.executable).parent
     environment = {
         **os.environ,
@@ -172,7 +175,7 @@ def record(folder: Path) -> Recording:
     }
     for name in ("CI", "NO_COLOR", "KUBERNETES_SERVICE_HOST", "COLUMNS", "LINES"):
         environment.pop(name, None)
-    (folder / "run.toml").write_text(RUN)
+    (folder / "run.toml").write_text(RUN.format(steps=steps, row=steps // 15, third=steps // 3))
     titanlite = [sys.executable, "-m", "titanlite"]
     train = [*titanlite, "train", "debug_model.toml", "run.toml", "--nproc-per-node", "2"]
     undisturbed = subprocess.run(
@@ -187,7 +190,9 @@ def record(folder: Path) -> Recording:
     killed: list[int] = []
 
     def kill_rank_1(terminal: Terminal) -> None:
-        if not killed and terminal.shows(r"^(2[4-9]|3[0-9])/60"):
+        done = [int(step) for step in terminal.found(rf"^(\d+)/{steps}\b")]
+        # Behind the first checkpoint, before the second one.
+        if not killed and any(step > steps // 3 for step in done):
             killed.append(_rank(folder, 1))
             os.kill(killed[0], signal.SIGKILL)
 
@@ -197,9 +202,9 @@ def record(folder: Path) -> Recording:
     assert code != 0, "a run that lost a rank ended with 0"
     terminal.type(SHOWN)
     assert terminal.run(train) == 0
-    steps = ["outputs/undisturbed/checkpoint/step-60", "outputs/run/checkpoint/step-60"]
-    terminal.type(" ".join(["titanlite checkpoint diff", *steps]))
-    assert terminal.run([*titanlite, "checkpoint", "diff", *steps]) == 0
+    last = [f"outputs/{name}/checkpoint/step-{steps}" for name in ("undisturbed", "run")]
+    terminal.type(" ".join(["titanlite checkpoint diff", *last]))
+    assert terminal.run([*titanlite, "checkpoint", "diff", *last]) == 0
     terminal.type("")
     return terminal.recording
 

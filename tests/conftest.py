@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -61,11 +62,18 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests use ranks take long and go first: two processes that share the files end
-    together then.
+    """Files that take long go first: two processes that share the files end together then.
+
+    Those whose tests use ranks, and of the others those with the most slow tests.
     """
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: item.path not in ranked)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        uses_ranks = item.path in ranked
+        return not uses_ranks, 0 if uses_ranks else -slow[item.path]
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,10 @@ notice them, and a broken task ends nothing.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -421,6 +423,27 @@ def test_a_bad_question_is_refused_with_its_line(tmp_path: Path, record: Any, sa
     with pytest.raises(DataError) as caught:
         read_own(path, "text", 1)
     assert str(caught.value).startswith(f"{path}, line 3: {said}")
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+@pytest.mark.parametrize("place", [30, -400])
+def test_a_damaged_file_of_questions_is_refused(tmp_path: Path, kind: str, place: int) -> None:
+    pytest.importorskip("zstandard")
+    import zstandard
+
+    words = random.Random(0)
+    lines = [json.dumps({**GOOD, "question": words.randbytes(80).hex()}) for _ in range(400)]
+    whole = "\n".join(lines).encode()
+    packed = gzip.compress(whole) if kind == "gzip" else zstandard.ZstdCompressor().compress(whole)
+    broken = bytearray(packed)
+    broken[place : place + 40] = words.randbytes(40)
+    file = tmp_path / "quiz.jsonl"
+    file.write_bytes(packed)
+    assert isinstance(read_own(str(file), "text", None), ChoiceTask)
+    for content in (bytes(broken), packed[: len(packed) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"quiz\.jsonl"):
+            read_own(str(file), "text", None)
 
 
 def test_a_mark_of_byte_order_leaves_questions_questions(tmp_path: Path) -> None:

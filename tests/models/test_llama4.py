@@ -237,6 +237,16 @@ def test_wrong_arguments_are_refused(changes: dict[str, Any], words: str) -> Non
         replace(LLAMA4, **changes)
 
 
+@pytest.mark.parametrize("step", [0, -1])
+@pytest.mark.parametrize("entries", [{}, {"moe_layers": [1, 3]}])
+def test_a_step_between_layers_with_experts_that_cannot_be_is_named(
+    step: int, entries: dict[str, Any]
+) -> None:
+    content = {**SPEC.hf_config(LLAMA4), "interleave_moe_layer_step": step, **entries}
+    with pytest.raises(ValueError, match=f"^interleave_moe_layer_step is {step}, expected a pos"):
+        SPEC.args_from_hf(content)
+
+
 def test_a_scaling_without_a_middle_multiplies_long_wavelengths_alone() -> None:
     scaling = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0)
     plain = rope_frequencies(128, 5e5, None)

@@ -194,6 +194,7 @@ def test_misfits(overrides: dict[str, Any], words: str) -> None:
         ({"use_sliding_window": True}, "attends to all tokens before"),
         ({"mlp_only_layers": [0.5]}, "expected a list of integers"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected a positive integer"),
         ({"model_type": "qwen3"}, "this family is 'qwen3_moe'"),
     ],
 )

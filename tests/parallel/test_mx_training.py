@@ -15,11 +15,14 @@ from tests.support.float8_runs import RATES, RUN, distance, drift_of, resumed, s
 from tests.support.harness import FULL, OP, TINY, Run, changed, train
 from tests.support.mx_runs import FLOOR, MX
 from tests.support.pool import Pools
-from tests.support.processes import python
+from tests.support.whole_runs import outcome_of
+from titanlite import exit_codes
+from titanlite.assembly import build
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.models import resolve_args
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
+from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 FOUR = replace(TINY, n_layers=4)
@@ -28,7 +31,6 @@ WIDE = replace(TINY, n_kv_heads=4)
 BF16 = Float8()
 ON = ["--float8.enable_float8_linear", "--float8.emulate", "--float8.recipe_name=mxfp8"]
 DEBUG = [
-    "--job.config_file=debug_model.toml",
     "--training.steps=200",
     "--model.overrides.n_layers=2",
     "--training.seq_len=64",
@@ -181,13 +183,18 @@ def test_weights_may_be_stored_in_bf16(pool: Pools) -> None:
     assert 0 < distance(ours, plain) < 0.05
 
 
-def test_the_debug_model_learns_as_in_bf16_over_200_steps(tmp_path: Path) -> None:
+def _debug_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    run = load_config("debug_model.toml", 1, [*DEBUG, f"--job.dump_folder={folder}", *flags])
+    return outcome_of(Trainer(build(run, world)), folder)
+
+
+def test_the_debug_model_learns_as_in_bf16_over_200_steps(pool: Pools, tmp_path: Path) -> None:
     """Whole runs: losses, smoothed over 20 steps, differ by less than 1 % at every step."""
     curves = []
     for name, flags in {"bf16": [], "mx": ON}.items():
-        done = python("train.py", *DEBUG, f"--job.dump_folder={tmp_path / name}", *flags)
-        assert done.returncode == 0, done.stderr
-        losses = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        (found,) = pool(1).run(_debug_run, str(tmp_path / name), *flags)
+        assert found["code"] == exit_codes.DONE, found["error"]
+        losses = [row["loss"] for row in found["rows"] if "loss" in row]
         assert len(losses) == 200
         curves.append(torch.tensor(losses).unfold(0, 20, 1).mean(-1))
     plain, ours = curves

@@ -47,7 +47,7 @@ META_NAMES = (
     "norm_eps",
 )
 #: Keys of `[model]` that are no entries of `model.overrides`.
-_OWN_KEYS = ("vocab_size", "norm_type", "rope_scaling")
+OWN_KEYS = ("vocab_size", "norm_type", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def differences(there: SourceModel, name: str, spec: ModelSpec, args: Any) -> li
 
 def key_of(field: str) -> str:
     """Return the key that sets a field of a model's arguments."""
-    return f"model.{field}" if field in _OWN_KEYS else f"model.overrides.{field}"
+    return f"model.{field}" if field in OWN_KEYS else f"model.overrides.{field}"
 
 
 def deciding(args: Any) -> dict[str, Any]:

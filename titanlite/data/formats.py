@@ -182,20 +182,32 @@ def _kind_of(head: bytes, name: str) -> Format:
 
 def _json_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
     """Iterate over the lines of a file that hold something."""
-    lines = iter(partial(content.readline, _LONGEST + 1), b"")
+    for number, where, record in json_lines(content, name, start):
+        yield number, strings_of(record, columns, where)
+
+
+def json_lines(
+    content: BinaryIO, name: Path | str, start: int = 0, unit: str = "record", most: int = _LONGEST
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield the number of each line that holds something, file and line in words, and its JSON.
+
+    start: lines to skip. unit: what a line holds. most: bytes of the longest line. Raises DataError
+    with the line.
+    """
+    lines = iter(partial(content.readline, most + 1), b"")
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
         if not line.strip():
             continue
         where = f"{name}, line {number}"
-        if len(line) > _LONGEST:
-            raise DataError(f"{where}: a record has {_LONGEST >> 20} MB at most; cut it up")
+        if len(line) > most:
+            raise DataError(f"{where}: a {unit} has {most >> 20} MB at most; cut it up")
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{where}: not valid JSON ({error}); expected one record per line"
+                f"{where}: not valid JSON ({error}); expected one {unit} per line"
             ) from error
-        yield number, strings_of(record, columns, where)
+        yield number, where, record
 
 
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:

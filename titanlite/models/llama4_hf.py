@@ -118,6 +118,8 @@ def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
     if not 0 < layers <= _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, expected 1 to {_MOST_LAYERS}")
     step = entry_of(config, "interleave_moe_layer_step", int, 1)
+    if step < 1:
+        raise ValueError(f"interleave_moe_layer_step is {step}, expected a positive integer")
     _check_moe_layers(config, layers, step)
     has_rope = _read_rope(config, layers)
     every = _nope_every(config, has_rope)
@@ -158,7 +160,7 @@ def _is_on(config: Mapping[str, Any], name: str) -> bool:
 
 def _check_moe_layers(config: Mapping[str, Any], layers: int, step: int) -> None:
     """Raise ValueError unless every `step`th layer has experts."""
-    wanted = list(range(step - 1, layers, max(step, 1)))
+    wanted = list(range(step - 1, layers, step))
     given = entry_of(config, "moe_layers", list, wanted)
     if given != wanted:
         raise ValueError(

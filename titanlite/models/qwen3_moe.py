@@ -157,6 +157,9 @@ def args_from_hf(config: Mapping[str, Any]) -> Qwen3MoeArgs:
     experts = entry_of(config, "num_local_experts", int, 128)
     heads = entry_of(config, "num_attention_heads", int)
     head_dim = entry_of(config, "hidden_size", int) // max(heads, 1)
+    step = entry_of(config, "decoder_sparse_step", int, 1)
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step is {step}, expected a positive integer")
     return llama_hf.args_from_hf(
         config,
         "qwen3_moe",
@@ -166,7 +169,7 @@ def args_from_hf(config: Mapping[str, Any]) -> Qwen3MoeArgs:
         top_k=entry_of(config, "num_experts_per_tok", int, 8),
         expert_width=entry_of(config, "moe_intermediate_size", int, 768),
         norm_topk=entry_of(config, "norm_topk_prob", bool, False),
-        sparse_step=entry_of(config, "decoder_sparse_step", int, 1),
+        sparse_step=step,
         dense_blocks=Blocks.parse(entry_of(config, "mlp_only_layers", list, [])),
         aux_loss=entry_of(config, "router_aux_loss_coef", float, 0.001),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,8 +208,28 @@ def source_misfits(
         message = (
             f"{quote(section.initial_load_path)} holds another model, by its {there.kind}:{lines}"
         )
-        way = remedy(there, spec)
+        way = _own_entries(model, found) or remedy(there, spec)
         yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED
+
+
+def _own_entries(model: Model, differences: Sequence[str]) -> str:
+    """Return what to do where `model.flavor = "from_folder"` and the config itself differs from
+    the folder; "" where it does not.
+    """
+    if model.flavor != FROM_FOLDER or model.name == "hf":
+        return ""
+    from titanlite.checkpoint.source_model import OWN_KEYS, key_of
+
+    given = {key_of(name): f"model.overrides.{name}" for name in model.overrides}
+    given |= {key_of(name): key_of(name) for name in OWN_KEYS if getattr(model, name) is not None}
+    keys = [line.partition(" is ")[0] for line in differences]
+    left_out = [given[key] for key in keys if key in given]
+    if not left_out and model.hf_config is not None:
+        left_out = [_CONFIG]
+    if not left_out:
+        return ""
+    taken = f"then {_FLAVOR} = {quote(FROM_FOLDER)} takes the shape from there"
+    return f"leave out {', '.join(left_out)}: {taken}"
 
 
 def _has_patterns(section: Checkpoint) -> bool:

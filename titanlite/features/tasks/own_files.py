@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import codecs
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titanlite.data import DataError
-from titanlite.data.compression import decompressed
-from titanlite.data.formats import read_file
+from titanlite.data.compression import DamagedError, decompressed
+from titanlite.data.formats import json_lines, read_file
 from titanlite.data.records import Columns, cut
 from titanlite.data.surrogates import refuse_surrogates
 from titanlite.features.tasks.entries import KEY, name_of
@@ -129,10 +131,11 @@ def read_own(path: str, text_key: str, limit: int | None) -> TextTask | ChoiceTa
 
 def _has_questions(path: str) -> bool:
     """Whether the first record of a file has the field `choices`. Raises DataError."""
-    for line in _lines(path):
-        record = line.removeprefix(codecs.BOM_UTF8).strip()
-        if record:
-            return record.startswith(b"{") and "choices" in _table(record)
+    with _opened(path) as content:
+        for line in iter(lambda: content.readline(_HEAD + 1), b""):
+            record = line.removeprefix(codecs.BOM_UTF8).strip()
+            if record:
+                return record.startswith(b"{") and "choices" in _table(record)
     return False
 
 
@@ -145,34 +148,24 @@ def _table(line: bytes) -> Mapping[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file. Raises DataError."""
+@contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    """Open a file, perhaps a compressed one. Raises DataError, also for what is read inside."""
     if "://" in path:
         raise DataError(f"{KEY}: {path} is a URL; download it, and give the file")
     try:
         with Path(path).open("rb") as file:
-            content = decompressed(file, path)
-            yield from iter(lambda: content.readline(_HEAD + 1), b"")
-    except (OSError, EOFError) as error:
+            yield decompressed(file, path)
+    except (OSError, EOFError, zlib.error, DamagedError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{KEY}: {path} cannot be read: {reason}") from error
 
 
 def _questions(path: str) -> Iterator[Question]:
     """Yield the questions of a file. Raises DataError for a record that is none."""
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        if len(line) > _HEAD:
-            raise DataError(f"{where}: a question has {_HEAD >> 20} MB at most")
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where}: not valid JSON ({error}); expected one question per line"
-            ) from error
-        yield _question(record, where)
+    with _opened(path) as content:
+        for _, where, record in json_lines(content, path, unit="question", most=_HEAD):
+            yield _question(record, where)
 
 
 def _question(found: Any, where: str) -> Question:

@@ -103,7 +103,10 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         content = parse_json(Path(config_file(source)).read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        return args_from_hf(content, overrides)
+        try:
+            return args_from_hf(content, overrides)
+        except ShapeError as error:
+            raise _with_family(error, content) from error
     except ShapeError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
@@ -111,6 +114,26 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         raise refused(
             f"cannot read {shown(source)}: {reason}", "give a config.json or its folder"
         ) from error
+
+
+def _with_family(error: ShapeError, content: Mapping[str, Any]) -> ShapeError:
+    """Return why a config.json is refused, with the built-in family that reads it."""
+    from titanlite.models.families import SPECS, builtin_family
+
+    family = builtin_family(content)
+    if family is None:
+        return error
+    try:
+        SPECS[family].args_from_hf(content)
+    except ValueError:
+        return error
+    hint = f'titanlite has a family of its own for it: model.name = "{family}"'
+    misfits = []
+    for one in error.misfits:
+        if one.field in ("hf_config", "name"):
+            one = one._replace(advice="; ".join(filter(None, [one.advice, hint])))
+        misfits.append(one)
+    return ShapeError(*misfits)
 
 
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:
