@@ -76,7 +76,6 @@ def apply_fsdp(  # noqa: PLR0913
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if prefetch and dp_mesh.size(-1) > 1:
         _set_prefetch(model, modules, prefetch)
-    # Tensor-parallel ranks may shard experts, and nothing else.
     if dp_mesh.size() == 1 and (experts is None or experts.size(-2) == 1):
         from titanlite.parallel.one_rank import avoid_copies
 
