@@ -103,7 +103,9 @@ def _run(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Poin
         elif one.validation_loss is None:
             missing.append(f"{rung.name} has no validation loss in its metrics")
         else:
-            points.append(Point(rung.parameters, rung.tokens, one.validation_loss, rung.name))
+            trunk = rung.trunk or rung.name
+            loss = one.validation_loss
+            points.append(Point(rung.parameters, rung.tokens, loss, rung.name, trunk))
     return points, missing
 
 

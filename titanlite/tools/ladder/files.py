@@ -57,7 +57,8 @@ def _from_json(path: Path, data: bytes) -> list[Point]:
         if not isinstance(entry, dict):
             raise LadderError(f"{where}: expected an object, got {entry!r:.60}")
         numbers = {name: _number(entry.get(name), f"{where}: {name}") for name in _NAMES}
-        points.append(Point(**numbers, name=str(entry.get("name", ""))[:200]))
+        words = {name: str(entry.get(name, ""))[:200] for name in ("name", "trunk")}
+        points.append(Point(**numbers, **words))
     return points
 
 
