@@ -19,12 +19,23 @@ def made_up(
     horizons: Sequence[float] = HORIZONS,
     noise: float = 0.0,
     generator: np.random.Generator | None = None,
+    luck: float = 0.0,
 ) -> list[Point]:
-    """Points of the law; noise: standard deviation of their log losses."""
+    """Points of the law.
+
+    noise: standard deviation of their log losses. luck: share of its variance that all horizons of
+    a size have in common; 0: they are no trunks.
+    """
     points = []
     for size in sizes:
+        shared = 0.0 if generator is None or not luck else float(generator.standard_normal())
         for horizon in horizons:
-            error = 0.0 if generator is None else noise * generator.standard_normal()
+            error = 0.0
+            if generator is not None:
+                own = float(generator.standard_normal())
+                error = noise * (luck**0.5 * shared + (1 - luck) ** 0.5 * own)
             loss = TRUE.loss(size, horizon * size) * float(np.exp(error))
-            points.append(Point(size, horizon * size, loss, f"n{size:.0f}-t{horizon:g}"))
+            name = f"n{size:.0f}-t{horizon:g}"
+            trunk = f"n{size:.0f}" if luck else ""
+            points.append(Point(size, horizon * size, loss, name, trunk))
     return points

@@ -100,6 +100,7 @@ def test_all_runs_give_points_with_their_last_validation(
         assert point["loss"] == last["validation_loss"]
         seen = [row["tokens_seen"] for row in map(dict, figures) if "tokens_seen" in row]
         assert point["tokens"] == seen[-1]
+        assert point["trunk"] == point["name"].partition("-t")[0] + "-t0.04"
         assert point["passes"] == pytest.approx(point["tokens"] / TEXT, rel=1e-9)
     assert result["missing"] == []
     sizes = [point["parameters"] for point in points]

@@ -114,6 +114,27 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert held["loss"] < count
 
 
+def test_intervals_hold_a_run_where_trunks_have_luck_of_their_own() -> None:
+    generator = np.random.default_rng(1)
+    noise = 0.003
+    count = 40
+    held = 0
+    held_alone = 0
+    for _ in range(count):
+        points = made_up(noise=noise, generator=generator, luck=0.8)
+        run = TRUE.loss(*TARGET) * math.exp(noise * generator.standard_normal())
+        one = predict(fit(points, replicates=80), *TARGET)
+        held += one.low <= run <= one.high
+        alone = [replace(point, trunk="") for point in points]
+        other = predict(fit(alone, replicates=80), *TARGET)
+        held_alone += other.low <= run <= other.high
+        assert other.loss == one.loss
+        assert one.error > 1.2 * other.error
+    slack = 3 * math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / count)
+    assert held / count >= CONFIDENCE - slack
+    assert held > held_alone
+
+
 def test_more_noise_gives_a_wider_interval() -> None:
     errors = []
     for noise in (0.001, 0.01):

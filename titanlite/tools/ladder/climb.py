@@ -50,9 +50,9 @@ def climb(target: Target, arguments: argparse.Namespace, style: Style) -> tuple[
         check_points(points)
     except LadderError as error:
         return _too_few(error, missing), exit_codes.ERROR
-    text = tokens_of_text(target.run)
-    report = make_report(with_passes(points, text), target, arguments, missing)
-    note = passes_note(report.fit.points, target.tokens, text)
+    size = tokens_of_text(target.run)
+    report = make_report(with_passes(points, size), target, arguments, missing)
+    note = passes_note(report.fit.points, target.tokens, size)
     if note:
         report = replace(report, notes=[*report.notes, note])
     atomic_write(folder / POINTS, to_json(report.as_json()) + "\n")
@@ -103,7 +103,9 @@ def _run(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Poin
         elif one.validation_loss is None:
             missing.append(f"{rung.name} has no validation loss in its metrics")
         else:
-            points.append(Point(rung.parameters, rung.tokens, one.validation_loss, rung.name))
+            trunk = rung.trunk or rung.name
+            loss = one.validation_loss
+            points.append(Point(rung.parameters, rung.tokens, loss, rung.name, trunk))
     return points, missing
 
 

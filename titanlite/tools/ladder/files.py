@@ -57,7 +57,8 @@ def _from_json(path: Path, data: bytes) -> list[Point]:
         if not isinstance(entry, dict):
             raise LadderError(f"{where}: expected an object, got {entry!r:.60}")
         numbers = {name: _number(entry.get(name), f"{where}: {name}") for name in _NAMES}
-        points.append(Point(**numbers, name=str(entry.get("name", ""))[:200]))
+        name = str(entry.get("name", ""))[:200]
+        points.append(Point(**numbers, name=name, trunk=str(entry.get("trunk", ""))[:200]))
     return points
 
 
@@ -83,7 +84,7 @@ def _from_csv(path: Path, data: bytes) -> list[Point]:
         for name, place in places.items():
             text = row[place] if place < len(row) else ""
             numbers[name] = _number(text, f"{path}:{line}: {name}")
-        points.append(Point(**numbers, name=f"row {line}"))
+        points.append(Point(**numbers, name=f"row {line}", trunk=""))
     return points
 
 

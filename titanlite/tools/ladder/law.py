@@ -43,6 +43,8 @@ class Point:
     #: Nats per token.
     loss: float
     name: str = ""
+    #: The trunk that it is a part of, its own name for the trunk itself; "": it is a run alone.
+    trunk: str = ""
     #: Over its text; None: unknown.
     passes: float | None = None
 

@@ -12,7 +12,14 @@ from dataclasses import asdict, dataclass
 from titanlite.tools import render_page
 from titanlite.tools.pictures import COLORS, DARK_COLORS, Axis, Frame, ticks
 from titanlite.tools.sweep.folder import Plan
-from titanlite.tools.sweep.table import METRIC_NAMES, Group, families, horizontal_key, in_words
+from titanlite.tools.sweep.table import (
+    METRIC_NAMES,
+    Group,
+    families,
+    horizontal_key,
+    in_words,
+    telling_keys,
+)
 
 _LEGEND_LINE = 20
 _WIDTH = 760
@@ -127,7 +134,7 @@ def picture(plan: Plan, groups: Sequence[Group], best: Group | None) -> str | No
         legend_line=_LEGEND_LINE,
         colors=list(zip(COLORS, DARK_COLORS, strict=True)),
         signs=_signs(lines),
-        best=_best_text(best, plan),
+        best=_best_text(best, plan, [*telling_keys(groups, key), key]),
     )
 
 
@@ -145,10 +152,12 @@ def _signs(lines: Sequence[Line]) -> str:
     return ", ".join(found)
 
 
-def _best_text(best: Group | None, plan: Plan) -> str:
+def _best_text(best: Group | None, plan: Plan, keys: Sequence[str]) -> str:
+    """Return the best point by the keys that tell it from others."""
     if best is None or best.mean is None:
         return ""
-    return f"best: {in_words(best.values)}, {METRIC_NAMES[plan.metric]} {best.mean:.4f}"
+    values = {key: best.values[key] for key in keys}
+    return f"best: {in_words(values)}, {METRIC_NAMES[plan.metric]} {best.mean:.4f}"
 
 
 def _scale(frame: Frame, values: Sequence[float]) -> _Scale:

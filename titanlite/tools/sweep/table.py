@@ -170,7 +170,7 @@ def families(groups: Sequence[Group], key: str) -> dict[str, list[Group]]:
 
     Keys that the ones before them decide are left out, as the heads of each width.
     """
-    telling = _telling(groups, key)
+    telling = telling_keys(groups, key)
     found: dict[str, list[Group]] = {}
     for group in groups:
         others = {name: group.values[name] for name in telling}
@@ -178,7 +178,7 @@ def families(groups: Sequence[Group], key: str) -> dict[str, list[Group]]:
     return found
 
 
-def _telling(groups: Sequence[Group], key: str) -> list[str]:
+def telling_keys(groups: Sequence[Group], key: str) -> list[str]:
     """Return the keys beside this one that tell the points apart, each only where it adds to it."""
     telling: list[str] = []
     told = 1
