@@ -44,3 +44,32 @@ def write_metrics(folder: Path, rows: list[Mapping[str, Any]], name: str = "metr
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def at(second: float) -> str:
+    """Return a time at so many seconds of an hour, as a record has it."""
+    minutes, seconds = divmod(second, 60)
+    return f"2026-01-02T03:{int(minutes):02}:{seconds:06.3f}+00:00"
+
+
+def begin(number: int, launched: float | None, time: float, step: int = 0, **more: Any) -> Any:
+    """Return the line of a start, at seconds of an hour."""
+    entry = {"event": "start", "attempt": number, "time": at(time), "step": step, "steps": 100}
+    began = {"began": f"resumed from step {step}" if step else "fresh", "ranks": 16}
+    if launched is not None:
+        entry["launched"] = at(launched)
+    return {**entry, **began, **more}
+
+
+def end(number: int, time: float, step: int, state: str = "done", **more: Any) -> Any:
+    """Return the line of an end."""
+    code = {"done": 0, "preempted": 5, "failed": 7}[state]
+    entry = {"event": "end", "attempt": number, "time": at(time), "state": state, "step": step}
+    return {**entry, "exit_code": code, **more}
+
+
+def written(folder: Path, *entries: Any) -> Path:
+    """Write a record of these lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return folder

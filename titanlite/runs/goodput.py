@@ -175,11 +175,15 @@ def _parts(span: Span, again: int, usual: float | None) -> dict[str, float]:
         if kind not in _STEPS:
             parts[_PAUSES.get(kind, "other")] += value
     first = spent.seconds.get("first_step", 0.0)
-    warm_up = 0.0 if usual is None else max(first - usual, 0.0)
+    warm_up = 0.0
+    if not spent.trained:
+        warm_up = first
+    elif usual is not None:
+        warm_up = max(first - usual, 0.0)
     parts["start"] += warm_up
     work = first - warm_up + spent.seconds.get("work", 0.0)
     data = spent.seconds.get("data", 0.0)
-    share = again / spent.trained if spent.trained else 1.0
+    share = again / spent.trained if spent.trained else 0.0
     parts["lost"] += share * (work + data)
     parts["steps"] = (1 - share) * work
     parts["data"] = (1 - share) * data

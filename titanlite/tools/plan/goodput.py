@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.plan.goodput import (
     Failures,
     Save,
@@ -229,7 +229,7 @@ def _seen(plan: Plan, folder: Path) -> Seen:
     """Read the run that tells of failures."""
     run = read_run(folder, partial=True)
     if not run.attempts:
-        raise _error("--mtbf", f"{folder} has no attempts.jsonl, so no failure is recorded", "")
+        raise bad_flag("--mtbf", f"{folder} has no attempts.jsonl, so no failure is recorded")
     found = observed(run, nodes_by(plan.cluster.gpus_per_node))
     if found.mtbf is None:
         hours = found.node_seconds / 3600
@@ -237,7 +237,7 @@ def _seen(plan: Plan, folder: Path) -> Seen:
             f"{folder} saw no failure in {hours:,.3g} node hours: the mean time between failures "
             f"of a node is {found.least / 3600:,.3g} hours or more ({CONFIDENCE:.0%} sure)"
         )
-        raise _error("--mtbf", message, f"give a time, as {found.least / 3600:.3g}h at worst")
+        raise bad_flag("--mtbf", message, f"give a time, as {found.least / 3600:.3g}h at worst")
     return Seen(folder, found, _is_alike(plan, run))
 
 
@@ -280,13 +280,13 @@ def _tiers(plan: Plan, arguments: argparse.Namespace, save: Save) -> tuple[Tier,
     told: SaveTime | None = arguments.local_save_time
     if told is None:
         if arguments.lost_nodes is not None:
-            raise _error("--lost-nodes", "is for a local tier", "give --local-save-time, too")
+            raise bad_flag("--lost-nodes", "is for a local tier", "give --local-save-time, too")
         return (Tier("shared", save),)
     lost: float | None = arguments.lost_nodes
     if lost is None:
         message = "is needed with --local-save-time: the share of failures that lose a node"
         hint = "after the others the processes start again on the same nodes, from local saves"
-        raise _error("--lost-nodes", message, hint)
+        raise bad_flag("--lost-nodes", message, hint)
     size = checkpoint_disk(plan.run, plan.speed.step_seconds).checkpoint / plan.cluster.nodes
     return Tier("local", Save(told.of(size)), 1 - lost), Tier("shared", save, lost)
 
@@ -303,7 +303,7 @@ def _interval(plan: Plan) -> float | None:
 
 def _require(needed: Mapping[str, tuple[object, str]], seen: Seen | None) -> None:
     """Raise ConfigError for numbers that nobody gave."""
-    problems = []
+    problems: list[Problem] = []
     for option, (value, meaning) in needed.items():
         if value is not None:
             continue
@@ -312,13 +312,9 @@ def _require(needed: Mapping[str, tuple[object, str]], seen: Seen | None) -> Non
             hint = f"{seen.folder} trained another model, or on other ranks, so its own is not used"
         elif seen is not None:
             hint = f"{seen.folder} does not tell it"
-        problems.append(Problem("", option, f"is needed with --mtbf: {meaning}", hint))
+        problems += bad_flag(option, f"is needed with --mtbf: {meaning}", hint).problems
     if problems:
         raise ConfigError(problems)
-
-
-def _error(option: str, message: str, hint: str) -> ConfigError:
-    return ConfigError([Problem("", option, message, hint)])
 
 
 def _assumptions(
