@@ -88,6 +88,7 @@ _FOR_SYSTEM = {
     ),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
+_LOCAL = ("checkpoint.local_interval", "checkpoint.local_keep_latest_k")
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
 #: function that is true for it. `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
@@ -95,6 +96,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
     "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": bool},
+    **dict.fromkeys(_LOCAL, {"checkpoint.local_folder": bool}),
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
     **{
         f"checkpoint.{n}": {"checkpoint.start": _LOADS}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titanlite.config.run_sections import Eval
     from titanlite.config.sections import (
         ActivationCheckpoint,
+        Checkpoint,
         Config,
         Experimental,
         Float8,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
+    from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -57,6 +59,7 @@ class Features:
     activation_offload: ActivationOffload | None
     ema: WeightAveraging | None
     tasks: TaskEvaluation | None
+    local_saves: LocalSaves | None
 
     @property
     def on(self) -> list[Feature]:
@@ -73,6 +76,7 @@ class Features:
             self.activation_offload,
             self.ema,
             self.tasks,
+            self.local_saves,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -97,6 +101,7 @@ def features_of(config: Config) -> Features:
         activation_offload=activation_offload_of(config.activation_checkpoint),
         ema=ema_of(config.optimizer),
         tasks=tasks_of(config.eval),
+        local_saves=local_saves_of(config.checkpoint),
     )
 
 
@@ -201,3 +206,12 @@ def tasks_of(section: Eval) -> TaskEvaluation | None:
     from titanlite.features.tasks import TaskEvaluation
 
     return TaskEvaluation(section)
+
+
+def local_saves_of(section: Checkpoint) -> LocalSaves | None:
+    """Return saves to each node's own disk if they are on."""
+    if section.local_folder is None or not section.enable_checkpoint:
+        return None
+    from titanlite.features.local_saves import LocalSaves
+
+    return LocalSaves(section)
