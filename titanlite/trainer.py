@@ -262,6 +262,8 @@ class Trainer:
             _write_checkpoint(self, self.parts.checkpointer, validation_loss)
             self.poll_saves()
             self.good_steps = 0
+        else:
+            self.parts.save_locally(self)
 
     def poll_saves(self, wait: bool = False) -> None:
         """Report on rank 0 how saves in the background ended.

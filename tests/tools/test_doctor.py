@@ -142,6 +142,16 @@ def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
     assert asked == ["/proc"]
 
 
+def test_the_folder_of_local_saves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = str(tmp_path / "disk{local_rank}")
+    flags = ["--checkpoint.enable_checkpoint", f"--checkpoint.local_folder={name}"]
+    run = check_config(["--job.config_file=debug_model.toml", *flags], training=False)[1]
+    assert f"for {tmp_path}/disk0, which is not there yet" in found(lambda: doctor._config(run), OK)
+    assert "on a network file system" not in found(lambda: doctor._config(run), WARNING)
+    monkeypatch.setattr(doctor, "file_system", lambda folder: "nfs4")
+    assert "is on a network file system" in found(lambda: doctor._config(run), WARNING)
+
+
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "cannot be written to" in found(lambda: doctor._folder("/proc"), ERROR)
     assert found(lambda: doctor._folder(str(tmp_path)), ERROR) == ""

@@ -117,7 +117,7 @@ class Chooser:
             )
         self._refuse_ended(found.manifest)
         if found.manifest is not None:
-            return self._judge_own(found.manifest, found.passed, expected)
+            return self.judge_own(found.manifest, found.passed, expected)
         if found.passed or config.start == "resume":
             raise self._nothing_to_resume(config.start == "resume", found.passed)
         if config.initial_load_path is not None:
@@ -126,10 +126,10 @@ class Chooser:
 
     def choose_newest(self, expected: Mapping[str, Any]) -> Candidate:
         """Return the newest checkpoint of this run, without regard to the start in `config`."""
-        found = find(self.root, known_bad=self.bad)
+        found = self.newest()
         if found.manifest is None:
             raise self._nothing_to_resume(True, found.passed)
-        return self._judge_own(found.manifest, found.passed, expected)
+        return self.judge_own(found.manifest, found.passed, expected)
 
     def choose_source(self) -> Candidate:
         """Return the checkpoint that `config.initial_load_path` means, which is only ever read."""
@@ -149,11 +149,19 @@ class Chooser:
 
     # Candidates
 
+    def newest(self) -> Found:
+        """Return the newest checkpoint of this run that is not known to be bad."""
+        return find(self.root, known_bad=self.bad)
+
+    def folder_of(self, manifest: Manifest) -> AnyPath:
+        """Return the folder of a checkpoint of this run."""
+        return step_folder(self.root, manifest.step)
+
     def _find_own(self) -> Found:
         """Return the checkpoint of `load_step`, or the newest valid one in this run's folder."""
         step = self.config.load_step
         if step == -1:
-            return find(self.root, known_bad=self.bad)
+            return self.newest()
         asked = f"checkpoint.load_step = {step}"
         try:
             found = find(self.root, step, self.bad)
@@ -184,11 +192,11 @@ class Chooser:
 
     # Judgements
 
-    def _judge_own(
+    def judge_own(
         self, manifest: Manifest, passed: Sequence[str], expected: Mapping[str, Any]
     ) -> Candidate:
         """Return a checkpoint of this run's folder, if this run may resume from it."""
-        folder = step_folder(self.root, manifest.step)
+        folder = self.folder_of(manifest)
         if manifest.weights_only:
             raise CheckpointError(f"{folder} {_WEIGHTS_ONLY}")
         notices = _notices(self.root, manifest, passed)

@@ -256,8 +256,7 @@ class Loader:
         state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         if generators is not None:
             state[RNG] = generators
-        with dcp_errors(f"loading {reader.folder}"):
-            dcp.load(state, storage_reader=reader)
+        self._fill(reader, state)
         for name in tensors.keys() - state.keys():
             if group_of(name) == "optimizer":
                 # `gather` gave it a state of one step.
@@ -268,6 +267,10 @@ class Loader:
 
             for name in new:
                 self.averages[name].copy_(tensors[weight_of(name)])
+
+    def _fill(self, reader: CheckedReader | WeightsReader, state: Tensors) -> None:
+        with dcp_errors(f"loading {reader.folder}"):
+            dcp.load(state, storage_reader=reader)
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
         """Note that the candidate is bad, so that it is not chosen again."""

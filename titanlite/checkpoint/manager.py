@@ -133,7 +133,7 @@ class Checkpointer:
         #: now, because a save must succeed also when torchrun has been killed, whose store a new
         #: group needs.
         self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
-        self._async = _async_save(config, world)
+        self._async = async_save(config, world)
         self._hook: RemovableHandle | None = None
 
     def load(
@@ -253,7 +253,7 @@ class Checkpointer:
         All ranks call it together, in a thread where the save is asynchronous. Raises as `save`.
         """
         # Tensors that are good, and that stay as they are.
-        _check_finite(save, group)
+        check_finite(save, group)
         state = on_each_rank(lambda: copy(save.tensors), group)
         # From here to the manifest the folder is a leftover, should a process end.
         on_rank_0(self._world, lambda: self._mark(save.draft.step), group)
@@ -322,7 +322,7 @@ class Checkpointer:
         """Write the weights as a folder of Hugging Face's."""
         from titanlite.checkpoint.hf_save import HFWeights, save_hf
 
-        _check_finite(save, group)
+        check_finite(save, group)
         spec, args = self._loader.model()
         entries = save.draft.tensors
         weights = HFWeights.saved(spec, args, save.tensors, entries, self._tokenizer_files)
@@ -476,7 +476,8 @@ class Checkpointer:
         return on_rank_0(self._world, action, self._group)
 
 
-def _async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
+def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
+    """Return what saves in the background, if `config` asks for it. All ranks call it together."""
     if config.async_mode == "disabled":
         return None
     from titanlite.checkpoint.async_save import AsyncSave
@@ -484,7 +485,7 @@ def _async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
     return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
 
 
-def _check_finite(save: Save, group: dist.ProcessGroup) -> None:
+def check_finite(save: Save, group: dist.ProcessGroup) -> None:
     """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
     type is why.
     """

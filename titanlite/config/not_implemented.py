@@ -88,6 +88,7 @@ _FOR_SYSTEM = {
     ),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
+_LOCAL = ("checkpoint.local_interval", "checkpoint.local_keep_latest_k")
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
 #: function that is true for it. `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
@@ -99,6 +100,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
         f"checkpoint.hub_{n}": {"checkpoint.hub": bool}
         for n in ("every", "private", "dtype", "ema")
     },
+    **dict.fromkeys(_LOCAL, {"checkpoint.local_folder": bool}),
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
     **{
         f"checkpoint.{n}": {"checkpoint.start": _LOADS}

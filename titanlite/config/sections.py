@@ -193,6 +193,14 @@ class Checkpoint(Section, frozen=True):
     """With keep_latest_k, also keep each checkpoint whose step is a multiple of this; 0: none."""
     keep_best: Natural = 0
     """Save when the validation loss is among the keep_best lowest so far; keep those. 0: none."""
+    local_folder: Location | None = None
+    """Also save to this folder of each node, on its own disk or in its memory (/dev/shm), where a
+    restart finds newer steps. {local_rank}: a disk for each GPU. None: no local saves.
+    """
+    local_interval: Count = 50
+    """Steps between local saves; less than interval."""
+    local_keep_latest_k: Count = 2
+    """Keep the newest k local saves."""
     verify: Literal["size", "hash"] = "hash"
     """What is checked before a checkpoint is loaded. hash: the hash of every file; size: every file
     is there and as long as it was.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.hub import HubFeature
+    from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -60,6 +61,7 @@ class Features:
     ema: WeightAveraging | None
     tasks: TaskEvaluation | None
     hub: HubFeature | None
+    local_saves: LocalSaves | None
 
     @property
     def on(self) -> list[Feature]:
@@ -77,6 +79,7 @@ class Features:
             self.ema,
             self.tasks,
             self.hub,
+            self.local_saves,
         ]
         return [feature for feature in every if feature is not None]
 
@@ -102,6 +105,7 @@ def features_of(config: Config) -> Features:
         ema=ema_of(config.optimizer),
         tasks=tasks_of(config.eval),
         hub=hub_of(config.checkpoint),
+        local_saves=local_saves_of(config.checkpoint),
     )
 
 
@@ -215,3 +219,12 @@ def hub_of(section: Checkpoint) -> HubFeature | None:
     from titanlite.features.hub import HubFeature
 
     return HubFeature(section)
+
+
+def local_saves_of(section: Checkpoint) -> LocalSaves | None:
+    """Return saves to each node's own disk if they are on."""
+    if section.local_folder is None or not section.enable_checkpoint:
+        return None
+    from titanlite.features.local_saves import LocalSaves
+
+    return LocalSaves(section)

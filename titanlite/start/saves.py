@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.features import lora_of
+from titanlite.features import local_saves_of, lora_of
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import public_config
 from titanlite.start.derive import RunConfig
 from titanlite.start.fingerprints import fingerprints
 from titanlite.start.run_text import Datasets
+from titanlite.step import do_nothing
 from titanlite.utils import public
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class SaveParts:
 
     checkpointer: Checkpointer
     schedule: SaveSchedule
+    #: Called after each step without a save.
+    locally: Callable[[Any], object] = do_nothing
 
 
 def build_saves(
@@ -62,9 +66,15 @@ def build_saves(
     if lora is not None:
         base = lora.base(run, world, args, prints, about).load
         section = lora.checkpoint(section)
-    checkpointer = Checkpointer(section, world, prints, about, files, averages=averages, base=base)
+    kind = Checkpointer
+    local = local_saves_of(section)
+    if local is not None:
+        kind = local.checkpointer()
+    checkpointer = kind(section, world, prints, about, files, averages=averages, base=base)
     schedule = SaveSchedule(section, world, prints, held_out=held_out)
-    return SaveParts(checkpointer, schedule)
+    if local is None:
+        return SaveParts(checkpointer, schedule)
+    return SaveParts(checkpointer, schedule, local.after_step(checkpointer))
 
 
 def _check_hf_form(run: RunConfig, args: Any) -> None:

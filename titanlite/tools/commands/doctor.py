@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titanlite import exit_codes
+from titanlite.features import local_saves_of
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
@@ -549,6 +550,8 @@ def _config(run: RunConfig) -> _Found:
     # Without a size of the vocabulary the model has no size.
     if saves_here and run.model_args().vocab_size is not None:
         yield from _checkpoint_space(run)
+    if local_saves_of(run.checkpoint) is not None:
+        yield from _local_folder(run.checkpoint.local_folder or "")
     # It imports torch.
     for one in machine_problems(run):
         yield ERROR, f"{one.key}: {one.message}", one.hint
@@ -556,6 +559,16 @@ def _config(run: RunConfig) -> _Found:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
     except DataError as error:
         yield ERROR, str(error)
+
+
+def _local_folder(name: str) -> _Found:
+    from titanlite.features.local_saves.checks import KEY, PLACE
+
+    name = name.replace(PLACE, "0")
+    yield from _folder(name)
+    if file_system(_existing(name)).startswith(_NETWORK_TYPES):
+        message = f"{KEY} = {name} is on a network file system, which all nodes wait for"
+        yield WARNING, message, "name a disk of this machine, or /dev/shm"
 
 
 def _checkpoint_space(run: RunConfig) -> _Found:

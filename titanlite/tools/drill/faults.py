@@ -53,6 +53,18 @@ SAVE_EVENTS = {
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half way")
+#: The same of a local save, whose folder is `rank-R/step-N`.
+LOCAL_EVENTS = {
+    "local part begun": SaveEvent("open", r"/rank-\d+/step-STEP/\w+\.safetensors"),
+    "local part half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/\w+\.safetensors"),
+    "local manifest half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/manifest\.json"),
+    "local publish": SaveEvent("os.rename", r"-> .*/rank-\d+/step-STEP/manifest\.json$"),
+    "local published": SaveEvent("os.fsync", r"/rank-\d+/step-STEP$", after="local publish"),
+    "local prune": SaveEvent(
+        "os.remove", r"/rank-\d+/step-\d+/manifest\.json", after="local publish"
+    ),
+}
+_EVENTS = {**SAVE_EVENTS, **LOCAL_EVENTS}
 #: On a full disk files cannot grow beyond this. It is less than any shard of a tiny model, and more
 #: than its records.
 FULL_BYTES = 1 << 16
@@ -68,8 +80,9 @@ class Fault:
     """
 
     kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
-    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has
-    #: its batches (all but full). Or when a "validation" begins (signals), in "build" (memory).
+    #: When it strikes: at a key of SAVE_EVENTS or LOCAL_EVENTS (signals), in a "save" (full), in a
+    #: "step" that has its batches (all but full). Or when a "validation" begins (signals), in
+    #: "build" (memory).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
@@ -97,7 +110,7 @@ def inject(fault: Fault) -> None:
             steps.remove(step)  # after a rollback the step is repeated without the fault
             _strike(fault, model)
 
-    if fault.event in SAVE_EVENTS:
+    if fault.event in _EVENTS:
         _watch_files(_save_watch(fault))
     elif fault.event == "save":
         _watch_files(_full_disk(fault.number))
@@ -213,7 +226,7 @@ def _save_watch(fault: Fault) -> _Notify:
     seen: Counter[str] = Counter()
 
     def notify(call: str, path: str, descriptor: int) -> None:
-        for name, event in SAVE_EVENTS.items():
+        for name, event in _EVENTS.items():
             pattern = event.path.replace("STEP", str(fault.number))
             is_time = not event.after or seen[event.after] > 0
             if call == event.call and is_time and re.search(pattern, path):

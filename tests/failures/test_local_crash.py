@@ -1,0 +1,150 @@
+"""Killed at each event of a local save, or of a shared one beside local ones: at most the local
+interval is lost, and the end is the same.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import flip
+from tests.support.train_runs import batches, flags, rows, train, unequal
+from titanlite import exit_codes
+from titanlite.tools.drill.faults import LOCAL_EVENTS, PUBLISHED, SAVE_EVENTS, Fault
+
+RANKS = 2
+SHARED = 4
+#: The new local save is there at these events of the rank that is killed.
+DONE = ("local published", "local prune")
+
+
+def _arguments(folder: Path, *more: str) -> list[str]:
+    return flags(
+        folder / "run",
+        f"--checkpoint.interval={SHARED}",
+        f"--checkpoint.local_folder={folder}/node-{{local_rank}}",
+        "--checkpoint.local_interval=1",
+        *more,
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a fault and without local saves."""
+    folder = tmp_path_factory.mktemp("straight")
+    more = f"--checkpoint.interval={SHARED}"
+    codes, text = train(flags(folder / "run", more), RANKS, folder / "console")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    return folder
+
+
+def _same(folder: Path, straight: Path) -> None:
+    run, other = folder / "run", straight / "run"
+    assert rows(run) == rows(other), "each step once, with the numbers of the run without a fault"
+    assert batches(run, RANKS) == batches(other, RANKS), "no sequence left out, none twice"
+    assert unequal(run, other) == []
+
+
+def _resumed(text: str) -> int:
+    (step,) = re.findall(r"resumed from step (\d+)", text)
+    return int(step)
+
+
+LOCAL = [
+    *(("disabled", event, 0) for event in LOCAL_EVENTS),
+    ("disabled", "local part half", 1),
+    ("disabled", "local publish", 1),
+    *(
+        pytest.param("async", event, rank, marks=pytest.mark.soak)
+        for event, rank in [("local part half", 1), ("local publish", 0), ("local prune", 1)]
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "event", "rank"), LOCAL)
+def test_killed_in_a_local_save(
+    tmp_path: Path, straight: Path, mode: str, event: str, rank: int
+) -> None:
+    struck = 7
+    arguments = _arguments(tmp_path, f"--checkpoint.async_mode={mode}")
+    fault = Fault("kill", event, struck, rank)
+    codes, text = train(arguments, RANKS, tmp_path / "killed", fault)
+    assert codes[rank] == -signal.SIGKILL, text
+    codes, text = train(arguments, RANKS, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    step = _resumed(text)
+    if event in DONE:
+        assert step == struck
+    else:
+        # The other rank may have published: then all parts are there.
+        assert step in (struck - 1, struck)
+    assert f"the local save of step {step} is taken" in text
+    _same(tmp_path, straight)
+    left = {path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")}
+    assert left == {"step-6", "step-7"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "event",
+    [
+        "shard half",
+        "publish",
+        "published",
+        *(
+            pytest.param(event, marks=pytest.mark.soak)
+            for event in SAVE_EVENTS
+            if not event.startswith("prune") and event not in ("shard half", "publish", "published")
+        ),
+    ],
+)
+def test_killed_in_a_shared_save_beside_local_ones(
+    tmp_path: Path, straight: Path, event: str
+) -> None:
+    arguments = _arguments(tmp_path)
+    codes, text = train(arguments, RANKS, tmp_path / "killed", Fault("kill", event, SHARED))
+    assert codes[0] == -signal.SIGKILL, text
+    codes, text = train(arguments, RANKS, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    taken = SHARED if event in PUBLISHED else SHARED - 1
+    assert _resumed(text) == taken
+    kind = "shared checkpoint" if event in PUBLISHED else "local save"
+    assert f"the {kind} of step {taken} is taken" in text
+    _same(tmp_path, straight)
+
+
+@pytest.mark.slow
+def test_a_kill_and_a_flipped_bit_cost_two_local_intervals(tmp_path: Path, straight: Path) -> None:
+    arguments = _arguments(tmp_path)
+    train(arguments, RANKS, tmp_path / "killed", Fault("kill", "step", 8, 1))
+    (part,) = tmp_path.glob("node-1/run-*/rank-1/step-7/*.safetensors")
+    flip(part)
+    codes, text = train(arguments, RANKS, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    assert _resumed(text) == 6
+    assert "has changed since it was written" in text
+    _same(tmp_path, straight)
+
+
+@pytest.mark.slow
+def test_a_stop_by_a_signal_writes_a_shared_checkpoint(tmp_path: Path, straight: Path) -> None:
+    arguments = _arguments(tmp_path)
+    codes, text = train(arguments, RANKS, tmp_path / "stopped", Fault("term", "step", 6, 0))
+    assert codes == [exit_codes.PREEMPTED] * RANKS, text
+    codes, text = train(arguments, RANKS, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    assert re.search(r"the shared checkpoint of step [67] is taken", text)
+    _same(tmp_path, straight)
+
+
+@pytest.mark.slow
+def test_a_rollback_takes_the_newest_local_save_and_drops_none_before(tmp_path: Path) -> None:
+    arguments = _arguments(tmp_path, "--guard.policy=rollback")
+    codes, text = train(arguments, RANKS, tmp_path / "console", Fault("nan", "step", 7, 1))
+    assert codes == [exit_codes.DONE] * RANKS, text
+    assert "Rolled back to the checkpoint of step 6" in text
+    assert "the local save of step 6 is taken" in text

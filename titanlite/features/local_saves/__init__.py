@@ -1,0 +1,72 @@
+"""Local saves: on each node's own disk or in its memory, more often than shared checkpoints.
+
+    checks.py    other keys
+    name.py      the folder of a run
+    folder.py    names, listing, publishing and deletion on one node; no torch
+    part.py      one rank's tensors in a safetensors file
+    write.py     one local save, on all ranks
+    survey.py    which local saves there are, seen from all ranks
+    collect.py   each rank gets its part: its own, or a copy from another rank
+    load.py      the choice between the two tiers, and the load
+    manager.py   a `Checkpointer` with both
+
+The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds:
+
+    local_folder/RUN/rank-R/step-N/ID.safetensors, generators.bin, manifest.json
+
+The manifest is the same on all ranks, has the hash of each rank's part, and comes last, when all
+parts are there. So a single manifest proves a whole save. Two parts with the same hash are the same
+part: replicas of HSDP find each other by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from titanlite.features.feature import Feature
+from titanlite.features.local_saves import checks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.rules import Finding
+    from titanlite.config.sections import Checkpoint
+    from titanlite.features.local_saves.manager import TieredCheckpointer
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.start.report import Row, Setup
+
+
+class LocalSaves(Feature):
+    """Saves to each node's own disk or memory."""
+
+    key = checks.KEY
+
+    def __init__(self, section: Checkpoint) -> None:
+        self.section = section
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        return checks.findings(config.sections.checkpoint)
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        section = self.section
+        yield (
+            "local saves",
+            f"every {section.local_interval} steps in {section.local_folder} of each node, "
+            f"{section.local_keep_latest_k} kept",
+        )
+
+    # The checkpoints: `titanlite.start.saves` calls these
+
+    def checkpointer(self) -> type[TieredCheckpointer]:
+        """Return the class that saves and resumes with both."""
+        from titanlite.features.local_saves.manager import TieredCheckpointer
+
+        return TieredCheckpointer
+
+    def after_step(self, saver: Any) -> Callable[[Any], object]:
+        """Return what to call after each step without a shared save."""
+        from titanlite.features.local_saves.manager import LocalSchedule
+
+        return LocalSchedule(saver)

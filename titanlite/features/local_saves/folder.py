@@ -1,0 +1,193 @@
+"""The local saves of one run on one node. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.manifest import FILE, Manifest, parse_manifest, step_of
+from titanlite.checkpoint.paths import sync_folder, write_new
+from titanlite.checkpoint.retention import quarantine
+
+#: Random generators of all ranks, [ranks, bytes].
+GENERATORS = "generators.bin"
+#: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors}.
+ABOUT = "local_save"
+_RANK = re.compile(r"rank-(\d+)")
+_ID = re.compile(r"[0-9a-f]{16}")
+_ASIDE = re.compile(r"step-\d+\.invalid-\d+")
+#: Damaged saves of a rank that stay for people; a folder in memory has room for few.
+_ASIDES = 1
+
+
+class Seen(NamedTuple):
+    """One rank's part of a local save, as it lies on this node."""
+
+    owner: int
+    #: Of the save, the same on all ranks.
+    save: str
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """What this node holds of a run. root: `local_folder/RUN`."""
+
+    root: Path
+    rank: int
+
+    @property
+    def mine(self) -> Path:
+        """The folder of this rank."""
+        return self.root / f"rank-{self.rank}"
+
+    def step(self, step: int) -> Path:
+        """Return the folder of this rank's part of the save of `step`."""
+        return self.mine / f"step-{step}"
+
+    def seen(self) -> tuple[list[Seen], list[str]]:
+        """Return all parts with a good manifest on this node, and what is wrong with others.
+
+        A part without a manifest is of a save that was cut short, or was never told to be whole.
+        """
+        found = []
+        problems = []
+        for folder, owner in self._steps():
+            if not (folder / FILE).is_file():
+                continue
+            try:
+                manifest = parse_manifest(folder)
+                found.append(Seen(owner, id_of(manifest, folder), folder, manifest))
+            except CheckpointError as error:
+                problems.append(str(error))
+        return found, problems
+
+    def parts_of(self, manifest: Manifest) -> list[int]:
+        """Return the ranks whose parts of a save are on this node with the right length, whether
+        or not their manifests are.
+        """
+        found = []
+        for folder, owner in self._steps():
+            name = part_name(owner)
+            if step_of(folder) != manifest.step or name not in manifest.files:
+                continue
+            with contextlib.suppress(OSError):
+                size = part_path(folder, id_of(manifest, folder)).stat().st_size
+                if size == manifest.files[name]:
+                    found.append(owner)
+        return sorted(found)
+
+    def path_of(self, owner: int, manifest: Manifest) -> Path:
+        """Return the part of a rank, as it lies on this node."""
+        folder = self.root / f"rank-{owner}" / f"step-{manifest.step}"
+        return part_path(folder, id_of(manifest, folder))
+
+    def begin(self, step: int) -> Path:
+        """Return the empty folder of this rank's part of a save. What had its place goes."""
+        folder = self.step(step)
+        remove(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    def publish(self, step: int, content: bytes) -> None:
+        """Write the manifest of this rank's part. One that is there stays."""
+        folder = self.step(step)
+        with contextlib.suppress(FileExistsError):
+            write_new(folder / FILE, content)
+        sync_folder(folder.parent)
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest saves on this node, by the time of the save.
+
+        Ranks of a node do it together: all come to the same answer.
+        """
+        seen, _ = self.seen()
+        ages = sorted({(one.manifest.created, one.save) for one in seen}, reverse=True)
+        stay = {save for _, save in ages[:keep]}
+        for one in seen:
+            if one.save not in stay:
+                remove(one.folder)
+        asides = sorted(self._asides(), key=lambda path: path.stat().st_mtime)
+        for path in asides[:-_ASIDES]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete what killed saves have left of this rank."""
+        for folder, owner in self._steps():
+            if owner == self.rank and not (folder / FILE).is_file():
+                remove(folder)
+
+    def set_newer_aside(self, created: float, reason: str) -> None:
+        """Set this rank's parts aside that were saved after a time."""
+        for one in self._newer(created):
+            if one.owner == self.rank:
+                quarantine(one.folder, reason)
+
+    def remove_newer(self, created: float) -> None:
+        """Delete what `set_newer_aside` has left on all ranks: of ranks that this node had."""
+        for one in self._newer(created):
+            remove(one.folder)
+
+    def _newer(self, created: float) -> list[Seen]:
+        return [one for one in self.seen()[0] if one.manifest.created > created]
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Keep this rank's damaged part of a save for people."""
+        with contextlib.suppress(OSError):
+            quarantine(self.step(step), reason)
+
+    def _steps(self) -> Iterator[tuple[Path, int]]:
+        """Yield each folder `rank-R/step-N` with R."""
+        for rank in _folders(self.root):
+            owner = _RANK.fullmatch(rank.name)
+            if owner is None:
+                continue
+            for folder in _folders(rank):
+                if step_of(folder) is not None:
+                    yield folder, int(owner[1])
+
+    def _asides(self) -> list[Path]:
+        return [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's part in the manifest's lists of files and hashes."""
+    return f"rank-{rank}"
+
+
+def part_path(folder: Path, save: str) -> Path:
+    """Return the file with a rank's tensors. Its name tells the save, so that what another save of
+    the step has left is never taken for a part of this one.
+    """
+    return folder / f"{save}.safetensors"
+
+
+def id_of(manifest: Manifest, folder: Path) -> str:
+    """Return the id of a local save. Raises CheckpointError where there is none."""
+    about = manifest.train.get(ABOUT)
+    save = about.get("save") if isinstance(about, dict) else None
+    if not isinstance(save, str) or not _ID.fullmatch(save):
+        raise CheckpointError(f"{folder / FILE} is not of a local save")
+    return save
+
+
+def remove(folder: Path) -> None:
+    """Delete a part of a save, the manifest first; another rank of the node may be faster."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(folder / FILE)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

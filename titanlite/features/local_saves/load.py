@@ -1,0 +1,203 @@
+"""The choice between local and shared saves, and the load of either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.checkpoint.choice import Candidate, Chooser
+from titanlite.checkpoint.load import Loader
+from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.manifest import Found, Manifest, digest_of, step_folder
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.selection import Selection
+from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank
+from titanlite.features.local_saves.collect import Collector
+from titanlite.features.local_saves.folder import ABOUT, LocalFolder
+from titanlite.features.local_saves.part import layout, local_of, read_part
+from titanlite.features.local_saves.survey import Offer, survey
+from titanlite.utils import logger
+
+
+@dataclass
+class TieredChooser(Chooser):
+    """Chooses the newer one of both tiers, by the time of the save."""
+
+    #: Local saves that may be complete, newest first.
+    offers: list[Offer] = field(default_factory=list)
+    #: Why others are none.
+    notes: list[str] = field(default_factory=list)
+    #: Why local saves have been rejected, by their id.
+    rejected: dict[str, str] = field(default_factory=dict)
+    local_root: Path = Path()
+
+    def newest(self) -> Found:
+        """Return the newest checkpoint of both tiers that is not known to be bad."""
+        shared = super().newest()
+        passed = [*self.notes, *self.rejected.values(), *shared.passed]
+        local = self._newest_offer()
+        if local is None and shared.manifest is None:
+            return self._nothing(shared, passed)
+        newer = -math.inf if shared.manifest is None else shared.manifest.created
+        if local is None or local.manifest.created <= newer:
+            return Found(shared.manifest, passed)
+        return Found(local.manifest, passed)
+
+    def _nothing(self, shared: Found, passed: list[str]) -> Found:
+        """Return that there is no checkpoint.
+
+        Local saves alone that cannot be used do not keep a run from its beginning: no shared one
+        was due yet.
+        """
+        if shared.passed or self.config.start == "resume":
+            return Found(None, passed)
+        for line in passed:
+            logger.warning(line)
+        return shared
+
+    def folder_of(self, manifest: Manifest) -> AnyPath:
+        if ABOUT not in manifest.train:
+            return super().folder_of(manifest)
+        return step_folder(self.local_root, manifest.step)
+
+    def offer_of(self, manifest: Manifest) -> Offer | None:
+        """Return the local save of a manifest; None for a shared one."""
+        if ABOUT not in manifest.train:
+            return None
+        save = manifest.train[ABOUT]["save"]
+        return next((offer for offer in self.offers if offer.save == save), None)
+
+    def _newest_offer(self) -> Offer | None:
+        return next((one for one in self.offers if one.save not in self.rejected), None)
+
+    def judge_own(
+        self, manifest: Manifest, passed: Sequence[str], expected: Mapping[str, Any]
+    ) -> Candidate:
+        candidate = super().judge_own(manifest, passed, expected)
+        shared = super().newest().manifest
+        if ABOUT in manifest.train:
+            other = "there is no shared checkpoint"
+            if shared is not None:
+                other = f"the newest shared checkpoint is of step {shared.step}"
+            candidate.notices.append(f"the local save of step {manifest.step} is taken: {other}")
+        elif self.config.load_step == -1:
+            local = self._newest_offer()
+            other = "no whole local save is newer"
+            if local is not None:
+                other = f"the newest local save is of step {local.manifest.step}"
+            candidate.notices.append(
+                f"the shared checkpoint of step {manifest.step} is taken: {other}"
+            )
+        return candidate
+
+
+class LocalReader:
+    """Reads this rank's part of a local save."""
+
+    def __init__(self, folder: AnyPath, manifest: Manifest, collector: Collector) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.collector = collector
+
+    def read(self, state: Tensors, rank: int) -> None:
+        """Fill this rank's part of tensors. Raises CheckpointError."""
+        tensors = {name: tensor for name, tensor in state.items() if name != RNG}
+        read_part(self.collector.path, tensors)
+        if RNG in state:
+            row = local_of(state[RNG])
+            content = bytearray(self.collector.generators)
+            rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row.numel())
+            row.copy_(rows[rank : rank + 1])
+
+
+class TieredLoader(Loader):
+    """Loads from both tiers."""
+
+    chooser: TieredChooser
+
+    def __init__(self, base: Loader, folder: LocalFolder, group: dist.ProcessGroup | None) -> None:
+        super().__init__(
+            base.config,
+            base.world,
+            base.chooser.fingerprints,
+            base.chooser.run_config,
+            base.averages,
+            base.frozen,
+        )
+        self.chooser = TieredChooser(
+            base.config, base.chooser.fingerprints, base.chooser.run_config, local_root=folder.mine
+        )
+        self._folder = folder
+        self._group = group
+        #: Hash of where the tensors of all ranks lie.
+        self.layout = ""
+        #: The checkpoint that was loaded last, and what read it.
+        self.taken: Any = None
+        self.reader: Any = None
+
+    def _load(
+        self,
+        choose: Callable[[], Candidate | None],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> LoadedState | None:
+        self.look(model)
+        return super()._load(choose, model, optimizer)
+
+    def look(self, model: nn.Module) -> None:
+        """Learn which local saves there are. All ranks call it together."""
+        places: list[Any] = [""] * self.world.size
+        dist.all_gather_object(places, digest_of(layout(gather(model)).encode()), self._group)
+        self.layout = digest_of("\n".join(places).encode())
+        found = survey(self._folder, self.layout, self.world, self._group)
+        self.chooser.offers = found.offers
+        self.chooser.notes = found.notes
+
+    def _reader(self, candidate: Candidate) -> Any:
+        self.reader = self._new_reader(candidate)
+        return self.reader
+
+    def _new_reader(self, candidate: Candidate) -> Any:
+        offer = self.chooser.offer_of(candidate.manifest)
+        if offer is None or candidate.origin == "from":
+            return super()._reader(candidate)
+        by_hash = self.config.verify == "hash"
+        collector = Collector(
+            offer, self._folder, self.world, self._group, by_hash, candidate.notices
+        )
+        return LocalReader(candidate.folder, candidate.manifest, collector)
+
+    def _compare(self, reader: Any) -> str | None:
+        if not isinstance(reader, LocalReader):
+            return super()._compare(reader)
+        return reader.collector.collect()
+
+    def _fill(self, reader: Any, state: Tensors) -> None:
+        if isinstance(reader, LocalReader):
+            on_each_rank(lambda: reader.read(state, self.world.rank), self.checked_group())
+        else:
+            super()._fill(reader, state)
+
+    def checked_group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "closed"
+        return self._group
+
+    def _result(
+        self, candidate: Candidate, left_out: frozenset[str], selection: Selection
+    ) -> LoadedState:
+        self.taken = candidate
+        return super()._result(candidate, left_out, selection)
+
+    def _reject(self, candidate: Candidate, problem: str) -> None:
+        offer = self.chooser.offer_of(candidate.manifest)
+        if offer is None or candidate.origin == "from":
+            super()._reject(candidate, problem)
+        else:
+            self.chooser.rejected[offer.save] = problem

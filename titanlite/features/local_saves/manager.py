@@ -1,0 +1,255 @@
+"""A `Checkpointer` that also saves to each node's own disk or memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.manager import Checkpointer, Save, async_save
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.storage import describe, on_each_rank
+from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
+from titanlite.features.local_saves.load import LocalReader, TieredLoader
+from titanlite.features.local_saves.name import local_root
+from titanlite.features.local_saves.write import LocalWriter
+from titanlite.utils import human_time, logger
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
+
+#: The least difference in time between two saves, where a clock went back.
+_TICK = 1e-3
+
+
+class TieredCheckpointer(Checkpointer):
+    """Saves and resumes one run, from its shared folder and from `config.local_folder`.
+
+    All ranks make one and make the same calls. Raises CheckpointError, on all ranks, where a rank
+    cannot write to the local folder.
+    """
+
+    _loader: TieredLoader
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        root = local_root(self.config, self._world, self._group)
+        self.local = LocalFolder(root, self._world.rank)
+        self._loader = TieredLoader(self._loader, self.local, self._group)
+        self._bad = self._loader.bad
+        self._local_async = async_save(self.config, self._world)
+        self._local_hook: RemovableHandle | None = None
+        #: No save gets an earlier time than this.
+        self._clock = 0.0
+
+    # Loading
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        expected: Mapping[str, Any] | None = None,
+    ) -> LoadedState | None:
+        loaded = super().load(model, optimizer, expected)
+        self._settle(loaded)
+        return loaded
+
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        suspect: Callable[[int], str] | None = None,
+    ) -> LoadedState:
+        self._await_local()
+        self._loader.look(model)
+        local = self._on_rank_0(lambda: self._newest_local(suspect))
+        if local is None:
+            loaded = super().load_newest(model, optimizer, suspect)
+        elif not local[1]:
+            loaded = super().load_newest(model, optimizer)
+        else:
+            loaded = self._load_without(local, model, optimizer)
+        self._settle(loaded)
+        return loaded
+
+    def _newest_local(self, suspect: Callable[[int], str] | None) -> tuple[str, str] | None:
+        """On rank 0: return id of the newest checkpoint and why it must not be used ("": it may).
+
+        None: it is a shared one, or there is none.
+        """
+        newest = self._loader.chooser.newest().manifest
+        offer = None if newest is None else self._loader.chooser.offer_of(newest)
+        if offer is None:
+            return None
+        return offer.save, "" if suspect is None else suspect(offer.manifest.step)
+
+    def _load_without(
+        self, local: tuple[str, str], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> LoadedState:
+        """Load the newest one but a suspect; without another, the suspect after all."""
+        save, reason = local
+        rejected = self._loader.chooser.rejected
+        rejected[save] = reason
+        try:
+            loaded = self._loader.load_newest(model, optimizer)
+        except CheckpointError:
+            del rejected[save]
+            loaded = self._loader.load_newest(model, optimizer)
+        self._resumed = loaded.step
+        return loaded
+
+    def _settle(self, loaded: LoadedState | None) -> None:
+        """Let nothing newer than what was taken come back later, and complete what was taken.
+
+        Steps that a run goes on from an older save are trained again: their old saves are of a
+        past that this run no longer has.
+        """
+        manifest = None
+        created = -math.inf
+        reason = "the run began anew"
+        if loaded is not None and loaded.origin == "resume":
+            manifest = self._loader.taken.manifest
+            created = manifest.created
+            reason = f"the run went on from step {manifest.step}"
+        seen = [offer.manifest.created for offer in self._loader.chooser.offers]
+        self._clock = max([created, *seen, self._clock]) + _TICK
+        group = self._loader.checked_group()
+        if manifest is not None:
+            on_each_rank(lambda: self._complete(manifest), group)
+        on_each_rank(lambda: self.local.set_newer_aside(created, reason), group)
+        on_each_rank(lambda: self.local.remove_newer(created), group)
+        on_each_rank(self.local.clear, group)
+        # They are set aside.
+        self._loader.chooser.rejected.clear()
+        if manifest is not None:
+            on_each_rank(lambda: self.local.prune(self.config.local_keep_latest_k), group)
+
+    def _complete(self, manifest: Manifest) -> None:
+        """Give this rank's part of the save that was taken what it lacks, such as the manifest."""
+        reader = self._loader.reader
+        if not isinstance(reader, LocalReader):
+            return
+        folder = self.local.step(manifest.step)
+        if not part_path(folder, reader.collector.offer.save).is_file():
+            return
+        if not (folder / GENERATORS).is_file():
+            (folder / GENERATORS).write_bytes(reader.collector.generators)
+        self.local.publish(manifest.step, manifest.to_json().encode())
+
+    # Saving
+
+    def save_local(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train: dict[str, Any],
+        *,
+        proven: bool = True,
+    ) -> None:
+        """Write the local save of `step`; with `config.async_mode`, beside the next steps.
+
+        A failure is a warning, since a shared checkpoint follows. Raises WeightsError, on all
+        ranks, as `save` does.
+        """
+        assert self._group is not None, "closed"
+        self._await_local()
+        if not self._loader.layout:
+            # No load came before.
+            self._loader.look(model)
+        tensors = self._tensors_to_save(model, optimizer, None)
+        draft = self._draft(step, describe(tensors, model), train)
+        save = Save(self.local.step(step), tensors, {}, draft, proven)
+        config = self.config
+        writer = LocalWriter(
+            self._world,
+            self.local,
+            config.local_keep_latest_k,
+            config.verify_saves,
+            self._loader.layout,
+        )
+        saving = self._local_async
+        if saving is not None and saving.prepare(self._group):
+            if self._local_hook is not None:
+                self._local_hook.remove()
+            self._local_hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
+            saving.start(step, save.folder, partial(writer.write, save))
+            return
+        began = time.perf_counter()
+        problem = ""
+        try:
+            writer.write(save, lambda state: state, self._group)
+        except CheckpointError as error:
+            problem = str(error)
+        self._tell(step, problem, time.perf_counter() - began)
+
+    def poll_local(self) -> None:
+        """Log how local saves in the background ended. It neither waits nor communicates."""
+        while self._local_async is not None and (outcome := self._local_async.poll()):
+            self._tell(outcome.step, outcome.problem, outcome.seconds)
+
+    def _tell(self, step: int, problem: str, seconds: float) -> None:
+        if self._world.rank != 0:
+            return
+        if problem:
+            logger.warning(f"step {step}: no local save was written: {problem}")
+        else:
+            logger.info(f"local save of step {step} written in {human_time(seconds)}")
+
+    def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
+        draft = super()._draft(step, tensors, train)
+        # Both tiers are compared by time, which a clock may set back.
+        self._clock = max(draft.created, self._clock + _TICK)
+        return replace(draft, created=self._clock)
+
+    def await_copy(self) -> None:
+        super().await_copy()
+        if self._local_async is not None:
+            self._local_async.await_copy()
+            self._local_async.raise_bad()
+
+    def _await_local(self) -> None:
+        if self._local_async is not None:
+            self._local_async.wait()
+            self.poll_local()
+            self._local_async.raise_bad()
+
+    def wait(self) -> None:
+        self._await_local()
+        super().wait()
+
+    def close(self) -> None:
+        if self._local_async is not None:
+            self._local_async.close()
+        super().close()
+
+
+class LocalSchedule:
+    """Writes a local save after every so many steps that have no shared one."""
+
+    def __init__(self, saver: TieredCheckpointer) -> None:
+        self._saver = saver
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Save, if it is time. All ranks call it after each step without a shared save."""
+        self._saver.poll_local()
+        if trainer.step % self._saver.config.local_interval:
+            return
+        trainer.phase("save")
+        trainer.sync_guard()
+        self._saver.save_local(
+            trainer.step,
+            trainer.parts.model,
+            trainer.parts.optimizer,
+            trainer.train_state(),
+            proven=trainer.good_steps > 0,
+        )

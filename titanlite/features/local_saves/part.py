@@ -1,0 +1,155 @@
+"""One rank's tensors in a safetensors file: its shard of a sharded tensor, the whole of others.
+
+The bytes depend on content and place of the shards alone. Ranks that hold the same have the same
+file, and its hash tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.manifest import FAST_HASH, new_hash
+from titanlite.checkpoint.storage import Tensors, Written
+from titanlite.utils import parse_json
+
+#: safetensors' names of types.
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+#: A longer header is not read: safetensors' own limit.
+_LONGEST_HEADER = 100_000_000
+
+
+def write_part(path: Path, tensors: Tensors) -> Written:
+    """Write this rank's part of `tensors`, durably; return its bytes and its hash."""
+    digest = new_hash(FAST_HASH)
+    size = 0
+    with path.open("wb") as stream:
+        for block in _blocks(tensors):
+            digest.update(block)
+            size += memoryview(block).nbytes
+            stream.write(block)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return Written(size, f"{FAST_HASH}:{digest.hexdigest()}")
+
+
+def _blocks(tensors: Tensors) -> Any:
+    """Yield header and tensors as bytes."""
+    yield _header(tensors)
+    for name in sorted(tensors):
+        local = local_of(tensors[name]).detach().cpu().contiguous()
+        yield local.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(tensors: Tensors) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "layout": layout(tensors)}}
+    start = 0
+    for name in sorted(tensors):
+        local = local_of(tensors[name])
+        if local.dtype not in _TYPES:
+            raise CheckpointError(f"{name} is {local.dtype}, which a local save cannot hold")
+        end = start + local.numel() * local.element_size()
+        entries[name] = {
+            "dtype": _TYPES[local.dtype],
+            "shape": list(local.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_part(path: Path, tensors: Tensors) -> None:
+    """Fill this rank's part of `tensors` from a file, which may hold more.
+
+    Raises CheckpointError where the file lacks one, or holds another place of it.
+    """
+    with path.open("rb") as stream:
+        entries, begin = _read_header(path, stream)
+        places = _places(path, entries)
+        for name, tensor in tensors.items():
+            local = local_of(tensor)
+            wanted = [_TYPES.get(local.dtype), list(local.shape), place_of(tensor)]
+            entry = entries.get(name, {})
+            found = [entry.get("dtype"), entry.get("shape"), places.get(name)]
+            if found != wanted:
+                raise CheckpointError(f"{path}: {name} is {found} there, {wanted} here")
+            start = entry["data_offsets"][0]
+            data = torch.empty(local.numel() * local.element_size(), dtype=torch.uint8)
+            stream.seek(begin + start)
+            if data.numel() and stream.readinto(data.numpy().data) != data.numel():
+                raise CheckpointError(f"{path} ends within {name}")
+            with torch.no_grad():
+                local.copy_(data.view(local.dtype).reshape(local.shape))
+
+
+def _read_header(path: Path, stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    length = int.from_bytes(stream.read(8), "little")
+    if not 0 < length <= _LONGEST_HEADER:
+        raise CheckpointError(f"{path} is no part of a local save: its header has {length} bytes")
+    try:
+        entries = parse_json(stream.read(length))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no part of a local save: {error}") from None
+    return entries, 8 + length
+
+
+def _places(path: Path, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        places = parse_json(entries["__metadata__"]["layout"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not tell its layout: {error!r}") from None
+    assert isinstance(places, dict)
+    return places
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return where the local part of each tensor lies in the whole, as JSON."""
+    places = {name: place_of(tensor) for name, tensor in sorted(tensors.items())}
+    return json.dumps(places, separators=(",", ":"))
+
+
+def place_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the whole shape of a tensor, and this rank's place in it.
+
+    Replicas have the same place.
+    """
+    if not isinstance(tensor, DTensor):
+        return [list(tensor.shape)]
+    mesh = tensor.device_mesh
+    where = mesh.get_coordinate() or ()
+    cuts = []
+    for dimension, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            cuts.append(f"{placement} {where[dimension]}/{mesh.size(dimension)}")
+    return [list(tensor.shape), *cuts]
+
+
+def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes that this rank's part takes, without its header."""
+    parts = map(local_of, tensors.values())
+    return sum(part.numel() * part.element_size() for part in parts)

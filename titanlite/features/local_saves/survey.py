@@ -1,0 +1,93 @@
+"""Which local saves there are, seen from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.utils import counted
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A local save of which at least one rank has the manifest."""
+
+    save: str
+    manifest: Manifest
+    #: Rank → the ranks whose parts it finds on its node with the right length.
+    parts: tuple[tuple[int, ...], ...]
+
+
+class Survey(NamedTuple):
+    """What all ranks found, the same on each of them."""
+
+    #: Newest first, by the time of the save.
+    offers: list[Offer]
+    #: Why others cannot be taken.
+    notes: list[str]
+
+
+def survey(
+    folder: LocalFolder, layout: str, world: DistEnv, group: dist.ProcessGroup | None
+) -> Survey:
+    """Look for local saves on all nodes. All ranks call it together.
+
+    layout: hash of where all ranks' tensors lie now.
+    """
+    seen, problems = folder.seen()
+    mine = {one.save: one.manifest for one in seen}
+    manifests, notes = _manifests(mine, problems, world, group)
+    offers = []
+    ordered = sorted(manifests.items(), key=lambda pair: (pair[1].created, pair[0]), reverse=True)
+    for save, manifest in ordered:
+        reason = _of_another_layout(manifest, layout, world)
+        if reason:
+            notes.append(f"the local save of step {manifest.step} is passed over: {reason}")
+            continue
+        parts: list[Any] = [()] * world.size
+        dist.all_gather_object(parts, tuple(folder.parts_of(manifest)), group)
+        offers.append(Offer(save, manifest, tuple(parts)))
+    return Survey(offers, notes)
+
+
+def _manifests(
+    mine: Mapping[str, Manifest],
+    problems: list[str],
+    world: DistEnv,
+    group: dist.ProcessGroup | None,
+) -> tuple[dict[str, Manifest], list[str]]:
+    """Return the manifests that any rank has, by the id of the save, and what is wrong with others.
+
+    Each is sent once, by the first rank that has it.
+    """
+    known: list[Any] = [None] * world.size
+    dist.all_gather_object(known, (sorted(mine), problems), group)
+    manifests: dict[str, Manifest] = {}
+    for rank, (saves, _) in enumerate(known):
+        sent: list[Any] = [None]
+        if rank == world.rank:
+            sent = [{save: mine[save] for save in saves if save not in manifests}]
+        if any(save not in manifests for save in saves):
+            dist.broadcast_object_list(sent, src=rank, group=group)
+            manifests.update(sent[0])
+    told = {problem for _, faults in known for problem in faults}
+    return manifests, [f"passed over: {problem}" for problem in sorted(told)]
+
+
+def _of_another_layout(manifest: Manifest, layout: str, world: DistEnv) -> str:
+    if manifest.world_size != world.size:
+        ranks = counted(manifest.world_size, "ranks")
+        return f"it has the parts of {ranks}, and this run has {world.size}"
+    names = {GENERATORS, *map(part_name, range(world.size))}
+    if names != manifest.hashes.keys():
+        return "its manifest does not list the parts of all ranks"
+    about = manifest.train[ABOUT]
+    if about.get("layout") != layout:
+        return "other degrees divided its tensors: the shared checkpoints fit any"
+    return ""

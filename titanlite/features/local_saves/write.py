@@ -1,0 +1,139 @@
+"""One local save, on all ranks together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.async_save import Copy
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.manager import Save, check_finite
+from titanlite.checkpoint.manifest import FAST_HASH, Manifest, digest_of, file_digest
+from titanlite.checkpoint.storage import RNG, Tensors, Written, on_each_rank, on_rank_0
+from titanlite.features.local_saves.folder import (
+    ABOUT,
+    GENERATORS,
+    LocalFolder,
+    part_name,
+    part_path,
+    remove,
+)
+from titanlite.features.local_saves.part import bytes_of, local_of, write_part
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.utils import human_bytes
+
+#: Beside a part: manifest and generators.
+_SMALL_FILES = 16 << 20
+
+
+@dataclass(frozen=True)
+class LocalWriter:
+    """Writes local saves. All ranks make one and call it together.
+
+    keep: saves that stay on a node. read_back: compare each file with its hash after the write.
+    layout: hash of where all ranks' tensors lie.
+    """
+
+    world: DistEnv
+    folder: LocalFolder
+    keep: int
+    read_back: bool
+    layout: str
+
+    def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
+        """Write the parts of all ranks, then the manifest beside each.
+
+        Raises WeightsError, on all ranks, for a value that is not finite. Raises CheckpointError,
+        on all ranks, where one of them fails: then no rank has a new manifest, or all parts are
+        there.
+        """
+        check_finite(save, group)
+        state = on_each_rank(lambda: copy(save.tensors), group)
+        step = save.draft.step
+        identity = on_rank_0(self.world, lambda: uuid.uuid4().hex[:16], group)
+        rows = state[RNG]
+        state = {name: tensor for name, tensor in state.items() if name != RNG}
+        self._check_space(state, group)
+        try:
+            written = on_each_rank(lambda: self._write_part(step, identity, state), group)
+            parts = self._exchange(written, local_of(rows), group)
+            generators = b"".join(row for _, row in parts)
+            files = [file for file, _ in parts]
+            about = {"save": identity, "layout": self.layout}
+            manifest = _manifest(save.draft, about, files, generators)
+            content = on_rank_0(self.world, lambda: manifest.to_json().encode(), group)
+            on_each_rank(lambda: self._finish_part(step, identity, written, generators), group)
+        except CheckpointError:
+            # All ranks know of it. Where a rank is lost, others may have gone on to publish: the
+            # next start decides.
+            remove(self.folder.step(step))
+            raise
+        # Each part is whole: from the first manifest on this is a save.
+        on_each_rank(lambda: self.folder.publish(step, content), group)
+        if save.proven:
+            on_each_rank(lambda: self.folder.prune(self.keep), group)
+
+    def _check_space(self, state: Tensors, group: dist.ProcessGroup) -> None:
+        """Raise CheckpointError, on all ranks, where a node has too little space for its parts."""
+        self.folder.mine.mkdir(parents=True, exist_ok=True)
+        need = bytes_of(state) + _SMALL_FILES
+        where = (socket.gethostname(), os.stat(self.folder.root).st_dev)
+        needs: list[Any] = [None] * self.world.size
+        dist.all_gather_object(needs, (where, need), group)
+        total = sum(bytes_needed for place, bytes_needed in needs if place == where)
+        free = shutil.disk_usage(self.folder.root).free
+
+        def check() -> None:
+            if free < total:
+                raise CheckpointError(
+                    f"{self.folder.root} has {human_bytes(free)} free, and the parts of this node "
+                    f"take {human_bytes(total)}: free space, or lower "
+                    "checkpoint.local_keep_latest_k"
+                )
+
+        on_each_rank(check, group)
+
+    def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
+        folder = self.folder.begin(step)
+        return write_part(part_path(folder, identity), state)
+
+    def _exchange(
+        self, written: Written, row: torch.Tensor, group: dist.ProcessGroup
+    ) -> list[tuple[Written, bytes]]:
+        """Return size and hash of each rank's part, and its random generators."""
+        mine = (written, row.numpy().tobytes())
+        parts: list[Any] = [None] * self.world.size
+        dist.all_gather_object(parts, mine, group)
+        return parts
+
+    def _finish_part(self, step: int, identity: str, written: Written, generators: bytes) -> None:
+        """Write the generators, and read back what this rank has written."""
+        folder = self.folder.step(step)
+        with (folder / GENERATORS).open("wb") as stream:
+            stream.write(generators)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not self.read_back:
+            return
+        path = part_path(folder, identity)
+        found = file_digest(path, FAST_HASH)
+        if found != written.digest or (folder / GENERATORS).read_bytes() != generators:
+            raise CheckpointError(f"what was written could not be read back: {path} has changed")
+
+
+def _manifest(
+    draft: Manifest, about: dict[str, str], parts: list[Written], generators: bytes
+) -> Manifest:
+    files = {GENERATORS: len(generators)}
+    hashes = {GENERATORS: digest_of(generators)}
+    for rank, part in enumerate(parts):
+        files[part_name(rank)] = part.size
+        hashes[part_name(rank)] = part.digest
+    return replace(draft, train={**draft.train, ABOUT: about}, files=files, hashes=hashes)
