@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
     path: list[str]
     handlers: int
     level: int
-    drawn: tuple[float, float]
+    drawn: tuple[float, float, float]
     dtype: torch.dtype
     device: torch.device
     precision: str
@@ -72,7 +73,7 @@ def look(world: DistEnv) -> Seen:
         list(sys.path),
         len(logger.handlers),
         logger.level,
-        (random.random(), torch.rand(1).item()),
+        (random.random(), np.random.rand(), torch.rand(1).item()),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.get_float32_matmul_precision(),
@@ -95,6 +96,7 @@ def change(world: DistEnv) -> Seen:
     logger.addHandler(logging.NullHandler())
     logger.setLevel(logging.CRITICAL)
     random.seed(7)
+    np.random.seed(7)
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")

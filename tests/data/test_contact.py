@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.registry import _registry
 from huggingface_hub import constants
 
 from tests.support.hub_server import HubServer
@@ -31,6 +34,7 @@ from titanlite.tools import cli
 pytest.importorskip("aiohttp")
 
 TOKENIZER = load_tokenizer()
+AZURE = ("az", "abfs", "abfss")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
@@ -41,10 +45,32 @@ def no_contact_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+class _Google(AbstractFileSystem):  # type: ignore[misc]
+    """Stands in for gcsfs, whose file system looks for a login for long."""
+
+    def __init__(self, **_: object) -> None:
+        pytest.fail("it is not made before the server was reached")
+
+
+class _Azure(AbstractFileSystem):  # type: ignore[misc]
+    """Stands in for adlfs, whose client knows the address of the account."""
+
+    address = ""
+
+    @property
+    def service_client(self) -> Any:
+        return SimpleNamespace(url=f"{self.address}/account/")
+
+
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a port that refuses, which is the hub's and the object store's, too."""
+    """The address of a port that refuses, which is the hub's and all object stores', too."""
     address = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(_Azure, "address", address)
+    stores = {**dict.fromkeys(("gs", "gcs"), _Google), **dict.fromkeys(AZURE, _Azure)}
+    for scheme, store in stores.items():
+        monkeypatch.setitem(_registry, scheme, store)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address.removeprefix("http://"))
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -96,6 +122,11 @@ def refused(training: Training, data: Data | None = None, validation: Any = None
         ({"dataset_path": "{}/a.jsonl?sig=secret"}, "training.dataset_path: {}", "{}/a.jsonl"),
         ({"dataset_path": "{}/folder/"}, "training.dataset_path: {}", "{}/folder/"),
         ({"dataset_path": "s3://b/a"}, "training.dataset_path: s3://b/a", "s3://b/a"),
+        ({"dataset_path": "gs://b/a"}, "training.dataset_path: gs://b/a", "gs://b/a"),
+        ({"dataset_path": "gcs://b/a"}, "training.dataset_path: gcs://b/a", "gcs://b/a"),
+        ({"dataset_path": "az://b/a"}, "training.dataset_path: az://b/a", "az://b/a"),
+        ({"dataset_path": "abfs://b/a"}, "training.dataset_path: abfs://b/a", "abfs://b/a"),
+        ({"dataset_path": "abfss://b/a"}, "training.dataset_path: abfss://b/a", "abfss://b/a"),
         (
             {"dataset_path": "hf://datasets/me/small/*.jsonl"},
             "training.dataset_path: hf://datasets/me/small/*.jsonl cannot be read: ",

@@ -177,8 +177,12 @@ def test_bad_files_behind_urls_are_named(server: HubServer, tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"files/b.bin, token 1 \(from 0\)") as error:
         built(f"{server.url}/files/b.bin?signature=secret")
     assert "secret" not in str(error.value)
-    with pytest.raises(DataError, match="Megatron-LM's files are read from a local disk"):
-        built(f"{server.url}/files/c.idx") if write_raw(tmp_path / "files/c.idx", [1]) else None
+    write_raw(tmp_path / "files/c.idx", [1])
+    with pytest.raises(DataError, match="Megatron-LM's files are read from a local disk") as error:
+        built(f"{server.url}/files/c.idx?signature=secret")
+    assert f"titanlite data fetch {server.url}/files/c.idx --out FOLDER" in str(error.value)
+    assert str(error.value).endswith("each by its URL or both by that of their folder")
+    assert "secret" not in str(error.value)
 
 
 def test_several_threads_read_one_file(server: HubServer, tmp_path: Path) -> None:

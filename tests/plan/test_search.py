@@ -98,6 +98,26 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
             assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
 
 
+def test_a_run_in_phases_is_ranked_by_all_of_them(base: str) -> None:
+    """A short first phase of small steps, which would favour other settings, decides nothing."""
+    phases = "--data.phase=[{step=11, global_batch_size=32}]"
+    small = ["--training.global_batch_size=4", "--training.steps=100"]
+    argv = [f"--job.config_file={base}", *small]
+    found = search([*argv, phases], H100)
+    for candidate in (found.base, *found.ranked):
+        plan = make_plan(candidate.run, H100)
+        first, second = plan.legs
+        assert (first.steps, second.steps) == (10, 90)
+        assert plan.seconds is not None and candidate.run.tokens is not None
+        assert candidate.rate == pytest.approx(candidate.run.tokens / plan.seconds / 4)
+        assert candidate.speed == second.speed
+    assert [one.rate for one in found.ranked] != [
+        one.speed.tokens_per_second for one in found.ranked
+    ]
+    said = lines(found, Style(False))[0]
+    assert "speeds are means over all 2 phases, MFU is that of the longest" in said
+
+
 def test_losers_have_reasons(result: SearchResult) -> None:
     shipped = result.losers[0]
     assert shipped.candidate is result.base

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 
+import numpy as np
 import torch
 
 from titanlite.utils import logger
@@ -17,6 +18,9 @@ from titanlite.utils import logger
 
 class ProcessState:
     """The state when it is made, which `restore` puts back.
+
+    Whatever it was, `restore` switches garbage collection and gradients on, and deterministic
+    algorithms and the default device off.
 
     Dynamo forgets all that it compiled: it counts how many times it compiled a function, and gives
     up at a limit.
@@ -29,7 +33,7 @@ class ProcessState:
         self._path = list(sys.path)
         self._handlers = list(logger.handlers)
         self._level = logger.level
-        self._generators = (random.getstate(), torch.get_rng_state())
+        self._generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self._dtype = torch.get_default_dtype()
         self._precision = torch.get_float32_matmul_precision()
         self._threads = torch.get_num_threads()
@@ -47,8 +51,9 @@ class ProcessState:
         self._restore_torch()
 
     def _restore_torch(self) -> None:
-        of_python, of_torch = self._generators
+        of_python, of_numpy, of_torch = self._generators
         random.setstate(of_python)
+        np.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
         torch.set_default_dtype(self._dtype)
         torch.set_default_device(None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import os
 import re
 import shlex
 import socket
@@ -26,8 +27,9 @@ from titanlite.data.threads import Pool, ending
 #: Seconds for a server to be reached, and of the first wait between two tries.
 _SECONDS = 10.0
 _FIRST_WAIT = 1.0
-#: Ports of URLs that name none.
-_PORTS = {"http": 80, "https": 443}
+#: Ports of URLs that name none; the host of such a URL is the server.
+_PORTS = {"http": 80, "https": 443, "ftp": 21, "sftp": 22, "ssh": 22}
+_GOOGLE = "https://storage.googleapis.com"
 #: The servers that this process has reached, as https://host:port.
 _reached: set[str] = set()
 
@@ -96,10 +98,30 @@ def _server_of(url: str) -> str | None:
             return _address(constants.ENDPOINT)
         if scheme in ("s3", "s3a"):
             return _address(url_to_fs(url)[0].s3.meta.endpoint_url)
+        if scheme in ("gs", "gcs"):
+            return _address(_google(scheme))
+        if scheme in ("az", "abfs", "abfss"):
+            return _address(url_to_fs(url)[0].service_client.url)
     except Exception:
         # The URL or a login is not right, or a package is missing: the first request says so.
         return None
     return None
+
+
+def _google(scheme: str) -> str:
+    """Return where requests for Google's store go to.
+
+    Its file system is not made for that: without a network it looks for a login for long. Raises
+    ImportError.
+    """
+    from fsspec import config, get_filesystem_class
+
+    get_filesystem_class(scheme)
+    given = config.conf.get(scheme, {}).get("endpoint_url")
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+    if not given and emulator not in ("", "default"):
+        given = emulator if "://" in emulator else f"http://{emulator}"
+    return given or _GOOGLE
 
 
 def _scheme(url: str) -> str:

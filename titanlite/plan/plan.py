@@ -272,15 +272,21 @@ def _legs(
     trace: Callable[[RunConfig, int], RankMemory] | None,
 ) -> Iterator[Leg]:
     """Yield the plan of each leg. The arguments are those of `make_plan`."""
+    for first, steps in steps_of_legs(run):
+        steady = run.steady_at(first)
+        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
+        yield Leg(steady, first, steps, memory, predict(steady, cluster))
+
+
+def steps_of_legs(run: RunConfig) -> Iterator[tuple[int, int | None]]:
+    """Yield the first step of each leg and how many it has; None: the run's length is not known."""
     firsts = list(run.legs)
     ends = [first - 1 for first in firsts[1:]]
     for first, end in zip(firsts, [*ends, run.steps], strict=True):
-        steady = run.steady_at(first)
-        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
         steps = None
         if run.steps is not None and end is not None:
             steps = max(min(end, run.steps) - first + 1, 0)
-        yield Leg(steady, first, steps, memory, predict(steady, cluster))
+        yield first, steps
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
+from titanlite.data.contact import fetch_remedy
 from titanlite.data.foreign.cuts import Cut, find_cut
 from titanlite.data.foreign.find import Found, beside, find_tokens
 from titanlite.data.foreign.headers import DATATROVE, LLMC, NUMPY, Header, read_header
@@ -155,8 +156,9 @@ def _examine(place: Place, tokenizer: Tokenizer, vocab_size: int, keys: TokenKey
     if found.is_megatron:
         if is_url(place.path):
             raise DataError(
-                f"{place.key}: Megatron-LM's files are read from a local disk; copy "
-                f"{public_name(place.path)} first"
+                f"{place.key}: Megatron-LM's files are read from a local disk, and "
+                f"{public_name(place.path)} is a URL; {fetch_remedy(place.path, place.key)}. Fetch "
+                ".bin and .idx, each by its URL or both by that of their folder"
             )
         return _Examined(found.listing)
     facts = _all_facts(found, keys.patience)

@@ -61,7 +61,11 @@ def read_url(url: str) -> bytes:
     if reason:
         raise DataError(f"model.tokenizer_path: {url} {reason}")
     remedy = "copy the file on a machine with a network, and give its path"
-    reach(url, f"model.tokenizer_path: {public(url)} cannot be read", remedy)
+    # blobfile takes the account from the URL.
+    server = url
+    if scheme == "az":
+        server = f"https://{url.split('/')[2]}.blob.core.windows.net"
+    reach(server, f"model.tokenizer_path: {public(url)} cannot be read", remedy)
     try:
         if scheme in ("gs", "az"):
             import blobfile

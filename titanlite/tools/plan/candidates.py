@@ -20,16 +20,14 @@ class Candidate:
     #: Key → value, where it differs from the config, in the order of files.
     changes: Mapping[str, Any]
     run: RunConfig
+    #: Of a run in phases that of the one with the most tokens.
     speed: Speed
+    #: Tokens per second and GPU, of a run in phases the mean over all its steps.
+    rate: float
     #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed
     #: yet.
     needed: int = 0
     host: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second and GPU."""
-        return self.speed.tokens_per_second
 
     @property
     def order(self) -> tuple[float, int, int]:

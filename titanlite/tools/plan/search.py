@@ -24,8 +24,9 @@ from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.plan.plan import formula, host_memory
+from titanlite.plan.plan import formula, host_memory, steps_of_legs
 from titanlite.plan.speed import predict
+from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_loaded
 from titanlite.tools.plan.candidates import Candidate, Loser, SearchResult
 from titanlite.tools.plan.settings import (
@@ -121,7 +122,23 @@ class _Search:
 
     def base(self) -> Candidate:
         """Return the config as it is."""
-        return self.weighed(Candidate({}, self.run, predict(self.run, self.cluster)))
+        return self.weighed(self._predicted({}, self.run))
+
+    def _predicted(self, changes: Changes, run: RunConfig) -> Candidate:
+        """Return settings with their speed."""
+        legs = []
+        for first, steps in steps_of_legs(run):
+            steady = run.steady_at(first)
+            # Without a length all legs count as one step of theirs.
+            tokens = (1 if steps is None else steps) * steady.batch.tokens_per_step
+            if tokens:
+                legs.append((tokens, predict(steady, self.cluster)))
+        longest = max(legs, key=lambda leg: leg[0])
+        if len(legs) == 1:
+            return Candidate(changes, run, longest[1], longest[1].tokens_per_second)
+        total = sum(tokens for tokens, _ in legs)
+        seconds = sum(tokens / speed.tokens_per_second for tokens, speed in legs)
+        return Candidate(changes, run, longest[1], total / seconds)
 
     def candidate(self, changes: Mapping[str, Any]) -> Candidate | None:
         """Return the config with changes; None: it is not valid."""
@@ -140,8 +157,7 @@ class _Search:
             checked = check_loaded(
                 config, [], self.cluster.gpus, training=False, look_at_text=False
             )
-            run = checked[1]
-            return Candidate(changes, run, predict(run, self.cluster))
+            return self._predicted(changes, checked[1])
         except ConfigError:
             return None
 

@@ -106,10 +106,14 @@ def _head(result: SearchResult) -> str:
     batch = result.base.run.batch
     sequences = counted(batch.global_batch_size, "sequences")
     machines = counted(cluster.nodes, "machines")
-    return (
+    head = (
         f"{result.tried:,} settings for {sequences} of {batch.seq_len:,} tokens a step, "
         f"on {machines} with {cluster.gpus_per_node} {cluster.gpu.key}"
     )
+    phases = len(result.base.run.legs)
+    if phases == 1:
+        return head
+    return f"{head}; speeds are means over all {phases} phases, MFU is that of the longest"
 
 
 def _table(ranked: Sequence[Candidate], style: Style) -> str:
