@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import s3
 from tests.support.golden_run import MORE, STEPS, GoldenRun
 from tests.support.hub_server import HubServer
 from tests.support.processes import environment, python
@@ -29,6 +30,23 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], revision=sys.argv[2])
 with torch.no_grad():
     print(model(torch.tensor([[5, 6, 7]])).logits.double().sum().item())
+"""
+
+
+#: Pushes, while somebody else commits to the branch.
+RACE = """
+import sys
+from huggingface_hub import CommitOperationAdd, HfApi
+from titanlite.tools.cli import main
+from titanlite.tools.push import upload
+additions = upload._additions
+def overtaken(api, repository, branch, files):
+    mine = additions(api, repository, branch, files)
+    other = [CommitOperationAdd("theirs.txt", b"theirs")]
+    HfApi().create_commit(repository, other, commit_message="theirs", revision=branch)
+    return mine
+upload._additions = overtaken
+sys.exit(main(["push", *sys.argv[1:]]))
 """
 
 
@@ -74,7 +92,7 @@ def test_the_hub_holds_the_export_byte_for_byte_and_transformers_loads_it(
     assert commit["commit"] == uploads.repositories["ada/tiny"].branches["main"][-1].oid
     files = {file.name: file.read_bytes() for file in export.iterdir()}
     assert {name: branch[name] for name in files} == files
-    extra = {"README.md", "titanlite.toml", "loss.svg", ".gitattributes"}
+    extra = {"README.md", "train.toml", "loss.svg", ".gitattributes"}
     assert branch.keys() - files.keys() == extra
     env = variables(hub, home)
     sums = []
@@ -242,13 +260,54 @@ def test_weights_of_another_run_and_words_of_people_stay(
     assert "holds weights of another run (model.safetensors)" in said
 
 
+def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
+    golden: GoldenRun, hub: HubServer, home: Path
+) -> None:
+    run = golden.copy(home / "run", newest=STEPS)
+    with s3.serving() as port:
+        bucket = s3.new_bucket(port)
+        for file in (run / "checkpoint" / f"step-{STEPS}").iterdir():
+            bucket.client.put_object(
+                Bucket=bucket.name,
+                Key=f"run/checkpoint/step-{STEPS}/{file.name}",
+                Body=file.read_bytes(),
+            )
+        objects = bucket.objects()
+        push(hub, home, run, "ada/local", "--no-verify")
+        config = run / "config.toml"
+        old = 'folder = "checkpoint"'
+        assert old in config.read_text()
+        config.write_text(config.read_text().replace(old, f'folder = "{bucket.root}"'))
+        push(hub, home, run, "ada/tiny", "--no-verify", **bucket.environment)
+        assert bucket.objects() == objects
+    uploads = uploads_of(hub)
+    there = uploads.branch("ada/tiny")
+    weights = uploads.branch("ada/local")["model.safetensors"]
+    assert there["model.safetensors"] == weights
+    assert bucket.name not in there["README.md"].decode()
+
+
+def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
+    hub: HubServer, home: Path, tmp_path: Path
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    done = python("-c", RACE, export, "ada/tiny", env=variables(hub, home), cwd=home)
+    assert done.returncode == exit_codes.CONFIG
+    assert "error: ada/tiny, branch main, takes no commit" in done.stderr
+    uploads = uploads_of(hub)
+    assert set(uploads.branch("ada/tiny")) == {".gitattributes", "theirs.txt"}
+    push(hub, home, export, "ada/tiny")
+    assert uploads.branch("ada/tiny")["theirs.txt"] == b"theirs"
+    assert len(uploads.puts) == 1
+
+
 @pytest.mark.parametrize(
     ("token", "repository", "more", "says"),
     [
         ("", "ada/tiny", {}, "there is no token for the hub (HF_TOKEN is empty): set HF_TOKEN"),
         ("hf_unknown", "ada/tiny", {}, "the hub does not know the token"),
         ("hf_planted_eve", "eve/tiny", {}, "the token of eve may only read"),
-        ("hf_planted_bob", "ada/tiny", {}, "bob may not write to ada/tiny: name a repository"),
+        ("hf_planted_bob", "ada/tiny", {}, "bob may not write to ada/tiny. Name a repository"),
         ("hf_planted_bob", "ada/new", {}, "cannot make it: the owners open to this token are bob"),
         (ADA, "ada/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         (ADA, "ada/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),
