@@ -1,5 +1,5 @@
-"""Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md and
-docs/plan.md.
+"""Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md,
+docs/plan.md and docs/goodput.md.
 
 `python tests/plan/test_generated.py --write` makes them again.
 """
@@ -23,7 +23,11 @@ from titanlite.tools import cli
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 #: Page → examples in it.
-PAGES = {FOLDER.parent / "docs" / "plan.md": 2, FOLDER.parent / "README.md": 1}
+PAGES = {
+    FOLDER.parent / "docs" / "plan.md": 2,
+    FOLDER.parent / "docs" / "goodput.md": 1,
+    FOLDER.parent / "README.md": 1,
+}
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {
     **dict.fromkeys(
@@ -88,7 +92,7 @@ def test_every_file_says_it() -> None:
 
 def examples(page: str) -> str:
     """Return the page with the output of each command in a block that begins with "$ titanlite
-    plan", or with the first lines of it where the command says so.
+    plan", or with the first or last lines of it where the command says so.
     """
 
     def printed(block: re.Match[str]) -> str:
@@ -98,9 +102,11 @@ def examples(page: str) -> str:
         lines = text.getvalue().splitlines(keepends=True)
         if block["head"]:
             lines = lines[: int(block["head"])]
+        if block["tail"]:
+            lines = lines[-int(block["tail"]) :]
         return f"{block['shown']}{''.join(lines)}```"
 
-    command = r"(?P<command>plan [^|\n]*)(?: \| head -(?P<head>\d+))?"
+    command = r"(?P<command>plan [^|\n]*)(?: \| head -(?P<head>\d+)| \| tail -(?P<tail>\d+))?"
     return re.sub(rf"(?P<shown>```\n\$ titanlite {command}\n)(?:(?!```).*\n)*```", printed, page)
 
 

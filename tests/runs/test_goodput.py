@@ -83,6 +83,29 @@ def test_steps_that_no_attempt_has_trained_again_yet_are_lost_without_a_save(
     assert parts(tmp_path).lost == 3
 
 
+def test_attempts_before_the_first_save_are_of_the_same_run(tmp_path: Path) -> None:
+    """Two failed before they saved; the first of all was done, and so is another run."""
+    failed = {"trained": 10, "seconds": TEN_STEPS, "saved_step": None}
+    earlier = [begin(1, 0, 10), end(1, 70, 10, trained=10, seconds=TEN_STEPS)]
+    killed = {"seen": 1767322800.0 + 330, "trained": 10, "seconds": TEN_STEPS}
+    last = end(4, 460, 10, trained=10, seconds=TEN_STEPS)
+    written(
+        tmp_path,
+        *earlier,
+        begin(2, 100, 110),
+        end(2, 170, 10, "failed", **failed),
+        begin(3, 200, 210),
+        begin(4, 390, 400, killed=killed),
+        last,
+    )
+    found = parts(tmp_path)
+    assert (found.trained, found.lost, found.wall) == (30, 20, 360)
+    assert observed(read_run(tmp_path), nodes_by(8)).failures == 2
+    changed = {"optimizer.lr": "1 -> 2"}
+    written(tmp_path, *earlier, begin(2, 100, 110), begin(3, 390, 400, config_changes=changed))
+    assert parts(tmp_path).wall == 10, "another config is another run"
+
+
 def test_steps_that_the_guard_has_rolled_back_are_lost(tmp_path: Path) -> None:
     """15 steps were trained, and 10 stand."""
     spent = {"first_step": 2.0, "work": 28.0, "rollback": 1.0}

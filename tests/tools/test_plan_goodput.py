@@ -131,7 +131,7 @@ def test_the_lines_name_the_share_and_the_best_interval(plan: Any, goodput: Any)
     code, out, error = plan(*PLAN, "--price=100")
     assert (code, error) == (0, "")
     said = goodput(*PLAN, "--price=100")["goodput"]
-    assert f"  goodput      {said['share']:.1%} of the time is in steps that are kept" in out
+    assert f"  goodput      {said['share']:.1%} of the time in steps that are kept" in out
     assert "one in 5.21 days: one in 41.7 days for each of 8 nodes" in out
     assert f"    best       every {said['tiers'][0]['best_steps']:,} steps" in out
     assert f"{said['lost_gpu_hours']:,.0f} GPU hours, {said['lost_cost']:,.0f} of cost" in out

@@ -70,7 +70,7 @@ class Throughput:
         #: single step, is "first_step".
         self._spent: dict[str, float] = {}
         self._trained = 0
-        #: When the step under way began, and the waits of its window before it; None between steps.
+        #: Work and waits of the window before the step under way; None between steps.
         self._under_way: tuple[float, float] | None = None
         self._since = self._cpu_since = 0.0
         self.start(0)
@@ -108,7 +108,7 @@ class Throughput:
         self._seconds[self._kind] += now - self._since
         self._cpu[self._kind] += cpu - self._cpu_since
         if kind == "data" and self._kind != "data":
-            self._under_way = now, self._seconds["data"]
+            self._under_way = self._seconds["work"], self._seconds["data"]
         self._kind = kind
         self._since = now
         self._cpu_since = cpu
@@ -185,11 +185,10 @@ class Throughput:
         window = defaultdict(float, self._seconds)
         window[self._kind] += now - self._since
         if self._under_way is not None:
-            began, waits = self._under_way
-            waited = window["data"] - waits
-            window["data"] -= waited
-            window["work"] -= now - began - waited
-            window["unfinished"] += now - began
+            work, data = self._under_way
+            window["unfinished"] += window["work"] - work + window["data"] - data
+            window["work"] = work
+            window["data"] = data
         if not self._trained:
             window["first_step"] = window.pop("work", 0.0)
         for kind, seconds in self._spent.items():

@@ -102,7 +102,7 @@ def _failed(run: Run, span: Span) -> bool:
     if "state" in span.attempt:
         is_of_node = span.attempt.get("exit_code") in _OF_NODES
         return span.attempt["state"] == "failed" and is_of_node
-    is_last = span.attempt is run.attempts[-1]
+    is_last = span.attempt["attempt"] == run.attempts[-1]["attempt"]
     return not is_last or run.alive is None
 
 

@@ -324,7 +324,7 @@ def _assumptions(
     known: Observed | None,
 ) -> Iterator[str]:
     """Yield a sentence for each number that nobody gave."""
-    yield "failures come at any time alike, each ends all ranks, and a spare node is there"
+    yield "failures come at any time alike; each ends all ranks; a spare node is there"
     if arguments.notice_time is None:
         yield f"a failure is noticed after {_time(notice)}: comm.train_timeout_seconds"
     save = tiers[-1].save
@@ -380,7 +380,7 @@ def _goodput(found: Forecast, present: Shares | None) -> str:
 
 def _shares(found: Shares) -> str:
     rest = f"saves {found.saves:.1%}, restarts {found.restarts:.1%}, lost steps {found.lost:.1%}"
-    return f"{found.useful:.1%} of the time is in steps that are kept; {rest}"
+    return f"{found.useful:.1%} of the time in steps that are kept; {rest}"
 
 
 def _failures(found: Forecast) -> str:
@@ -394,7 +394,9 @@ def _failures(found: Forecast) -> str:
 
 
 def _saves(save: Save) -> str:
-    return f"one takes {_time(save.seconds)}, of which the run loses {_time(save.cost)}"
+    if not save.hidden:
+        return f"{_time(save.seconds)} each, without a step"
+    return f"{_time(save.seconds)} each, which cost {_time(save.cost)} of steps"
 
 
 def _best(found: Forecast, tier: Tier, best: float) -> str:
@@ -419,10 +421,10 @@ def _lost(costs: Mapping[str, float | None], best: Mapping[str, float | None]) -
     if costs["lost_cost"] is not None:
         text += f", {costs['lost_cost']:,.0f} of cost"
     text += f", {costs['lost_steps'] or 0:,.0f} steps trained again"
-    text += f", in {costs['failures'] or 0:,.1f} failures of {_time(3600 * (costs['hours'] or 0))}"
+    text += f", {costs['failures'] or 0:,.1f} failures in {_time(3600 * (costs['hours'] or 0))}"
     least = best["lost_gpu_hours"]
     if least is not None and least < hours:
-        text += f"; with the best intervals {least:,.0f} GPU hours"
+        text += f"; at best {least:,.0f} GPU hours"
     return text
 
 
