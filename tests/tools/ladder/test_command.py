@@ -153,6 +153,9 @@ def test_the_picture_has_each_point_in_both_colours(climbed: tuple[Path, list[st
     space = "{http://www.w3.org/2000/svg}"
     spots = [one for one in root.iter(f"{space}circle") if one.find(f"{space}title") is not None]
     assert len(spots) == 6
+    said = (climbed[0] / "said").read_text()
+    (number,) = re.findall(r"tokens, loss (\S+ ± \S+) \(90%\)", said)
+    assert f">{number}</text>" in text
     assert "prefers-color-scheme:dark" in text
     places = {(spot.get("cx"), spot.get("cy")) for spot in spots}
     assert len(places) == 6

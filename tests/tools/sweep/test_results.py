@@ -161,6 +161,19 @@ def test_a_best_value_at_the_edge_is_told() -> None:
     assert "its optimizer.lr is the lowest of all: a lower one may be better" in lines
 
 
+def test_another_base_model_is_no_better_setting_at_an_edge() -> None:
+    points = []
+    for one in POINTS:
+        values = {"mup.base_dim": one.values[KEYS[0]], **one.values}
+        del values[KEYS[0]]
+        points.append(replace(one, values=values))
+    some = replace(plan(points), keys=("mup.base_dim", *KEYS[1:]))
+    groups = groups_of(some, RESULTS)
+    lines = notes(some, groups, best_of(groups), Path("out"))
+    assert lines[0].startswith("best: base_dim = 64, lr = 0.01")
+    assert not any("of all" in line for line in lines)
+
+
 def test_a_failed_run_is_named_with_its_last_lines_and_unfinished_ones_are_counted() -> None:
     results = [
         replace(RESULTS[0], state="failed", reason="exit code 1", last_lines=("Error: boom",)),

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from titanlite.tools.ladder.fit import Fit
 from titanlite.tools.ladder.law import Point, groups_of_sizes
 from titanlite.tools.ladder.predict import Prediction
+from titanlite.tools.ladder.report import decimals
 from titanlite.tools.pictures import COLORS, DARK_COLORS, Axis, Frame, ticks
 from titanlite.utils import human_count
 
 _FRAME = Frame(width=960, height=540, top=24, bottom=56, left=72, right=190)
+#: Room for the number of the prediction.
+_LABEL = 110
 #: Points of a line.
 _PIECES = 60
 #: Classes, without their colours: some programs that draw SVG know no variables of CSS.
@@ -172,7 +175,13 @@ def _target(prediction: Prediction, axes: _Axes) -> list[str]:
     _, low = axes.place(compute, prediction.low)
     _, high = axes.place(compute, prediction.high)
     diamond = f"M{x - 7} {y}L{x} {y - 7}L{x + 7} {y}L{x} {y + 7}Z"
+    digits = decimals(prediction.error)
+    label = f"{prediction.loss:.{digits}f} ± {prediction.error:.{digits}f}"
+    is_right = x + _LABEL < _FRAME.width - _FRAME.right
+    begin = x + 13 if is_right else x - 13
+    anchor = "start" if is_right else "end"
     return [
+        f'<text x="{begin}" y="{y + 5}" text-anchor="{anchor}">{label}</text>',
         f'<path class="aim" d="M{x} {low}V{high}M{x - 6} {low}H{x + 6}M{x - 6} {high}H{x + 6}"/>',
         f'<path class="spot" d="{diamond}"/>',
     ]

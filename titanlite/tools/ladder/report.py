@@ -105,7 +105,7 @@ def report_text(report: Report, style: Style) -> str:
 
 def prediction_line(report: Report, found: Prediction) -> str:
     """Return one line: what the run learns, how long it takes and what it costs."""
-    digits = _decimals(found.error)
+    digits = decimals(found.error)
     size = f"{human_count(found.parameters)} parameters without embedding"
     if report.whole is not None:
         size = f"{human_count(report.whole)} parameters"
@@ -126,7 +126,7 @@ def prediction_line(report: Report, found: Prediction) -> str:
     return ", ".join(parts)
 
 
-def _decimals(error: float) -> int:
+def decimals(error: float) -> int:
     """Return the digits behind the point that show two of an error."""
     if error <= 0:
         return 4

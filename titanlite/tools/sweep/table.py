@@ -261,8 +261,8 @@ def _edges(groups: Sequence[Group], best: Group) -> list[str]:
     """Return hints where the best value of a number is the lowest or the highest one tried."""
     found = []
     for key, value in best.values.items():
-        # A larger model is no better setting.
-        if key.startswith("model."):
+        # A larger model is no better setting, and neither is another base model.
+        if key.startswith(("model.", "mup.")):
             continue
         tried = {group.values[key] for group in groups if is_number(group.values[key])}
         if len(tried) < 2 or not is_number(value):
