@@ -81,11 +81,16 @@ _FOR_SYSTEM = {
     "kubernetes": (
         "kind",
         "namespace",
-        "volumes",
         "cpu_request",
         "memory_request",
+        "shm_size",
+        "labels",
+        "annotations",
+        "trainer_version",
         "token_secret",
     ),
+    "skypilot": ("infra", "accelerator", "spot"),
+    "slurm": ("min_nodes", "spare_nodes"),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
@@ -149,6 +154,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
+    "launch.volumes": {"launch.system": ("kubernetes", "skypilot", "")},
     # A command may name the system, so keys of all systems count while the config names none.
     **{
         f"launch.{n}": {"launch.system": (system, "")}
