@@ -1,15 +1,44 @@
-"""Two hosts for the tests of jobs on several machines."""
+"""Two hosts, and a Slurm, for the tests of jobs on several machines."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.launch.namespaces import Host, hosts
+from tests.launch.slurm_cluster import Cluster, cluster, missing
+from tests.launch.slurm_jobs import RUN
+from tests.support.processes import environment
+from titanlite.tools.drill import ranks as drill_ranks
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Host]]:
     with hosts(2) as both:
         yield both
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if lacks := missing():
+        message = (
+            f"no Slurm here: {', '.join(lacks)} (apt-get install slurmctld slurmd slurm-client "
+            "munge)"
+        )
+        warnings.warn(message, stacklevel=1)
+        pytest.skip(message)
+    with cluster(tmp_path_factory.mktemp("slurm")) as one:
+        one.environment.update(environment())
+        one.environment["PATH"] += ":/usr/sbin"
+        yield one
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the run of the jobs on two ranks without Slurm; return its folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    drill_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
+    return folder

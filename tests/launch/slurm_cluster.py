@@ -1,5 +1,5 @@
-"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in one
-folder.
+"""A real Slurm of eight nodes on this machine: munge, slurmctld and their slurmd on loopback, in
+one folder.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ PreemptMode=REQUEUE
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=aside Nodes=n3,n4 MaxTime=INFINITE State=UP
+PartitionName=spares Nodes=n5,n6,n7,n8 MaxTime=INFINITE State=UP
 """  # noqa: E501
 _NODE = (
     "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 "
     "State=UNKNOWN"
 )
-#: Two of partition main, and two of aside for a job beside the others.
-_NODES = 4
+#: Two of partition main, two of aside for a job beside the others, four of spares for a job that
+#: loses some.
+_NODES = 8
 
 
 @dataclass
@@ -160,7 +162,7 @@ def _idle(slurm: Cluster) -> int:
         "--noheader",
         "--Node",
         "--states=idle",
-        "--partition=main,aside",
+        "--partition=main,aside,spares",
         "--format=%N",
     ]
     done = subprocess.run(

@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from titanlite.start.fit import check_config
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch import sagemaker as launch_sagemaker
 from titanlite.tools.launch.launch import prepare
+from titanlite.tools.launch.pod_resources import pod_resources
 from titanlite.tools.sweep.job import prepare_sweep
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
@@ -301,7 +304,7 @@ def test_pods_get_what_the_machines_have() -> None:
     assert "FI_PROVIDER" not in names
     assert names["TITANLITE_RESTART_CODE"] == "138"
     cpu = _pod(render("llama3_2_1b", "--launch.cpu", "--launch.gpus_per_node=1"))
-    assert "resources" not in cpu["containers"][0]
+    assert cpu["containers"][0]["resources"] == {"requests": {"cpu": "1"}}
     assert "tolerations" not in cpu
 
 
@@ -339,6 +342,120 @@ def _resources(value: Any) -> list[Any]:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_ask_for_the_memory_of_the_plan_and_shm_is_bounded(kind: str) -> None:
+    _skip_without(kind)
+    flags = [f"--launch.kind={kind}", "--checkpoint.enable_checkpoint"]
+    sizes = {}
+    for mode in ("disabled", "async"):
+        text = render("llama3_1_8b", *flags, f"--checkpoint.async_mode={mode}")
+        assert problems(text) == []
+        requests = [one["requests"] for one in _resources(yaml.safe_load_all(text))]
+        assert {one["cpu"] for one in requests} == {"16"}
+        (memory,) = {_gib(one["memory"]) for one in requests}
+        (shm,) = {_gib(one["sizeLimit"]) for one in _values(text, "emptyDir")}
+        sizes[mode] = (memory, shm)
+    # 3 GiB for each process, and batches of less than 1 GiB; 2 GiB of shared memory for each rank.
+    assert sizes["disabled"] == (8 * 3 + 1 + 8 * 2, 8 * 2)
+    # Of 8.03 billion parameters half are on this node, with 12 bytes each: a copy of them.
+    copy = math.ceil(8_030_261_248 * 12 / 2 / 2**30)
+    assert [sizes["async"][i] - sizes["disabled"][i] for i in (0, 1)] == pytest.approx(
+        [copy, copy], abs=1
+    )
+
+
+def _gib(amount: str) -> int:
+    assert amount.endswith("Gi")
+    return int(amount.removesuffix("Gi"))
+
+
+def _values(text: str, name: str) -> list[Any]:
+    """Return the values of a field of this name in all documents."""
+
+    def found(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            if name in value:
+                yield value[name]
+            value = list(value.values())
+        if isinstance(value, list):
+            for item in value:
+                yield from found(item)
+
+    return [one for document in yaml.safe_load_all(text) for one in found(document)]
+
+
+def test_keys_win_over_the_plan_and_zero_asks_for_nothing() -> None:
+    def pod(*flags: str) -> tuple[Any, Any]:
+        text = render("llama3_2_1b", *flags)
+        (container,) = _pod(text)["containers"]
+        return container["resources"].get("requests"), _values(text, "emptyDir")[0]
+
+    off = [f"--launch.{key}=0" for key in ("cpu_request", "memory_request", "shm_size")]
+    assert pod(*off) == (None, {"medium": "Memory"})
+    given = ["--launch.memory_request=7Gi", "--launch.shm_size=3Gi"]
+    assert pod(*given)[0] == {"cpu": "2", "memory": "7Gi"}
+    assert pod(*given)[1] == {"medium": "Memory", "sizeLimit": "3Gi"}
+
+
+def test_pods_ask_for_no_more_than_the_machine_has_and_a_warning_says_so() -> None:
+    flags = [*EXAMPLES["llama3_1_8b"].flags(), "--job.dump_folder=/fsx/run", "--launch.image=i"]
+    flags += ['--launch.volumes={"fsx-claim" = "/fsx"}', "--launch.instance_type=g5.xlarge"]
+    offload = ["--training.enable_cpu_offload", "--launch.nodes=1"]
+    job = prepare([*flags, *offload])
+    text = launch_kubernetes.files(job)[launch_kubernetes.FILE]
+    assert _resources(yaml.safe_load_all(text))[0]["requests"]["memory"] == "14Gi"
+    (warning,) = [one for one in launch_kubernetes.warnings(job) if "the plan has" in one]
+    assert warning.endswith("g5.xlarge has 14 GiB for pods: it asks for these")
+
+
+def test_memory_that_no_formula_has_is_left_open_and_a_warning_says_so() -> None:
+    flags = ["--job.config_file=llama3_2_1b.toml", "--launch.cpu", "--launch.gpus_per_node=2"]
+    job = prepare([*flags, "--job.dump_folder=/fsx/run"])
+    asked = pod_resources(job)
+    assert (asked.requests, asked.shm) == ({"cpu": "2"}, "")
+    assert "set launch.memory_request" in asked.warnings[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str) -> None:
+    _skip_without(kind)
+    label = "kueue.x-k8s.io/priority-class"
+    note = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+    text = render(
+        "llama3_1_8b",
+        f"--launch.kind={kind}",
+        "--launch.queue=team",
+        f'--launch.labels={{"{label}" = "high"}}',
+        f'--launch.annotations={{"{note}" = "a: {{}} rack"}}',
+    )
+    assert problems(text) == []
+    found = _values(text, "metadata")
+    (job,) = [one for one in found if one.get("labels", {}).get("kueue.x-k8s.io/queue-name")]
+    marked = [one for one in found if one.get("labels", {}).get(label) == "high"]
+    assert job in marked
+    assert all(one["annotations"] == {note: "a: {} rack"} for one in marked)
+    # The job and its pods; a TrainJob also has a job set, a HyperPodPyTorchJob two kinds of pods.
+    assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3, "HyperPodPyTorchJob": 3}[kind]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ('labels={"a b" = "c"}', "launch.labels.\"a b\": 'a b' is no name of Kubernetes"),
+        ('labels={"a" = "b c"}', "launch.labels.a: 'b c' is no value of a label"),
+        ('labels={"kueue.x-k8s.io/queue-name" = "q"}', "set launch.queue"),
+        ('labels={"titanlite/run" = "q"}', "titanlite/ is titanlite's own"),
+        ('annotations={"-a" = "b"}', "launch.annotations.-a: '-a' is no name of Kubernetes"),
+        ("trainer_version=3.0", "launch.trainer_version"),
+        ("shm_size=16GB", "launch.shm_size"),
+    ],
+)
+def test_what_no_api_server_takes_is_refused(flag: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        render("llama3_1_8b", f"--launch.{flag}")
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize("key", ["cpu_request", "memory_request"])
 @pytest.mark.parametrize("value", ["90 cores", "-1", "1GB", "1000gi", "1\n2"])
 def test_a_request_that_is_no_quantity_is_refused(key: str, value: str) -> None:
@@ -372,6 +489,19 @@ def test_a_train_job_with_a_time_limit_has_the_fields_of_trainer_2_0() -> None:
     assert rule["action"] == "FailJobSet"
     assert "DeadlineExceeded" in rule["onJobFailureReasons"]
     assert "eadline" not in _train_job()
+
+
+def test_a_train_job_of_trainer_2_2_has_the_time_limit_itself() -> None:
+    _skip_without("TrainJob")
+    limit = "--launch.time_limit=2-12"
+    for version in ("2.2", "2.10"):
+        text = _train_job(limit, f"--launch.trainer_version={version}")
+        assert problems(text) == []
+        runtime, job = (one["spec"] for one in list(yaml.safe_load_all(text))[1:])
+        assert job["activeDeadlineSeconds"] == 216000
+        assert "eadline" not in str(runtime)
+    old = _train_job(limit, "--launch.trainer_version=2.1").partition("kind: TrainingRuntime")
+    assert old[2] == _train_job(limit).partition("kind: TrainingRuntime")[2]
 
 
 def _train_job(*flags: str) -> str:

@@ -4,108 +4,42 @@ the same weights.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.examples import EXAMPLES
-from tests.launch.slurm_cluster import Cluster, cluster, missing
-from tests.support.processes import ROOT, environment, python
-from tests.support.tiny import TWO_LAYERS
-from tests.support.train_runs import rows, unequal
+from tests.launch.slurm_cluster import Cluster
+from tests.launch.slurm_jobs import (
+    ENDS,
+    LAUNCH,
+    RUN,
+    STEPS,
+    completed,
+    lose,
+    processes,
+    read_log,
+    submit,
+    until_step,
+    write,
+)
+from tests.support.processes import ROOT, python
+from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.runs.attempts import read_entries
 from titanlite.tools import cli
-from titanlite.tools.drill import ranks as drill_ranks
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import limit_seconds, prepare
 from titanlite.tools.sweep.job import prepare_sweep
-from titanlite.utils import read_lines
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"
-STEPS = 30
-RUN = [
-    "--job.config_file=debug_model.toml",
-    f"--training.steps={STEPS}",
-    "--training.batch_size=2",
-    "--metrics.log_freq=1",
-    "--no-validation.enable",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=100",
-    *TWO_LAYERS,
-]
-LAUNCH = [
-    "--launch.nodes=2",
-    "--launch.gpus_per_node=1",
-    "--launch.cpu",
-    "--job.callbacks=tests.launch.slow_steps:SlowSteps",
-]
-ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if lacks := missing():
-        message = (
-            f"no Slurm here: {', '.join(lacks)} (apt-get install slurmctld slurmd slurm-client "
-            "munge)"
-        )
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
-    with cluster(tmp_path_factory.mktemp("slurm")) as one:
-        one.environment.update(environment())
-        one.environment["PATH"] += ":/usr/sbin"
-        yield one
-
-
-def _submit(slurm: Cluster, folder: Path, *more: str) -> str:
-    """Submit a job; return its number."""
-    return _launch(slurm, folder, "--submit", *more).split()[1]
-
-
-def _launch(slurm: Cluster, folder: Path, *more: str) -> str:
-    """Write a job; return the output."""
-    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more]
-    done = python("-m", "titanlite", "launch", *words, env=slurm.environment)
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout)
-
-
-def _log(folder: Path, job: str) -> str:
-    return (folder / "launch" / f"slurm-{job}.log").read_text()
-
-
-def _until_step(folder: Path, step: int, seconds: float = 600) -> None:
-    end = time.monotonic() + seconds
-    file = folder / "metrics.jsonl"
-    while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
-        assert time.monotonic() < end, f"step {step} does not come"
-        time.sleep(0.1)
-
-
-def _completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None:
-    assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(
-        range(1, STEPS + 1)
-    )  # none is lost, none comes twice
-    assert unequal(undisturbed, folder, STEPS) == []
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    drill_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -121,21 +55,21 @@ def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         "--launch.notice_seconds=29",
         "--launch.environment.STEP_SECONDS=6",
     ]
-    return folder, _submit(slurm, folder, *limits, "--launch.queue=aside")
+    return folder, submit(slurm, folder, *limits, "--launch.queue=aside")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("limited")
 def test_a_preempted_job_goes_on_later(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder)
-    _until_step(folder, 3)
+    job = submit(slurm, folder)
+    until_step(folder, 3)
     other = slurm.run(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 1", "-o/dev/null"
     ).strip()
     slurm.wait(other, "COMPLETED")
-    _completed(slurm, folder, job, undisturbed)
-    assert "SIGTERM: stopping" in _log(folder, job)
+    completed(slurm, folder, job, undisturbed)
+    assert "SIGTERM: stopping" in read_log(folder, job)
     assert slurm.field(job, "Restarts") == "1"
 
 
@@ -144,16 +78,12 @@ def test_a_lost_node_leads_to_a_new_start(
     slurm: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder, "--checkpoint.interval=2")
-    _until_step(folder, 3)
-    lost = slurm.daemons["n2"]
-    lost.kill()
-    lost.wait()
-    for pid in _processes(f"SLURM_JOB_ID={job}", "SLURMD_NODENAME=n2"):
-        os.kill(pid, signal.SIGKILL)
+    job = submit(slurm, folder, "--checkpoint.interval=2")
+    until_step(folder, 3)
+    lose(slurm, "n2", job)
     slurm.wait(job, "PENDING", "NODE_FAIL", *ENDS)
     slurm.start_node("n2")
-    _completed(slurm, folder, job, undisturbed)
+    completed(slurm, folder, job, undisturbed)
     assert f"job {job} failed after" in (folder / "launch" / "failures.log").read_text()
 
 
@@ -162,27 +92,17 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(
     slurm: Cluster, undisturbed: Path, limited: tuple[Path, str]
 ) -> None:
     folder, job = limited
-    _completed(slurm, folder, job, undisturbed)
-    assert "SIGUSR1: stopping" in _log(folder, job)
+    completed(slurm, folder, job, undisturbed)
+    assert "SIGUSR1: stopping" in read_log(folder, job)
     assert int(slurm.field(job, "Restarts")) >= 1
-
-
-def _processes(*variables: str) -> list[int]:
-    """Return the processes that have these environment variables."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if set(variables) <= set(file.read_bytes().decode(errors="replace").split("\0")):
-                found.append(int(file.parent.name))
-    return found
 
 
 @pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
+    job = submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
     assert slurm.wait(job, *ENDS) == "FAILED"
-    assert f"code {exit_codes.CONFIG}" in _log(folder, job)
+    assert f"code {exit_codes.CONFIG}" in read_log(folder, job)
     assert slurm.field(job, "Restarts") == "0"
 
 
@@ -194,16 +114,16 @@ def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
     goes on.
     """
     folder = tmp_path / "run"
-    _launch(slurm, folder, "--launch.environment.STEP_SECONDS=0.2")
+    write(slurm, folder, "--launch.environment.STEP_SECONDS=0.2")
     job = slurm.run(
         "sbatch", "--parsable", "--array=0-1%1", str(folder / "launch" / "job.sbatch")
     ).strip()
-    _until_step(folder, 3)
+    until_step(folder, 3)
     slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
     slurm.wait(f"{job}_1", "COMPLETED")
-    _completed(slurm, folder, f"{job}_0", undisturbed)
+    completed(slurm, folder, f"{job}_0", undisturbed)
     assert [slurm.field(f"{job}_{task}", "Restarts") for task in (0, 1)] == ["1", "0"]
-    assert "SIGUSR1: stopping" in _log(folder, slurm.field(f"{job}_0", "JobId"))
+    assert "SIGUSR1: stopping" in read_log(folder, slurm.field(f"{job}_0", "JobId"))
 
 
 @pytest.mark.slow
@@ -222,10 +142,10 @@ def test_a_sweep_is_an_array_and_one_of_its_runs_is_preempted(
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[1]
     folder = tmp_path / "run-sweep"
-    _until_step(folder / "lr=0.01", 4)
+    until_step(folder / "lr=0.01", 4)
     slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1")
     states = [slurm.wait(f"{job}_{task}", *ENDS) for task in range(3)]
-    log = _log(folder, f"{job}_1")
+    log = read_log(folder, f"{job}_1")
     assert states == ["COMPLETED", "COMPLETED", "FAILED"], log
     assert slurm.field(f"{job}_1", "Restarts") == "1"
     assert "resumed from step" in log
@@ -287,7 +207,7 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    _launch(slurm, folder)
+    write(slurm, folder)
     script = folder / "launch" / "job.sbatch"
     for_gpus = tmp_path / "gpus.sbatch"  # as edited for a cluster that does not know its GPUs
     lines = _render(*RUN, *LAUNCH, "--no-launch.cpu", f"--job.dump_folder={folder}").splitlines(
@@ -311,10 +231,10 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
         del slurm.environment["SLURM_GPUS_ON_NODE"], slurm.environment["SLURM_NTASKS"]
     for job, said in jobs.items():
         assert slurm.wait(job, *ENDS) == "FAILED"
-        assert said in _log(folder, job)
+        assert said in read_log(folder, job)
         assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
         assert slurm.field(job, "Restarts") == "0"
-        assert "srun" not in _log(folder, job)
+        assert "srun" not in read_log(folder, job)
 
 
 @pytest.mark.slow
@@ -325,7 +245,7 @@ def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_pat
     """
     folder = tmp_path / "run"
     # A fast machine comes to its first step, or to the last, before the notice.
-    job = _submit(slurm, folder, "--launch.environment.START_SECONDS=300")
+    job = submit(slurm, folder, "--launch.environment.START_SECONDS=300")
     for start, (sign, delay) in enumerate([("", 0.0), ("", 1.0), ("a fresh run", 0.0)]):
         slurm.wait(job, "RUNNING")
         _until_logged(folder, job, f"restart {start},")
@@ -335,7 +255,7 @@ def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_pat
         slurm.wait(job, "PENDING", *ENDS)
     assert slurm.wait(job, *ENDS) == "FAILED"
     assert slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
-    log = _log(folder, job)
+    log = read_log(folder, job)
     assert slurm.field(job, "Restarts") == "2"
     assert log.count("with code 5") + log.count("before the ranks") == 3
     assert "after no step, for the third time" in log
@@ -346,7 +266,7 @@ def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_pat
 
 def _until_logged(folder: Path, job: str, words: str) -> None:
     end = time.monotonic() + 300
-    while not _has_log(folder, job) or words not in _log(folder, job):
+    while not _has_log(folder, job) or words not in read_log(folder, job):
         assert time.monotonic() < end, f"the job's log does not say {words!r}"
         time.sleep(0.05)
 
@@ -362,15 +282,15 @@ def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_
     folder = tmp_path / "run"
     umask = os.umask(0o022)
     try:
-        job = _submit(slurm, folder, "--launch.nodes=1", "--checkpoint.interval=2")
+        job = submit(slurm, folder, "--launch.nodes=1", "--checkpoint.interval=2")
     finally:
         os.umask(umask)
-    _until_step(folder, 4)
-    (rank,) = _processes(f"SLURM_JOB_ID={job}", "RANK=0", "LOCAL_RANK=0")
+    until_step(folder, 4)
+    (rank,) = processes(f"SLURM_JOB_ID={job}", "RANK=0", "LOCAL_RANK=0")
     os.kill(rank, signal.SIGKILL)
-    assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
+    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
     assert slurm.field(job, "Restarts") == "1"
-    assert "ended with code 137" in _log(folder, job)
+    assert "ended with code 137" in read_log(folder, job)
     assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
     launch = folder / "launch"
     modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}
@@ -381,15 +301,15 @@ def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_
 @pytest.mark.soak
 def test_a_stopped_and_a_cancelled_job_save_and_stay_so(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder)
-    _until_step(folder, 3)
+    job = submit(slurm, folder)
+    until_step(folder, 3)
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0")
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     assert slurm.wait(job, *ENDS) == "FAILED"
     assert slurm.field(job, "ExitCode") == "5:0"
     stopped = rows(folder)[-1][0]
     again = slurm.run("sbatch", "--parsable", str(folder / "launch" / "job.sbatch")).strip()
-    _until_step(folder, stopped + 1)
+    until_step(folder, stopped + 1)
     slurm.run("scancel", again)
     assert slurm.wait(again, *ENDS) == "CANCELLED"
     assert slurm.field(job, "Restarts") == "0"
@@ -408,8 +328,9 @@ def _render(*flags: str) -> str:
 
 def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Render an example as on a cluster whose shared folder has a checkout and its virtual
-    environment.
+    environment. A name may end with _spare: with one spare node, and fewer where they fit.
     """
+    model = name.removesuffix("_spare")
     monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
     monkeypatch.setattr(sys, "executable", "/fsx/titanlite/.venv/bin/python")
     flags = [
@@ -417,10 +338,20 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         f"--job.dump_folder=/fsx/runs/{name}",
         "--launch.time_limit=2-0",
     ]
-    return _render(*EXAMPLES[name].flags(), *flags)
+    if name != model:
+        flags += [
+            "--launch.spare_nodes=1",
+            "--launch.min_nodes=1",
+            "--training.global_batch_size=32",
+        ]
+    return _render(*EXAMPLES[model].flags(), *flags)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+#: The job of each model, and one with a spare node.
+_STORED = [*EXAMPLES, "llama3_1_8b_spare"]
+
+
+@pytest.mark.parametrize("name", _STORED)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python tests/launch/test_slurm.py --write` writes them anew."""
     assert _example(name, monkeypatch) == (FOLDER / f"{name}.sbatch").read_text()
@@ -551,6 +482,6 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
 
 if __name__ == "__main__" and "--write" in sys.argv:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for one in EXAMPLES:
+    for one in _STORED:
         with pytest.MonkeyPatch.context() as patch:
             (FOLDER / f"{one}.sbatch").write_text(_example(one, patch))

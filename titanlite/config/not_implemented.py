@@ -81,11 +81,16 @@ _FOR_SYSTEM = {
     "kubernetes": (
         "kind",
         "namespace",
-        "volumes",
         "cpu_request",
         "memory_request",
+        "shm_size",
+        "labels",
+        "annotations",
+        "trainer_version",
         "token_secret",
     ),
+    "skypilot": ("infra", "accelerator", "spot"),
+    "slurm": ("min_nodes", "spare_nodes"),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 _LOCAL = ("checkpoint.local_interval", "checkpoint.local_keep_latest_k")
@@ -155,6 +160,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
+    "launch.volumes": {"launch.system": ("kubernetes", "skypilot", "")},
     # A command may name the system, so keys of all systems count while the config names none.
     **{
         f"launch.{n}": {"launch.system": (system, "")}

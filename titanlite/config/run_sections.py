@@ -224,10 +224,16 @@ TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
-    system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
+    system: Literal["", "slurm", "kubernetes", "sagemaker", "skypilot"] = ""
     """Where `titanlite run` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
+    min_nodes: Count | None = None
+    """Slurm: fewest machines with which the job may run, where the degrees of parallelism fit on
+    them; it takes what it gets, up to `nodes`. None: `nodes`.
+    """
+    spare_nodes: Natural = 0
+    """Slurm: machines beyond `nodes` that replace lost ones in the same job."""
     gpus_per_node: Count | None = None
     """Ranks of each machine, one per GPU. None: those of instance_type."""
     cpu: bool = False
@@ -255,16 +261,31 @@ class Launch(Section, frozen=True):
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}
-    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One
-    must hold job.dump_folder.
+    """Kubernetes: table of persistent volume claims and the folders at which pods mount them.
+    SkyPilot: of URLs of buckets, or its volumes, and folders. One must hold job.dump_folder.
     """
     cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
-    """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: none, so other pods may take
-    them.
+    """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: two for each rank, or one
+    without GPUs. 0: none, so other pods may take them.
     """
     memory_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
-    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; pods
-    without a request are the first to be evicted.
+    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: that of the
+    plan with /dev/shm, at most 90 % of the machine's. 0: none; pods without a request are the first
+    to be evicted.
+    """
+    shm_size: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
+    """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: 2 GiB for each rank, and the copy of an
+    asynchronous save. 0: all memory of the node.
+    """
+    labels: dict[str, str] = {}
+    """Kubernetes: table of labels for the job and its pods, as "kueue.x-k8s.io/priority-class"."""
+    annotations: dict[str, str] = {}
+    """Kubernetes: table of annotations for the job, its job set and its pods, as those of JobSet
+    and of Kueue's topologies.
+    """
+    trainer_version: Annotated[str, Meta(pattern=r"^2\.\d+$")] = "2.0"
+    """Kubernetes: version of the trainer that runs a TrainJob. From 2.2 on time_limit is that of
+    the whole job.
     """
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
@@ -282,6 +303,12 @@ class Launch(Section, frozen=True):
     """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
     spot machines.
     """
+    infra: str = ""
+    """SkyPilot: where it looks for machines, as aws/us-east-1 or k8s. Empty: everywhere."""
+    accelerator: str = ""
+    """SkyPilot: its name of the GPU, as H100 or A100-80GB. Empty: that of instance_type."""
+    spot: bool = False
+    """SkyPilot: take spot machines."""
     preflight: bool = True
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.

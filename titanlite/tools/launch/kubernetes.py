@@ -11,14 +11,17 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.tools.launch.instances import network_environment
 from titanlite.tools.launch.launch import CONFIG, Job, LaunchError, limit_seconds, render
+from titanlite.tools.launch.pod_resources import pod_resources
 from titanlite.tools.launch.remote import (
     checkpoint_folder,
     relative_paths,
@@ -44,6 +47,12 @@ _LABELS = {
     "HyperPodPyTorchJob": "HPJob",
     "Job": "batch.kubernetes.io/job-name",
 }
+#: The label by which Kueue finds the queue of a job.
+_QUEUE = "kueue.x-k8s.io/queue-name"
+#: Labels by which the manifests find pods.
+_OWN_LABELS = "titanlite/"
+_METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 #: The kind of a sweep's job.
 _INDEXED = "Job"
 
@@ -55,6 +64,7 @@ def files(job: Job) -> dict[str, str]:
     _check(job)
     kind = launch.kind if job.array is None else _INDEXED
     gpus = not launch.cpu
+    resources = pod_resources(job)
     fabric = job.instance if launch.nodes > 1 and gpus else None
     values = {
         "name": name,
@@ -80,7 +90,11 @@ def files(job: Job) -> dict[str, str]:
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
-        "requests": _requests(job),
+        "requests": resources.requests,
+        "shm_size": resources.shm,
+        "labels": launch.labels,
+        "annotations": launch.annotations,
+        "job_deadline": _has_deadline(job),
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [
             (claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()
@@ -124,10 +138,29 @@ def _name(job: Job) -> str:
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
 
 
-def _requests(job: Job) -> dict[str, str]:
-    """Return what each pod asks for beside GPUs and network devices."""
-    asked = {"cpu": job.launch.cpu_request, "memory": job.launch.memory_request}
-    return {resource: amount for resource, amount in asked.items() if amount}
+def _has_deadline(job: Job) -> bool:
+    """Return whether a TrainJob itself has the field activeDeadlineSeconds."""
+    major, minor = (int(part) for part in job.launch.trainer_version.split("."))
+    return (major, minor) >= (2, 2)
+
+
+def _metadata_problems(job: Job) -> Iterator[Problem]:
+    """Yield what no API server takes as a label or an annotation."""
+    launch = job.launch
+    given = {"labels": launch.labels, "annotations": launch.annotations}
+    hint = "as kueue.x-k8s.io/priority-class: letters, digits, -, _ and ., after a domain and /"
+    for kind, table in given.items():
+        for name, value in table.items():
+            key = f"launch.{kind}.{quote_key(name)}"
+            if not re.fullmatch(_METADATA_NAME, name):
+                yield Problem("", key, f"{name!r} is no name of Kubernetes", hint)
+            if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
+                message = f"{value!r} is no value of a label"
+                yield Problem("", key, message, "it has up to 63 letters, digits, -, _ and .")
+            if name == _QUEUE:
+                yield Problem("", key, "is the label that launch.queue sets", "set launch.queue")
+            if name.startswith(_OWN_LABELS):
+                yield Problem("", key, f"{_OWN_LABELS} is titanlite's own", "take another name")
 
 
 def _words(job: Job) -> list[str]:
@@ -195,6 +228,7 @@ def _check(job: Job) -> None:
             )
         )
     problems += _array_problems(job)
+    problems += _metadata_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
@@ -225,8 +259,10 @@ def _check(job: Job) -> None:
 
 
 def warnings(job: Job) -> list[str]:
-    """Return warnings of paths."""
-    return relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume")
+    """Return warnings of paths and of memory."""
+    return pod_resources(job).warnings + relative_paths(
+        job.run.toml, "pods look for it below /workspace, not on a volume"
+    )
 
 
 def advice(job: Job) -> str:

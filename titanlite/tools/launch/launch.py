@@ -43,6 +43,7 @@ _SYSTEMS = {
     "slurm": "titanlite.tools.launch.slurm",
     "kubernetes": "titanlite.tools.launch.kubernetes",
     "sagemaker": "titanlite.tools.launch.sagemaker",
+    "skypilot": "titanlite.tools.launch.skypilot",
 }
 #: Those with jobs of several tasks, for sweeps.
 _ARRAYS = ("slurm", "kubernetes")
@@ -79,6 +80,9 @@ class Job(NamedTuple):
     folder: Path
     #: None: it is one run.
     array: Array | None = None
+    #: Numbers of machines on which the degrees of parallelism fit, from launch.nodes down to
+    #: launch.min_nodes.
+    sizes: tuple[int, ...] = ()
 
     @property
     def launch(self) -> Launch:
@@ -151,6 +155,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
 
 def finish(name: str, job: Job, how: How) -> str:
     """Print, write or submit a job; return the job, or what to do next. Raises ConfigError."""
+    _refuse_flexible(name, job)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     warnings = list(getattr(system, "warnings", lambda _: [])(job))
@@ -166,6 +171,18 @@ def finish(name: str, job: Job, how: How) -> str:
     if how == "submit":
         return str(system.submit(job))
     return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}"
+
+
+def _refuse_flexible(name: str, job: Job) -> None:
+    """Raise ConfigError for keys of spare or fewer machines where the system has none."""
+    if name == "slurm":
+        return
+    message = f"{name} has no such jobs, only Slurm has"
+    hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
+    given = {"min_nodes": job.launch.min_nodes, "spare_nodes": job.launch.spare_nodes}
+    problems = [Problem("", f"launch.{key}", message, hint) for key in given if given[key]]
+    if problems:
+        raise ConfigError(problems)
 
 
 def prepare(argv: list[str]) -> Job:
@@ -199,7 +216,42 @@ def prepare(argv: list[str]) -> Job:
         key = "launch.gpus_per_node"
         raise ConfigError([Problem(loaded.place(key), key, message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
-    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
+    sizes = _sizes(argv, run, ranks)
+    folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
+    return Job(run, instance, ranks, folder, sizes=sizes)
+
+
+def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of machines on which the run has the same batches, most first.
+
+    ranks: those of a machine. Raises ConfigError if the fewest that are asked for do not fit.
+    """
+    most = run.launch.nodes
+    fewest = run.launch.min_nodes or most
+    if fewest > most:
+        message = f"{fewest} are more than launch.nodes, {most}"
+        raise ConfigError([Problem("", "launch.min_nodes", message)])
+    if fewest < most and run.training.global_batch_size == -1:
+        message = "is not set: a step on fewer machines would have fewer sequences"
+        hint = f"set it to {run.batch.global_batch_size}, which is that of launch.nodes"
+        raise ConfigError([Problem("", "training.global_batch_size", message, hint)])
+    sizes = [most]
+    for nodes in range(most - 1, fewest - 1, -1):
+        try:
+            other = check_config(argv, nodes * ranks, training=False, defer=True)[1]
+        except ConfigError as error:
+            if nodes == fewest:
+                raise ConfigError([*error.problems, _misfit(nodes, ranks)]) from None
+            continue
+        if other.batch.global_batch_size == run.batch.global_batch_size:
+            sizes.append(nodes)
+    return tuple(sizes)
+
+
+def _misfit(nodes: int, ranks: int) -> Problem:
+    message = f"the run does not fit on {nodes} x {ranks} ranks"
+    hint = "raise it, or leave a degree of parallelism at -1, which takes the ranks that are left"
+    return Problem("", "launch.min_nodes", message, hint)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
@@ -35,6 +36,7 @@ def files(job: Job) -> dict[str, str]:
     number = "%A_%a" if runs else "%j"
     values = {
         "name": job.name,
+        **_allocation(job),
         "gpus": not launch.cpu,
         "ranks": job.ranks,
         "folder": str(here),
@@ -54,9 +56,24 @@ def files(job: Job) -> dict[str, str]:
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
         "python": "python" if launch.image else sys.executable,
     }
-    for name in ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts"):
+    for name in ("queue", "time_limit", "notice_seconds", "image", "max_restarts"):
         values[name] = getattr(launch, name)
     return {FILE: render("slurm.sbatch.jinja", job, values)}
+
+
+def _allocation(job: Job) -> dict[str, Any]:
+    """Return the values of the template that say on how many nodes the job runs."""
+    launch = job.launch
+    most = launch.nodes + launch.spare_nodes
+    fewest = min(job.sizes)
+    return {
+        "nodes": launch.nodes,
+        "spare": launch.spare_nodes,
+        "most": most,
+        "asked": f"{fewest}-{most}" if fewest < launch.nodes else str(most),
+        "sizes": job.sizes,
+        "flexible": launch.spare_nodes > 0 or fewest < launch.nodes,
+    }
 
 
 def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
@@ -82,6 +99,9 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
             )
             hint = "set launch.shared_dir to a folder above it that all machines see"
             yield Problem("", key, message, hint)
+    if job.array is not None and len(job.sizes) > 1:
+        message = "the runs of a sweep are checked for launch.nodes alone"
+        yield Problem("", "launch.min_nodes", message, "leave it out")
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
         yield Problem("", "job.dump_folder", message, "take a folder without one")

@@ -1,0 +1,101 @@
+"""Small runs as jobs of a real Slurm, for the tests of `titanlite launch slurm`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.launch.slurm_cluster import Cluster
+from tests.support.processes import python
+from tests.support.tiny import TWO_LAYERS
+from tests.support.train_runs import rows, unequal
+from titanlite.utils import read_lines
+
+STEPS = 30
+RUN = [
+    "--job.config_file=debug_model.toml",
+    f"--training.steps={STEPS}",
+    "--training.batch_size=2",
+    "--metrics.log_freq=1",
+    "--no-validation.enable",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100",
+    *TWO_LAYERS,
+]
+LAUNCH = [
+    "--launch.nodes=2",
+    "--launch.gpus_per_node=1",
+    "--launch.cpu",
+    "--job.callbacks=tests.launch.slow_steps:SlowSteps",
+]
+ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+
+
+def submit(slurm: Cluster, folder: Path, *more: str) -> str:
+    """Submit a job; return its number."""
+    return write(slurm, folder, "--submit", *more).split()[1]
+
+
+def write(slurm: Cluster, folder: Path, *more: str) -> str:
+    """Write a job; return the output."""
+    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more]
+    done = python("-m", "titanlite", "launch", *words, env=slurm.environment)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def read_log(folder: Path, job: str) -> str:
+    return (folder / "launch" / f"slurm-{job}.log").read_text()
+
+
+def until_step(folder: Path, step: int, seconds: float = 600) -> None:
+    end = time.monotonic() + seconds
+    file = folder / "metrics.jsonl"
+    while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
+        assert time.monotonic() < end, f"step {step} does not come"
+        time.sleep(0.1)
+
+
+def completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None:
+    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
+    assert [row[0] for row in rows(folder)] == list(
+        range(1, STEPS + 1)
+    )  # none is lost, none comes twice
+    assert unequal(undisturbed, folder, STEPS) == []
+
+
+def lose(slurm: Cluster, node: str, job: str) -> None:
+    """End the daemon of a node and all processes of a job there at once, as a power failure does:
+    those that would report an end first.
+    """
+    daemon = slurm.daemons[node]
+    daemon.kill()
+    daemon.wait()
+    found = processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
+    for pid in [*_supervisors(found), *found]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _supervisors(found: list[int]) -> set[int]:
+    """Return the slurmstepd that started the processes."""
+    parents = set()
+    for pid in found:
+        with contextlib.suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                parents.add(parent)
+    return parents
+
+
+def processes(*variables: str) -> list[int]:
+    """Return the processes that have these environment variables."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if set(variables) <= set(file.read_bytes().decode(errors="replace").split("\0")):
+                found.append(int(file.parent.name))
+    return found

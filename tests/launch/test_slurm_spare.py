@@ -1,0 +1,294 @@
+"""Jobs of `titanlite launch slurm` with spare nodes, or with fewer than they ask for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_cluster import Cluster
+from tests.launch.slurm_jobs import (
+    ENDS,
+    LAUNCH,
+    RUN,
+    STEPS,
+    completed,
+    lose,
+    read_log,
+    submit,
+    until_step,
+    write,
+)
+from tests.support.tiny import TWO_LAYERS
+from tests.support.train_runs import rows
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.errors import ConfigError
+from titanlite.tools import cli
+from titanlite.tools.drill.runs import checkpoint
+from titanlite.tools.launch import slurm as launch_slurm
+from titanlite.tools.launch.launch import prepare
+from titanlite.tools.sweep.job import prepare_sweep
+
+
+_PLACED = "== start (.): 2 nodes with ranks, (.*),(.*); (.) spare"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("save", marks=pytest.mark.slow), pytest.param("step", marks=pytest.mark.soak)],
+)
+def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
+    moment: str, slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    callbacks = "tests.launch.slow_steps:SlowSteps,tests.launch.slow_steps:HeldSave"
+    spares = ["--launch.spare_nodes=1", "--launch.queue=spares", "--checkpoint.interval=2"]
+    # Without a held save the node is lost in the pause of a step.
+    seconds, held = {"save": ("0", 6), "step": ("0.5", 0)}[moment]
+    slow = [
+        f"--launch.environment.STEP_SECONDS={seconds}",
+        f"--launch.environment.HELD_SAVE={held}",
+    ]
+    job = submit(slurm, folder, *spares, *slow, f"--job.callbacks={callbacks}")
+    until_step(folder, 5)
+    if held:
+        _until(folder / "held")
+    _, first, lost, _ = re.findall(_PLACED, read_log(folder, job))[0]
+    try:
+        lose(slurm, lost, job)
+        completed(slurm, folder, job, undisturbed)
+    finally:
+        slurm.start_node(lost)
+    said = read_log(folder, job)
+    assert slurm.field(job, "Restarts") == "0"
+    assert re.findall("== node (..) is lost", said) == [lost]
+    start, again = re.findall(_PLACED, said)
+    assert (start[0], start[3]) == ("0", "1")
+    assert (again[0], again[3]) == ("1", "0")
+    assert again[1] == first and again[2] not in (first, lost)
+    (downtime,) = re.findall("== downtime ([0-9.]*) s,", said)
+    assert 0 < float(downtime) < 300
+
+
+@pytest.mark.soak
+def test_a_job_whose_first_node_is_lost_goes_back_into_the_queue(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Slurm itself leaves such a job running, without its script and without ranks."""
+    folder = tmp_path / "run"
+    spares = ["--launch.spare_nodes=1", "--launch.queue=spares", "--checkpoint.interval=2"]
+    job = submit(slurm, folder, *spares, "--launch.environment.STEP_SECONDS=0.3")
+    until_step(folder, 5)
+    first = slurm.field(job, "BatchHost")
+    try:
+        lose(slurm, first, job)
+        completed(slurm, folder, job, undisturbed)
+    finally:
+        slurm.start_node(first)
+    assert slurm.field(job, "Restarts") == "1"
+    assert f"== node {first} is lost, and the script with it" in read_log(folder, job)
+
+
+def _until(file: Path) -> None:
+    end = time.monotonic() + 300
+    while not file.exists():
+        assert time.monotonic() < end, f"{file} does not come"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_job_runs_on_fewer_nodes_with_the_same_batches_and_refuses_what_does_not_fit(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    batch = ["--training.global_batch_size=4", "--launch.environment.STEP_SECONDS=0"]
+    write(slurm, folder, *batch, "--launch.min_nodes=1", "--launch.queue=spares")
+    script = str(folder / "launch" / "job.sbatch")
+    job, wrong = (
+        slurm.run("sbatch", "--parsable", f"--nodes={nodes}", script).strip() for nodes in (1, 3)
+    )
+    assert slurm.wait(wrong, *ENDS) == "FAILED"
+    assert "this job is for 2 or 1 nodes, and Slurm gave it 3" in read_log(folder, wrong)
+    assert slurm.field(wrong, "ExitCode") == f"{exit_codes.CONFIG}:0"
+    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
+    assert "== start 0: 1 nodes with ranks" in read_log(folder, job)
+    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
+    states = [read_manifest(checkpoint(run, STEPS)).train for run in (undisturbed, folder)]
+    batches = [state["resume"]["next_batch"] for state in states]
+    assert batches[0] == batches[1]
+    losses = [[row[1] for row in rows(run)] for run in (undisturbed, folder)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+#: Stand-ins for Slurm's programs and for Python. The ranks end with the codes of the file `codes`,
+#: one after the other. A node runs nothing if a file has its name, and one GPU is missing if a file
+#: `gpu-NAME` is there.
+_PROGRAMS = {
+    "scontrol": """
+if [ "$1" = requeue ]; then touch requeued; exit; fi
+if [ "$2" = hostnames ]; then printf '%s\\n' a b c; exit; fi
+echo NodeAddr=10.0.0.1
+""",
+    "squeue": "",
+    "sleep": "exit 1",
+    "timeout": 'shift 2; exec "$@"\n',
+    "nvidia-smi": """
+echo "GPU 0: H100"
+if [ ! -e "gpu-$SLURMD_NODENAME" ]; then echo "GPU 1: H100"; fi
+""",
+    "srun": """
+export SLURM_NODEID=0 SLURM_STEP_NODELIST=
+for word; do case $word in --nodelist=*) SLURM_STEP_NODELIST=${word#*=} ;; esac; done
+export SLURMD_NODENAME=$SLURM_STEP_NODELIST
+if [ -e "$SLURMD_NODENAME" ]; then exit 1; fi
+while [ "$1" != bash ] && [ "$1" != true ]; do shift; done
+exec "$@"
+""",
+    "python": """
+echo "$SLURM_STEP_NODELIST $*" >>started
+code=$(head -n 1 codes)
+sed -i 1d codes
+if [ "$code" -gt 128 ]; then touch b; fi
+exit "$code"
+""",
+}
+
+
+def _run(place: Path, codes: list[int], *flags: str) -> tuple[int, str]:
+    """Run a job's script with the stand-ins; return its exit code and its output."""
+    (place / "programs").mkdir()
+    for name, body in _PROGRAMS.items():
+        (place / "programs" / name).write_text(f"#!/bin/bash\n{body}")
+        (place / "programs" / name).chmod(0o755)
+    (place / "codes").write_text("".join(f"{code}\n" for code in codes))
+    folder = place / "run"
+    (folder / "launch").mkdir(parents=True)
+    script = _script(f"--job.dump_folder={folder}", "--launch.image=image", *flags)
+    variables = {
+        "SLURMD_NODENAME": "a",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a,b,c",
+        "SLURM_JOB_NUM_NODES": "3",
+    }
+    path = {"PATH": f"{place / 'programs'}:/usr/bin:/bin"}
+    words = ["bash", "-c", script]
+    done = subprocess.run(
+        words, env=path | variables, cwd=place, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _script(*flags: str) -> str:
+    run = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.global_batch_size=32"]
+    machines = ["--launch.nodes=2", "--launch.gpus_per_node=2", "--launch.shared_dir=/"]
+    return launch_slurm.files(prepare([*run, *machines, *flags]))[launch_slurm.FILE]
+
+
+def _starts(place: Path) -> list[str]:
+    return [line.split()[0] for line in (place / "started").read_text().splitlines()]
+
+
+def test_a_node_that_does_not_see_all_its_gpus_gets_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "gpu-a").touch()
+    code, said = _run(tmp_path, [0], "--launch.spare_nodes=1")
+    assert code == 0, said
+    assert _starts(tmp_path) == ["b,c"]
+    assert "== node a is lost" in said
+
+
+def test_without_enough_healthy_nodes_the_job_goes_back_into_the_queue(tmp_path: Path) -> None:
+    (tmp_path / "gpu-a").touch()
+    code, said = _run(tmp_path, [137, 0], "--launch.spare_nodes=1")
+    assert code == 137, said
+    assert _starts(tmp_path) == ["b,c"]
+    assert "== 1 healthy nodes are too few: the job needs 2" in said
+    assert (tmp_path / "requeued").exists()
+
+
+def test_a_job_goes_on_with_fewer_nodes_where_they_fit(tmp_path: Path) -> None:
+    (tmp_path / "gpu-a").touch()
+    code, said = _run(tmp_path, [137, 0], "--launch.spare_nodes=1", "--launch.min_nodes=1")
+    assert code == 0, said
+    assert _starts(tmp_path) == ["b,c", "c"]
+    started = (tmp_path / "started").read_text()
+    assert re.findall("--nnodes (.)", started) == ["2", "1"]
+    assert re.findall("--rdzv_id (.*?) ", started) == ["7-0-0", "7-0-1"]
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_an_error_and_a_third_end_at_the_same_step_are_final(tmp_path: Path) -> None:
+    for name, codes, wanted in (("error", [2], 2), ("again", [7, 7, 7, 0], 7)):
+        place = tmp_path / name
+        place.mkdir()
+        code, said = _run(place, codes, "--launch.spare_nodes=1")
+        assert code == wanted, said
+        assert _starts(place) == ["a,b"] * len([one for one in codes if one])
+        assert not (place / "requeued").exists()
+
+
+def test_a_stopped_job_does_not_start_again_in_its_allocation(tmp_path: Path) -> None:
+    code, said = _run(tmp_path, [5, 0], "--launch.spare_nodes=1")
+    assert code == 5, said
+    assert _starts(tmp_path) == ["a,b"]
+    assert (tmp_path / "requeued").exists()
+
+
+def test_the_nodes_that_a_job_asks_for() -> None:
+    folder = "--job.dump_folder=/run"
+    four = [folder, "--launch.nodes=4", "--training.global_batch_size=96"]
+    assert "\n#SBATCH --nodes=4\n" in _script(*four)
+    assert "\n#SBATCH --nodes=6\n#" in _script(*four, "--launch.spare_nodes=2")
+    text = _script(*four, "--launch.spare_nodes=2", "--launch.min_nodes=1")
+    assert "\n#SBATCH --nodes=1-6\n" in text
+    assert "\n#SBATCH --no-kill\n" in text
+    assert "\nsizes=(4 3 2 1)\n" in text
+    # 64 sequences are no whole number of micro-batches on 3 nodes.
+    uneven = _script(*four, "--training.global_batch_size=64", "--launch.min_nodes=1")
+    assert "\nsizes=(4 2 1)\n" in uneven
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "text"),
+    [
+        (["--launch.min_nodes=3"], "launch.min_nodes", "3 are more than launch.nodes, 2"),
+        (
+            ["--launch.min_nodes=1", "--training.global_batch_size=-1"],
+            "training.global_batch_size",
+            "set it to ",
+        ),
+        (
+            ["--launch.min_nodes=1", "--training.data_parallel_shard_degree=4"],
+            "launch.min_nodes",
+            "does not fit on 1 x 2 ranks",
+        ),
+    ],
+)
+def test_fewer_nodes_that_change_the_run_are_refused(flags: list[str], key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){key}: .*{text}"):
+        _script("--job.dump_folder=/run", *flags)
+
+
+def test_a_sweep_is_for_one_number_of_nodes(tmp_path: Path) -> None:
+    file = tmp_path / "rates.toml"
+    debug = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
+    file.write_text(f"job.extends = ['{debug}']\n[sweep]\noptimizer.lr = [1e-3, 1e-2]\n")
+    flags = [*LAUNCH, "--launch.min_nodes=1", "--training.global_batch_size=32"]
+    job = prepare_sweep(
+        [f"--job.config_file={file}", *flags, f"--job.dump_folder={tmp_path}/run"], 1
+    )
+    with pytest.raises(ConfigError, match=r"launch\.min_nodes: the runs of a sweep"):
+        launch_slurm.files(job)
+
+
+@pytest.mark.parametrize("system", ["local", "kubernetes", "sagemaker"])
+@pytest.mark.parametrize("key", ["spare_nodes", "min_nodes"])
+def test_other_systems_have_no_spare_nodes(
+    system: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *LAUNCH, f"--launch.{key}=1", "--training.global_batch_size=4", "--dry-run"]
+    assert cli.main(["launch", system, *words]) == exit_codes.CONFIG
+    assert f"launch.{key}: {system} has no such jobs" in capsys.readouterr().err
