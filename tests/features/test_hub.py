@@ -108,6 +108,7 @@ def test_failed_uploads_change_no_loss_and_the_next_start_makes_up_for_them(
     codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
     assert codes == [0], said
     assert "step 8 is on ada/tiny, step-8 and main" in said
+    assert "step 4 is on ada/tiny, step-4" in said
     assert len(uploads.puts) == sent
     assert "model.safetensors" in uploads.branch("ada/tiny", "step-8")
     assert rows(run) == rows(plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from titanlite.utils import append_line, read_lines
 
 #: Folder of waiting exports in that of a run.
 FOLDER = ".hub"
+#: End of the name of a folder beside a waiting export, which keeps the manifest.
+NOTES = ".notes"
 _FILE = "pushed.jsonl"
+_WAITING = re.compile(r"step-(\d+)-[0-9a-f]+")
 
 
 def note(work: Path, repository: str, step: int, written: float, branches: Sequence[str]) -> None:
@@ -31,3 +35,13 @@ def pushed(work: Path, repository: str) -> set[tuple[int, float, str]]:
         if isinstance(step, int) and isinstance(written, (int, float)):
             found.update((step, float(written), str(branch)) for branch in branches)
     return found
+
+
+def waiting(work: Path) -> list[int]:
+    """Return the steps of exports that wait for their upload."""
+    found = []
+    for folder in work.glob("step-*"):
+        match = _WAITING.fullmatch(folder.name)
+        if match is not None and folder.is_dir():
+            found.append(int(match[1]))
+    return sorted(set(found))

@@ -27,7 +27,7 @@ from titanlite.checkpoint.hf_files import HF_CONFIG
 from titanlite.checkpoint.manifest import FILE, hf_folder, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.features.hub.record import FOLDER, pushed
+from titanlite.features.hub.record import FOLDER, pushed, waiting
 from titanlite.utils import human_time, is_dotted, logger
 
 if TYPE_CHECKING:
@@ -208,11 +208,17 @@ class HubUploads(Callback):
 
     def _add_earlier(self, done: int) -> None:
         """Add checkpoints of earlier attempts that are not uploaded. done: steps of them."""
-        known = pushed(self._folder / FOLDER, self._repository)
+        work = self._folder / FOLDER
+        known = pushed(work, self._repository)
+        for step in waiting(work):
+            # Its checkpoint may have been deleted since.
+            if step <= done:
+                self._add(step)
         for step in steps_in(self._root):
             if step > done or not self._is_wanted(step):
                 continue
-            with contextlib.suppress(CheckpointError):
+            # Of one that cannot be read nothing can be uploaded.
+            with contextlib.suppress(CheckpointError, OSError):
                 created = parse_manifest(step_folder(self._root, step)).created
                 branches = self._branches(step)
                 if any((step, created, branch) not in known for branch in branches):
@@ -295,11 +301,15 @@ class HubUploads(Callback):
         return code
 
     def _is_there(self, step: int) -> bool:
-        if (step_folder(self._root, step) / FILE).is_file():
+        """Return whether there is something to upload; also where a store does not answer."""
+        try:
+            if (step_folder(self._root, step) / FILE).is_file():
+                return True
+            if (hf_folder(self._root, step) / HF_CONFIG).is_file():
+                return True
+        except OSError:
             return True
-        if (hf_folder(self._root, step) / HF_CONFIG).is_file():
-            return True
-        return any((self._folder / FOLDER).glob(f"step-{step}-*"))
+        return step in waiting(self._folder / FOLDER)
 
     def _finish(self, upload: Upload, problem: str) -> None:
         """Take note of the end of an upload, and try it later if it failed."""

@@ -23,6 +23,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StorePath, to_path
 from titanlite.config.urls import is_url
 from titanlite.features.hub.branches import run_id
+from titanlite.features.hub.record import NOTES
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -30,8 +31,6 @@ from titanlite.tools.commands.checkpoint_folders import roots_of
 
 LATEST = "latest"
 BEST = "best"
-#: End of the name of a folder beside a waiting export, which keeps the manifest.
-NOTES = ".notes"
 _EXPORT = re.compile(r"step-(\d+)-hf")
 
 
