@@ -52,7 +52,7 @@ def _is_plain(parameter: FSDPParam) -> bool:
 
 
 def casts_together(device: torch.device) -> bool:
-    """Return whether a group's gradients are cast together: on a GPU torch does it by one kernel."""
+    """Return whether gradients of a group are cast together, as on a GPU by one kernel."""
     return device.type != "cpu"
 
 
