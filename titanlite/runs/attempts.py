@@ -29,7 +29,6 @@ _COUNTS = (
 )
 _TEXTS = (
     "time",
-    "launched",
     "state",
     "reason",
     "began",
@@ -65,7 +64,6 @@ _MAY_BE_NULL = (
     "ranks",
     "pid",
     "host",
-    "launched",
 )
 
 
@@ -126,9 +124,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
         number = entry["attempt"]
         time = _seconds(entry.get("time"))
         if entry["event"] == "start":
-            launched = _seconds(entry.get("launched"))
-            own = {"started": time, "launched": launched, "first_step": entry.get("step")}
-            found[number] = {**entry, **own}
+            found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
     older = _add_old(found.values(), folder / OLD_ATTEMPTS)

@@ -113,7 +113,7 @@ def _saves(spans: list[Span]) -> tuple[float | None, float | None]:
         saves = span.attempt.get("saves")
         if saves and saves.get("count"):
             count += saves["count"]
-            whole += saves.get("seconds", 0.0)
+            whole += saves.get("milliseconds", 0) / 1000
             visible += span.spent.seconds.get("save", 0.0)
     if not count:
         return None, None

@@ -73,6 +73,9 @@ def misfit(entry: Mapping[str, Any]) -> str:
     """Return what is wrong with the times in a line of attempts.jsonl; "" for what this program
     may have written.
     """
+    launched = entry.get("launched")
+    if launched is not None and not is_time(launched):
+        return f"launched is {launched!r:.40}"
     killed = entry.get("killed")
     if killed is not None:
         seen = killed.get("seen")
