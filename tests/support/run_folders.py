@@ -46,6 +46,10 @@ def write_metrics(folder: Path, rows: list[Mapping[str, Any]], name: str = "metr
     return folder
 
 
+#: 2026-01-02, 3 o'clock, in seconds since 1970.
+EPOCH = 1767322800.0
+
+
 def at(second: float) -> str:
     """Return a time at so many seconds of an hour, as a record has it."""
     minutes, seconds = divmod(second, 60)
@@ -57,7 +61,7 @@ def begin(number: int, launched: float | None, time: float, step: int = 0, **mor
     entry = {"event": "start", "attempt": number, "time": at(time), "step": step, "steps": 100}
     began = {"began": f"resumed from step {step}" if step else "fresh", "ranks": 16}
     if launched is not None:
-        entry["launched"] = at(launched)
+        entry["launched"] = EPOCH + launched
     return {**entry, **began, **more}
 
 

@@ -256,7 +256,7 @@ def test_a_plan_without_failures_imports_none_of_this() -> None:
 def _record(folder: Path, failures: int, toml: str = "") -> None:
     """Record failures and an attempt that is done: 10 minutes each, 2 minutes between them."""
     times = {"first_step": 25.0, "work": 100.0, "save": 10.0}
-    spent = {"trained": 5, "saves": {"count": 1, "seconds": 10.0}, "seconds": times}
+    spent = {"trained": 5, "saves": {"count": 1, "milliseconds": 10_000}, "seconds": times}
     entries = []
     for place in range(failures + 1):
         began = 720 * place

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -193,9 +193,11 @@ class MetricsLogger(Callback):
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
         return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
 
-    def spent(self) -> tuple[dict[str, float], int]:
-        """Return what `Throughput.spent` does, of this rank."""
-        return self._meter.spent()
+    def spent(self) -> dict[str, Any]:
+        """Return the steps of this attempt, and its seconds by kind, as attempts.jsonl has them."""
+        seconds, steps = self._meter.spent()
+        rounded = {kind: round(value, 3) for kind, value in seconds.items()}
+        return {"trained": steps, "seconds": rounded}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Write a row to metrics.jsonl, TensorBoard and the trackers."""

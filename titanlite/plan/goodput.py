@@ -56,8 +56,8 @@ class Tier:
 
     name: str
     save: Save
-    #: Share of all failures after which this is the newest tier that is left: of local saves those
-    #: that leave the node, of shared ones the others. They sum to 1 over all tiers.
+    #: Share of all failures after which this is the newest tier that is left. Local saves are left
+    #: where the node is. The sum over all tiers is 1.
     share: float = 1.0
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, spent
-from titanlite.runs.spent import is_time
 from titanlite.utils import parse_json, read_lines, tell
 
 Attempt = Mapping[str, Any]
@@ -30,7 +29,6 @@ _COUNTS = (
 )
 _TEXTS = (
     "time",
-    "launched",
     "state",
     "reason",
     "began",
@@ -51,8 +49,6 @@ _TABLES = (
     "versions",
     "environment",
 )
-#: Tables of numbers that are not negative.
-_TIMES = ("seconds", "saves")
 #: Types of what is read from a line.
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(_COUNTS, int),
@@ -68,7 +64,6 @@ _MAY_BE_NULL = (
     "ranks",
     "pid",
     "host",
-    "launched",
 )
 
 
@@ -109,10 +104,7 @@ def _misfit(entry: Mapping[str, Any]) -> str:
             return f"{name} has an entry that is no text"
     if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
         return "lost has an entry that is no number"
-    if not all(is_time(number) for name in _TIMES for number in (entry.get(name) or {}).values()):
-        return f"{' or '.join(_TIMES)} has an entry that is no time"
-    killed = entry.get("killed")
-    return "" if killed is None else spent.misfit(killed)
+    return spent.misfit(entry)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -132,9 +124,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
         number = entry["attempt"]
         time = _seconds(entry.get("time"))
         if entry["event"] == "start":
-            launched = _seconds(entry.get("launched"))
-            own = {"started": time, "launched": launched, "first_step": entry.get("step")}
-            found[number] = {**entry, **own}
+            found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
     older = _add_old(found.values(), folder / OLD_ATTEMPTS)

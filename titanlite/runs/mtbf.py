@@ -1,8 +1,8 @@
 """How often a run has failed: the mean time between failures of a node, with its uncertainty.
 
 The times between failures are taken as exponential. Then the number of failures in the node hours
-of a run is a Poisson number, and its limits are Garwood's (1936, Biometrika 28, "Fiducial limits
-for the Poisson distribution"): those of the chi-square distribution. No torch here.
+of a run is a Poisson number. Its limits are those of Garwood 1936 (Biometrika 28, "Fiducial limits
+for the Poisson distribution"), by the chi-square distribution. No torch here.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _saves(spans: list[Span]) -> tuple[float | None, float | None]:
         saves = span.attempt.get("saves")
         if saves and saves.get("count"):
             count += saves["count"]
-            whole += saves.get("seconds", 0.0)
+            whole += saves.get("milliseconds", 0) / 1000
             visible += span.spent.seconds.get("save", 0.0)
     if not count:
         return None, None

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -88,20 +87,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def launched() -> str | None:
-    """Return when this process began, as `titanlite.utils.timestamp` writes it; None without a
-    /proc.
-    """
+def launched() -> float | None:
+    """Return when this process began, in seconds since 1970; None without a /proc."""
     try:
         # The name in parentheses may contain spaces and parentheses.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return None
-    return datetime.fromtimestamp(time.time() - age, timezone.utc).isoformat(
-        timespec="milliseconds"
-    )
+    return round(time.time() - age, 3)
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,11 +95,9 @@ class AttemptRecord:
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
-        #: Seconds of the attempt by kind, and its steps, also those that were rolled back.
-        self.seconds: Mapping[str, float] = {}
-        self.trained = 0
-        self._saves = 0
-        self._save_seconds = 0.0
+        #: What the trainer measured: steps, also those that were rolled back, and seconds by kind.
+        self.times: dict[str, Any] = {}
+        self._saves: Counter[str] = Counter()
         self._ended = False
         self._warned = False
 
@@ -110,8 +109,7 @@ class AttemptRecord:
         self._saved_step = step
         self._kept = step, tokens
         if seconds is not None:
-            self._saves += 1
-            self._save_seconds += seconds
+            self._saves.update(count=1, milliseconds=round(1000 * seconds))
 
     def end(
         self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""
@@ -135,21 +133,11 @@ class AttemptRecord:
                 "reason": reason,
                 "step": step,
                 "saved_step": self._saved_step,
-                **self._times(),
+                **({**self.times, "saves": self._saves} if self.times else {}),
                 "lost_steps": max(step - kept[0], 0),
                 "lost_tokens": max(tokens - kept[1], 0),
             }
         )
-
-    def _times(self) -> dict[str, Any]:
-        """Return the fields on time, of a trainer that measures it."""
-        if not self.seconds:
-            return {}
-        return {
-            "trained": self.trained,
-            "saves": {"count": self._saves, "seconds": round(self._save_seconds, 3)},
-            "seconds": {kind: round(value, 3) for kind, value in self.seconds.items()},
-        }
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""

@@ -69,14 +69,26 @@ def _steps_since(row: Mapping[str, Any], step: int) -> int:
     return max(int(row["step"]) - step, 0)
 
 
-def misfit(killed: Mapping[str, Any]) -> str:
-    """Return what is wrong with a `Spent` that a file holds; "" for one that this program wrote."""
-    seconds = killed.get("seconds")
-    if not isinstance(seconds, dict) or not all(map(is_time, seconds.values())):
-        return "killed has seconds that are no times"
-    trained = killed.get("trained")
-    if not isinstance(trained, int) or not is_time(trained):
-        return f"killed has trained {trained!r:.40}"
-    if killed.get("seen") is not None and not is_time(killed["seen"]):
-        return f"killed has seen {killed['seen']!r:.40}"
+def misfit(entry: Mapping[str, Any]) -> str:
+    """Return what is wrong with the times in a line of attempts.jsonl; "" for what this program
+    may have written.
+    """
+    launched = entry.get("launched")
+    if launched is not None and not is_time(launched):
+        return f"launched is {launched!r:.40}"
+    killed = entry.get("killed")
+    if killed is not None:
+        seen = killed.get("seen")
+        trained = killed.get("trained")
+        if not isinstance(killed.get("seconds"), dict):
+            return "killed has no table of seconds"
+        if not isinstance(trained, int) or not is_time(trained):
+            return f"killed has trained {trained!r:.40}"
+        if seen is not None and not is_time(seen):
+            return f"killed has seen {seen!r:.40}"
+    tables = {name: entry.get(name) or {} for name in ("seconds", "saves")}
+    tables["killed"] = {} if killed is None else killed["seconds"]
+    for name, table in tables.items():
+        if not all(map(is_time, table.values())):
+            return f"{name} has an entry that is no time"
     return ""

@@ -128,8 +128,8 @@ class AttemptRecord(Callback):
             device,
         )
         self._watch = watch
-        #: Returns the seconds of this attempt by kind, and its steps (`Throughput.spent`).
-        self.spent: Callable[[], tuple[dict[str, float], int]] = lambda: ({}, 0)
+        #: Returns the steps of this attempt, and its seconds by kind (`MetricsLogger.spent`).
+        self.spent: Callable[[], dict[str, Any]] = dict
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
         self._record: record.AttemptRecord | None = None
@@ -172,7 +172,7 @@ class AttemptRecord(Callback):
         """
         if self._record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
-            self._record.seconds, self._record.trained = self.spent()
+            self._record.times = self.spent()
             self._record.end(
                 end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
             )

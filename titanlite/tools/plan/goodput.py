@@ -27,8 +27,8 @@ from titanlite.runs.read import Run, read_run
 from titanlite.tools.plan.failure_options import SaveTime
 from titanlite.utils import Style, counted
 
-#: Of asynchronous saves, the largest that benchmarks/results/checkpoint_saves.md measured: how many
-#: times as long steps take meanwhile, and the share of a save in which no step goes on.
+#: Of asynchronous saves: how many times as long steps take meanwhile, and the share of a save in
+#: which no step goes on. The largest that benchmarks/results/checkpoint_saves.md measured.
 SLOWDOWN = 1.60
 VISIBLE = 0.025
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
