@@ -84,8 +84,6 @@ class TrainingComponents:
     phases: Phases | None = None
     #: Fits the model's parts to the size of a step.
     resize: Callable[[StepSize], object] = do_nothing
-    #: Saves to each node's own disk after a step, if it is time.
-    save_locally: Any = do_nothing
 
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""
@@ -222,5 +220,4 @@ def _components(
         phases=loaders.phases,
         course=loaders.course,
         resize=resize,
-        save_locally=do_nothing if saves is None else saves.locally,
     )

@@ -263,7 +263,7 @@ class Trainer:
             self.poll_saves()
             self.good_steps = 0
         else:
-            self.parts.save_locally(self)
+            schedule.between(self)
 
     def poll_saves(self, wait: bool = False) -> None:
         """Report on rank 0 how saves in the background ended.

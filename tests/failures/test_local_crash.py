@@ -4,8 +4,11 @@ interval is lost, and the end is the same.
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from tests.support.checkpoints import flip
 from tests.support.train_runs import batches, flags, rows, train, unequal
 from titanlite import exit_codes
 from titanlite.tools.drill.faults import LOCAL_EVENTS, PUBLISHED, SAVE_EVENTS, Fault
+from titanlite.tools.drill.ranks import Ranks
 
 RANKS = 2
 SHARED = 4
@@ -27,6 +31,7 @@ def _arguments(folder: Path, *more: str) -> list[str]:
         f"--checkpoint.interval={SHARED}",
         f"--checkpoint.local_folder={folder}/node-{{local_rank}}",
         "--checkpoint.local_interval=1",
+        "--checkpoint.local_copies=1",
         *more,
     )
 
@@ -84,7 +89,7 @@ def test_killed_in_a_local_save(
         assert step in (struck - 1, struck)
     assert f"the local save of step {step} is taken" in text
     _same(tmp_path, straight)
-    left = {path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")}
+    left = {path.name for path in tmp_path.glob("node-*/run-*/*/step-*")}
     assert left == {"step-6", "step-7"}
 
 
@@ -121,8 +126,8 @@ def test_killed_in_a_shared_save_beside_local_ones(
 def test_a_kill_and_a_flipped_bit_cost_two_local_intervals(tmp_path: Path, straight: Path) -> None:
     arguments = _arguments(tmp_path)
     train(arguments, RANKS, tmp_path / "killed", Fault("kill", "step", 8, 1))
-    (part,) = tmp_path.glob("node-1/run-*/rank-1/step-7/*.safetensors")
-    flip(part)
+    for part in tmp_path.glob("node-*/run-*/*-1/step-7/*.safetensors"):
+        flip(part)
     codes, text = train(arguments, RANKS, tmp_path / "resumed")
     assert codes == [exit_codes.DONE] * RANKS, text
     assert _resumed(text) == 6
@@ -148,3 +153,68 @@ def test_a_rollback_takes_the_newest_local_save_and_drops_none_before(tmp_path: 
     assert codes == [exit_codes.DONE] * RANKS, text
     assert "Rolled back to the checkpoint of step 6" in text
     assert "the local save of step 6 is taken" in text
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_goes_on_from_a_local_save(tmp_path: Path) -> None:
+    more = ["--optimizer.ema_decay=0.9"]
+    codes, text = train(_arguments(tmp_path / "whole", *more), RANKS, tmp_path / "console")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    arguments = _arguments(tmp_path / "killed", *more)
+    train(arguments, RANKS, tmp_path / "console", Fault("kill", "step", 8, 0))
+    codes, text = train(arguments, RANKS, tmp_path / "console")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    assert _resumed(text) == 7
+    _same(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_random_kills_cost_one_local_interval_each(
+    tmp_path: Path, straight: Path, mode: str
+) -> None:
+    """Of one rank or all, at any moment from the first step on."""
+    chance = random.Random(5)
+    kills = 0
+    for life in range(8):
+        folder = tmp_path / f"life-{life}"
+        folder.mkdir()
+        arguments = _arguments(folder, f"--checkpoint.async_mode={mode}")
+        last = 0
+        while True:
+            with Ranks(arguments, RANKS, folder / "console", main="tests.support.logged") as ranks:
+                _await(ranks, r"resumed from step \d+|a fresh run")
+                begun = re.findall(r"resumed from step (\d+)", ranks.output())
+                # A save in the background may be a step late.
+                least = last - (2 if mode == "async" else 1)
+                assert int(begun[0] if begun else 0) >= least
+                time.sleep(chance.uniform(0.0, 1.0))
+                if all(process.exitcode is not None for process in ranks.processes):
+                    assert ranks.wait() == [exit_codes.DONE] * RANKS
+                    break
+                victim = chance.choice([0, 1, None])
+                ranks.send(signal.SIGKILL, victim)
+                kills += 1
+                if victim is not None:
+                    ranks.wait()
+            last = max((row[0] for row in rows(folder / "run")), default=0)
+        _same(folder, straight)
+    assert kills >= 8
+
+
+def _await(ranks: Ranks, pattern: str) -> None:
+    while not re.search(pattern, ranks.output()):
+        assert all(process.exitcode is None for process in ranks.processes), ranks.output()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_kill_and_a_lost_node_cost_one_local_interval(tmp_path: Path, straight: Path) -> None:
+    arguments = _arguments(tmp_path)
+    train(arguments, RANKS, tmp_path / "killed", Fault("kill", "step", 8, 1))
+    shutil.rmtree(tmp_path / "node-1")
+    codes, text = train(arguments, RANKS, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * RANKS, text
+    assert _resumed(text) == 7
+    assert "rank 1 got its part of the local save from the node of rank 0" in text
+    _same(tmp_path, straight)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from tests.support.harness import Run, full, stepper
 from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.features.local_saves import write
+from titanlite.features.local_saves.copies import keepers_of
 from titanlite.features.local_saves.manager import TieredCheckpointer
 from titanlite.parallel.dist_env import DistEnv
 
@@ -290,8 +295,6 @@ def test_a_local_save_that_fails_ends_nothing(pool: Pools, tmp_path: Path) -> No
 
 
 def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    from titanlite.features.local_saves import write
-
     real = write.write_part
 
     def full_disk(path: Path, tensors: Any) -> Any:
@@ -299,11 +302,8 @@ def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, A
             raise OSError(28, "No space left on device", str(path))
         return real(path, tensors)
 
-    write.write_part = full_disk
-    try:
+    with patch.object(write, "write_part", full_disk):
         return _train(world, run, folder, 4, [0, 1])
-    finally:
-        write.write_part = real
 
 
 def test_too_little_space_is_told_before_a_byte_is_written(pool: Pools, tmp_path: Path) -> None:
@@ -313,14 +313,8 @@ def test_too_little_space_is_told_before_a_byte_is_written(pool: Pools, tmp_path
 
 
 def _train_without_space(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    from titanlite.features.local_saves import write
-
-    real = write.shutil.disk_usage
-    write.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(0, 0, 100)  # type: ignore[attr-defined]
-    try:
+    with patch.object(write.shutil, "disk_usage", lambda path: SimpleNamespace(free=100)):
         return _train(world, run, folder, 1, [0, 1])
-    finally:
-        write.shutil.disk_usage = real
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path: Path) -> None:
@@ -367,11 +361,112 @@ def test_a_clock_that_went_back_does_not_hide_newer_saves(pool: Pools, tmp_path:
 def _train_in_the_past(
     world: DistEnv, run: Run, folder: Path, last: int, expected_step: int
 ) -> dict[str, Any]:
-    from titanlite.checkpoint import manager
-
-    real = manager.time.time
-    manager.time.time = lambda: real() - 1e6
-    try:
+    real = time.time
+    with patch.object(time, "time", lambda: real() - 1e6):
         return _train(world, run, folder, last, [0, 1], expected_step)
-    finally:
-        manager.time.time = real
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_disk_that_is_lost_in_mid_run_ends_nothing(
+    pool: Pools, tmp_path: Path, mode: str
+) -> None:
+    found = pool(2).run(_train_until_a_disk_is_lost, RUN, tmp_path, mode)[0]
+    problems = [line for line in found["said"] if "no local save was written: rank 1" in line]
+    assert len(problems) == 2, "of steps 6 and 7"
+    _same_end([found], _straight(pool, RUN, tmp_path, 2, 7)[:1])
+
+
+def _train_until_a_disk_is_lost(
+    world: DistEnv, run: Run, folder: Path, mode: str
+) -> dict[str, Any]:
+    real = TieredCheckpointer.save_local
+
+    def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
+        if step == 6 and world.rank == 1:
+            saver.wait_for_local()
+            shutil.rmtree(saver.local.root)
+            saver.local.root.write_text("no folder any more")
+        real(saver, step, *more)
+
+    with patch.object(TieredCheckpointer, "save_local", save_local):
+        return _train(world, run, folder, 7, [0, 1], async_mode=mode)
+
+
+def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
+    pool: Pools, tmp_path: Path
+) -> None:
+    nodes = [0, 0, 1, 1]
+    pool(4).run(_train, RUN, tmp_path, 7, nodes, local_copies=1)
+    shutil.rmtree(tmp_path / "node-0")
+    found = pool(4).run(_train, RUN, tmp_path, 10, nodes, 7, local_copies=1)
+    _same_end(found, _straight(pool, RUN, tmp_path, 4, 10))
+    told = [line for line in found[0]["notices"] if "got its part" in line]
+    assert len(told) == 2
+    kept = {path.parent.name for path in tmp_path.glob("node-1/run-*/copy-*/step-*")}
+    assert kept == {"copy-0", "copy-1"}
+    assert len(list(tmp_path.glob("node-0/run-*/copy-2/step-*"))) == 2
+
+
+def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
+    pool(4).run(_train, RUN, tmp_path, 3, [0, 0, 1, 2], local_copies=2)
+    parts = list(tmp_path.glob("node-*/run-*/*/step-3/*.safetensors"))
+    assert len(parts) == 12
+    for rank in range(4):
+        (own,) = tmp_path.glob(f"node-*/run-*/rank-{rank}/step-3/*.safetensors")
+        copies = list(tmp_path.glob(f"node-*/run-*/copy-{rank}/step-3/*.safetensors"))
+        assert len(copies) == 2
+        assert len({copy.parts[-5] for copy in copies} | {own.parts[-5]}) == 3
+        assert {copy.read_bytes() for copy in copies} == {own.read_bytes()}
+
+
+def test_a_damaged_part_and_a_damaged_copy_make_an_older_save_the_newest(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], local_copies=1)
+    (copied,) = tmp_path.glob("node-1/run-*/copy-0/step-7/*.safetensors")
+    flip(_part(tmp_path, 0, 0, 7))
+    flip(copied)
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 6, local_copies=1)
+
+
+def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_train, RUN, tmp_path, 1, [0, 1], local_copies=1)
+    (root,) = tmp_path.glob("node-1/run-*")
+    shutil.rmtree(root / "copy-0")
+    (root / "copy-0").write_text("no folder")
+    found = pool(2).run(_train, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
+    assert any("no copy of the part of rank 0 is kept" in line for line in found[1]["said"])
+    pool(2).run(_train, RUN, tmp_path, 2, [0, 1], 2)
+
+
+def test_on_one_node_there_is_no_copy(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_train, RUN, tmp_path, 2, [0, 0], local_copies=1)
+    assert list(tmp_path.glob("node-0/run-*/copy-*")) == []
+    assert found[0]["tensors"]
+
+
+@pytest.mark.parametrize(
+    ("places", "number", "keepers"),
+    [
+        ("aabb", 1, [[2], [3], [0], [1]]),
+        ("abab", 1, [[1], [0], [3], [2]]),
+        ("aab", 1, [[2], [2], [0]]),
+        ("abc", 2, [[1, 2], [2, 0], [0, 1]]),
+        ("abc", 5, [[1, 2], [2, 0], [0, 1]]),
+        ("aa", 1, [[], []]),
+    ],
+)
+def test_the_next_nodes_keep_copies(places: str, number: int, keepers: list[list[int]]) -> None:
+    assert keepers_of(places, number) == keepers
+
+
+def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    manifest = _part(tmp_path, 1, 1, 7).parent / "manifest.json"
+    whole = manifest.read_bytes()
+    flip(manifest)
+    found = pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 7)[0]
+    assert any("manifest.json is damaged" in line for line in found["notices"])
+    assert manifest.read_bytes() == whole

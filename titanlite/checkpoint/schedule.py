@@ -21,6 +21,7 @@ from titanlite.checkpoint.paths import to_path
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
     from titanlite.parallel.dist_env import DistEnv
+    from titanlite.trainer import Trainer
 
 #: How often in an interval rank 0 tells the others the time.
 _SYNCS = 16
@@ -96,6 +97,9 @@ class SaveSchedule:
         if syncs:
             self._next_sync = next_sync
         return due
+
+    def between(self, trainer: Trainer) -> None:
+        """Do what is due after a step without a save: nothing here. All ranks call it together."""
 
     def begin(self, step: int) -> None:
         """Start the next interval: a save of `step` begins now, whether it succeeds or not."""

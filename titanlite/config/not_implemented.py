@@ -93,7 +93,7 @@ _FOR_SYSTEM = {
     "slurm": ("min_nodes", "spare_nodes"),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
-_LOCAL = ("checkpoint.local_interval", "checkpoint.local_keep_latest_k")
+_LOCAL = tuple(f"checkpoint.local_{name}" for name in ("interval", "keep_latest_k", "copies"))
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
 #: function that is true for it. `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {

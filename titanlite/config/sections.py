@@ -202,6 +202,9 @@ class Checkpoint(Section, frozen=True):
     """Steps between local saves; less than interval."""
     local_keep_latest_k: Count = 2
     """Keep the newest k local saves."""
+    local_copies: Natural = 0
+    """Copies of each local save on so many other nodes: then a lost node costs local_interval too.
+    """
     verify: Literal["size", "hash"] = "hash"
     """What is checked before a checkpoint is loaded. hash: the hash of every file; size: every file
     is there and as long as it was.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from titanlite.runs.provenance import public_config
 from titanlite.start.derive import RunConfig
 from titanlite.start.fingerprints import fingerprints
 from titanlite.start.run_text import Datasets
-from titanlite.step import do_nothing
 from titanlite.utils import public
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ class SaveParts:
 
     checkpointer: Checkpointer
     schedule: SaveSchedule
-    #: Called after each step without a save.
-    locally: Callable[[Any], object] = do_nothing
 
 
 def build_saves(
@@ -66,15 +62,12 @@ def build_saves(
     if lora is not None:
         base = lora.base(run, world, args, prints, about).load
         section = lora.checkpoint(section)
-    kind = Checkpointer
+    saver, schedule = Checkpointer, SaveSchedule
     local = local_saves_of(section)
     if local is not None:
-        kind = local.checkpointer()
-    checkpointer = kind(section, world, prints, about, files, averages=averages, base=base)
-    schedule = SaveSchedule(section, world, prints, held_out=held_out)
-    if local is None:
-        return SaveParts(checkpointer, schedule)
-    return SaveParts(checkpointer, schedule, local.after_step(checkpointer))
+        saver, schedule = local.parts()
+    checkpointer = saver(section, world, prints, about, files, averages=averages, base=base)
+    return SaveParts(checkpointer, schedule(section, world, prints, held_out=held_out))
 
 
 def _check_hf_form(run: RunConfig, args: Any) -> None:

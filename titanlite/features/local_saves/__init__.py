@@ -5,6 +5,7 @@
     folder.py    names, listing, publishing and deletion on one node; no torch
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks
+    copies.py    copies of parts on other nodes
     survey.py    which local saves there are, seen from all ranks
     collect.py   each rank gets its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
@@ -13,6 +14,7 @@
 The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds:
 
     local_folder/RUN/rank-R/step-N/ID.safetensors, generators.bin, manifest.json
+    local_folder/RUN/copy-R/step-N/...: the same, of a rank on another node
 
 The manifest is the same on all ranks, has the hash of each rank's part, and comes last, when all
 parts are there. So a single manifest proves a whole save. Two parts with the same hash are the same
@@ -21,8 +23,8 @@ part: replicas of HSDP find each other by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from titanlite.features.feature import Feature
 from titanlite.features.local_saves import checks
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
-    from titanlite.features.local_saves.manager import TieredCheckpointer
+    from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.start.report import Row, Setup
 
@@ -57,16 +59,10 @@ class LocalSaves(Feature):
             f"{section.local_keep_latest_k} kept",
         )
 
-    # The checkpoints: `titanlite.start.saves` calls these
+    # The checkpoints: `titanlite.start.saves` calls it
 
-    def checkpointer(self) -> type[TieredCheckpointer]:
-        """Return the class that saves and resumes with both."""
-        from titanlite.features.local_saves.manager import TieredCheckpointer
+    def parts(self) -> tuple[type[TieredCheckpointer], type[LocalSchedule]]:
+        """Return the classes that save and resume with both kinds, and that say when."""
+        from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
 
-        return TieredCheckpointer
-
-    def after_step(self, saver: Any) -> Callable[[Any], object]:
-        """Return what to call after each step without a shared save."""
-        from titanlite.features.local_saves.manager import LocalSchedule
-
-        return LocalSchedule(saver)
+        return TieredCheckpointer, LocalSchedule

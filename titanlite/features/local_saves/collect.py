@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import FAST_HASH, SAFE_HASH, Manifest, file_digest, new_hash
+from titanlite.features.local_saves.copies import BLOCK, read_block
 from titanlite.features.local_saves.folder import (
     GENERATORS,
     LocalFolder,
@@ -27,8 +28,6 @@ from titanlite.features.local_saves.survey import Offer
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import counted
 
-#: Bytes that are sent at a time.
-_BLOCK = 32 << 20
 #: Copies that the start report names.
 _TOLD = 4
 
@@ -194,11 +193,7 @@ class Collector:
             with contextlib.suppress(OSError):
                 stream = stack.enter_context(path.open("rb", buffering=0))
             for count in self._blocks(source):
-                block = torch.zeros(count, dtype=torch.uint8)
-                with contextlib.suppress(OSError):
-                    if stream is not None:
-                        _read_into(stream, block.numpy().data)
-                dist.send(block, to, self.group)
+                dist.send(read_block(stream, count), to, self.group)
 
     def _receive(self, source: Source) -> str:
         """Write a part that another rank sends; return what is wrong with it, "": nothing."""
@@ -230,14 +225,5 @@ class Collector:
     def _blocks(self, source: Source) -> Iterator[int]:
         """Yield the bytes of each block in which a part is sent."""
         size = self.manifest.files[part_name(source.owner)]
-        for start in range(0, size, _BLOCK):
-            yield min(_BLOCK, size - start)
-
-
-def _read_into(stream: BinaryIO, view: memoryview) -> None:
-    """Fill a block; the rest of it stays as it is where the file ends."""
-    while view:
-        count = stream.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            return
-        view = view[count:]
+        for start in range(0, size, BLOCK):
+            yield min(BLOCK, size - start)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from titanlite.checkpoint.retention import quarantine
 GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors}.
 ABOUT = "local_save"
-_RANK = re.compile(r"rank-(\d+)")
+_RANK = re.compile(r"(?:rank|copy)-(\d+)")
 _ID = re.compile(r"[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-\d+\.invalid-\d+")
 #: Damaged saves of a rank that stay for people; a folder in memory has room for few.
@@ -53,6 +53,10 @@ class LocalFolder:
         """Return the folder of this rank's part of the save of `step`."""
         return self.mine / f"step-{step}"
 
+    def copy(self, owner: int, step: int) -> Path:
+        """Return the folder of a copy of another node's part."""
+        return self.root / f"copy-{owner}" / f"step-{step}"
+
     def seen(self) -> tuple[list[Seen], list[str]]:
         """Return all parts with a good manifest on this node, and what is wrong with others.
 
@@ -83,26 +87,14 @@ class LocalFolder:
                 size = part_path(folder, id_of(manifest, folder)).stat().st_size
                 if size == manifest.files[name]:
                     found.append(owner)
-        return sorted(found)
+        return sorted(set(found))
 
     def path_of(self, owner: int, manifest: Manifest) -> Path:
-        """Return the part of a rank, as it lies on this node."""
-        folder = self.root / f"rank-{owner}" / f"step-{manifest.step}"
-        return part_path(folder, id_of(manifest, folder))
-
-    def begin(self, step: int) -> Path:
-        """Return the empty folder of this rank's part of a save. What had its place goes."""
-        folder = self.step(step)
-        remove(folder)
-        folder.mkdir(parents=True)
-        return folder
-
-    def publish(self, step: int, content: bytes) -> None:
-        """Write the manifest of this rank's part. One that is there stays."""
-        folder = self.step(step)
-        with contextlib.suppress(FileExistsError):
-            write_new(folder / FILE, content)
-        sync_folder(folder.parent)
+        """Return the part of a rank, as it lies on this node: its own, or a copy."""
+        save = id_of(manifest, self.root)
+        own = part_path(self.root / f"rank-{owner}" / f"step-{manifest.step}", save)
+        copied = part_path(self.copy(owner, manifest.step), save)
+        return copied if copied.is_file() and not own.is_file() else own
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest saves on this node, by the time of the save.
@@ -119,25 +111,31 @@ class LocalFolder:
         for path in asides[:-_ASIDES]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Delete what killed saves have left of this rank."""
+    def set_own_aside(self, created: float, reason: str) -> None:
+        """Set this rank's parts aside that were saved after a time, or have a bad manifest."""
         for folder, owner in self._steps():
-            if owner == self.rank and not (folder / FILE).is_file():
-                remove(folder)
+            if owner != self.rank or folder.parent != self.mine:
+                continue
+            try:
+                if parse_manifest(folder).created > created:
+                    quarantine(folder, reason)
+            except CheckpointError as error:
+                if (folder / FILE).is_file():
+                    quarantine(folder, str(error))
 
-    def set_newer_aside(self, created: float, reason: str) -> None:
-        """Set this rank's parts aside that were saved after a time."""
-        for one in self._newer(created):
-            if one.owner == self.rank:
-                quarantine(one.folder, reason)
+    def clear(self, created: float) -> None:
+        """Delete what `set_own_aside` of all ranks has left, and what killed saves have.
 
-    def remove_newer(self, created: float) -> None:
-        """Delete what `set_newer_aside` has left on all ranks: of ranks that this node had."""
-        for one in self._newer(created):
-            remove(one.folder)
-
-    def _newer(self, created: float) -> list[Seen]:
-        return [one for one in self.seen()[0] if one.manifest.created > created]
+        That is of ranks that this node had, or copies. No rank may be saving. Raises
+        CheckpointError where a save stays that must not come back.
+        """
+        stay = {one.folder for one in self.seen()[0] if one.manifest.created <= created}
+        for folder, _ in self._steps():
+            if folder in stay:
+                continue
+            remove(folder)
+            if (folder / FILE).is_file():
+                raise CheckpointError(f"{folder} cannot be deleted, and a later start would use it")
 
     def set_aside(self, step: int, reason: str) -> None:
         """Keep this rank's damaged part of a save for people."""
@@ -179,9 +177,25 @@ def id_of(manifest: Manifest, folder: Path) -> str:
     return save
 
 
+def begin(folder: Path) -> None:
+    """Make an empty folder for a part of a save. What had its place goes."""
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def publish(folders: Sequence[Path], content: bytes) -> None:
+    """Write the manifest beside parts of a save, which makes them that."""
+    for folder in folders:
+        write_new(folder / FILE, content)
+        sync_folder(folder.parent)
+
+
 def remove(folder: Path) -> None:
-    """Delete a part of a save, the manifest first; another rank of the node may be faster."""
-    with contextlib.suppress(FileNotFoundError):
+    """Delete a part of a save, the manifest first; another rank of the node may be faster.
+
+    What cannot be deleted stays.
+    """
+    with contextlib.suppress(OSError):
         os.remove(folder / FILE)
     shutil.rmtree(folder, ignore_errors=True)
 

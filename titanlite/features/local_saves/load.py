@@ -41,7 +41,7 @@ class TieredChooser(Chooser):
     def newest(self) -> Found:
         """Return the newest checkpoint of both tiers that is not known to be bad."""
         shared = super().newest()
-        passed = [*self.notes, *self.rejected.values(), *shared.passed]
+        passed = [*self._told(), *shared.passed]
         local = self._newest_offer()
         if local is None and shared.manifest is None:
             return self._nothing(shared, passed)
@@ -49,6 +49,10 @@ class TieredChooser(Chooser):
         if local is None or local.manifest.created <= newer:
             return Found(shared.manifest, passed)
         return Found(local.manifest, passed)
+
+    def _told(self) -> list[str]:
+        """Return why local saves are passed over."""
+        return [*self.notes, *self.rejected.values()]
 
     def _nothing(self, shared: Found, passed: list[str]) -> Found:
         """Return that there is no checkpoint.
@@ -80,7 +84,10 @@ class TieredChooser(Chooser):
     def judge_own(
         self, manifest: Manifest, passed: Sequence[str], expected: Mapping[str, Any]
     ) -> Candidate:
-        candidate = super().judge_own(manifest, passed, expected)
+        told = self._told()
+        others = [line for line in passed if line not in told]
+        candidate = super().judge_own(manifest, others, expected)
+        candidate.notices.extend(f"passed over: {line}" for line in told)
         shared = super().newest().manifest
         if ABOUT in manifest.train:
             other = "there is no shared checkpoint"

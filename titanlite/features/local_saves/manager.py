@@ -16,13 +16,15 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import Checkpointer, Save, async_save
-from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.manifest import FILE, Manifest
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import describe, on_each_rank
+from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
 from titanlite.features.local_saves.name import local_root
 from titanlite.features.local_saves.write import LocalWriter
-from titanlite.utils import human_time, logger
+from titanlite.utils import atomic_write, human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
@@ -48,6 +50,7 @@ class TieredCheckpointer(Checkpointer):
         self._bad = self._loader.bad
         self._local_async = async_save(self.config, self._world)
         self._local_hook: RemovableHandle | None = None
+        self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
         #: No save gets an earlier time than this.
         self._clock = 0.0
 
@@ -69,7 +72,7 @@ class TieredCheckpointer(Checkpointer):
         optimizer: torch.optim.Optimizer,
         suspect: Callable[[int], str] | None = None,
     ) -> LoadedState:
-        self._await_local()
+        self.wait_for_local()
         self._loader.look(model)
         local = self._on_rank_0(lambda: self._newest_local(suspect))
         if local is None:
@@ -125,9 +128,8 @@ class TieredCheckpointer(Checkpointer):
         group = self._loader.checked_group()
         if manifest is not None:
             on_each_rank(lambda: self._complete(manifest), group)
-        on_each_rank(lambda: self.local.set_newer_aside(created, reason), group)
-        on_each_rank(lambda: self.local.remove_newer(created), group)
-        on_each_rank(self.local.clear, group)
+        on_each_rank(lambda: self.local.set_own_aside(created, reason), group)
+        on_each_rank(lambda: self.local.clear(created), group)
         # They are set aside.
         self._loader.chooser.rejected.clear()
         if manifest is not None:
@@ -141,9 +143,8 @@ class TieredCheckpointer(Checkpointer):
         folder = self.local.step(manifest.step)
         if not part_path(folder, reader.collector.offer.save).is_file():
             return
-        if not (folder / GENERATORS).is_file():
-            (folder / GENERATORS).write_bytes(reader.collector.generators)
-        self.local.publish(manifest.step, manifest.to_json().encode())
+        (folder / GENERATORS).write_bytes(reader.collector.generators)
+        atomic_write(folder / FILE, manifest.to_json())
 
     # Saving
 
@@ -162,7 +163,7 @@ class TieredCheckpointer(Checkpointer):
         ranks, as `save` does.
         """
         assert self._group is not None, "closed"
-        self._await_local()
+        self.wait_for_local()
         if not self._loader.layout:
             # No load came before.
             self._loader.look(model)
@@ -176,6 +177,7 @@ class TieredCheckpointer(Checkpointer):
             config.local_keep_latest_k,
             config.verify_saves,
             self._loader.layout,
+            self._copies,
         )
         saving = self._local_async
         if saving is not None and saving.prepare(self._group):
@@ -217,14 +219,15 @@ class TieredCheckpointer(Checkpointer):
             self._local_async.await_copy()
             self._local_async.raise_bad()
 
-    def _await_local(self) -> None:
+    def wait_for_local(self) -> None:
+        """Wait for the local save in the background, on all ranks."""
         if self._local_async is not None:
             self._local_async.wait()
             self.poll_local()
             self._local_async.raise_bad()
 
     def wait(self) -> None:
-        self._await_local()
+        self.wait_for_local()
         super().wait()
 
     def close(self) -> None:
@@ -233,20 +236,18 @@ class TieredCheckpointer(Checkpointer):
         super().close()
 
 
-class LocalSchedule:
+class LocalSchedule(SaveSchedule):
     """Writes a local save after every so many steps that have no shared one."""
 
-    def __init__(self, saver: TieredCheckpointer) -> None:
-        self._saver = saver
-
-    def __call__(self, trainer: Trainer) -> None:
-        """Save, if it is time. All ranks call it after each step without a shared save."""
-        self._saver.poll_local()
-        if trainer.step % self._saver.config.local_interval:
+    def between(self, trainer: Trainer) -> None:
+        saver = trainer.parts.checkpointer
+        assert isinstance(saver, TieredCheckpointer)
+        saver.poll_local()
+        if trainer.step % self.config.local_interval:
             return
         trainer.phase("save")
         trainer.sync_guard()
-        self._saver.save_local(
+        saver.save_local(
             trainer.step,
             trainer.parts.model,
             trainer.parts.optimizer,

@@ -48,7 +48,7 @@ def survey(
     for save, manifest in ordered:
         reason = _of_another_layout(manifest, layout, world)
         if reason:
-            notes.append(f"the local save of step {manifest.step} is passed over: {reason}")
+            notes.append(f"the local save of step {manifest.step}: {reason}")
             continue
         parts: list[Any] = [()] * world.size
         dist.all_gather_object(parts, tuple(folder.parts_of(manifest)), group)
@@ -77,7 +77,7 @@ def _manifests(
             dist.broadcast_object_list(sent, src=rank, group=group)
             manifests.update(sent[0])
     told = {problem for _, faults in known for problem in faults}
-    return manifests, [f"passed over: {problem}" for problem in sorted(told)]
+    return manifests, sorted(told)
 
 
 def _of_another_layout(manifest: Manifest, layout: str, world: DistEnv) -> str:

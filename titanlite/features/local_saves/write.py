@@ -6,7 +6,9 @@ import os
 import shutil
 import socket
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,15 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manager import Save, check_finite
 from titanlite.checkpoint.manifest import FAST_HASH, Manifest, digest_of, file_digest
 from titanlite.checkpoint.storage import RNG, Tensors, Written, on_each_rank, on_rank_0
+from titanlite.features.local_saves.copies import Copies
 from titanlite.features.local_saves.folder import (
     ABOUT,
     GENERATORS,
     LocalFolder,
+    begin,
     part_name,
     part_path,
+    publish,
     remove,
 )
 from titanlite.features.local_saves.part import bytes_of, local_of, write_part
@@ -46,6 +51,7 @@ class LocalWriter:
     keep: int
     read_back: bool
     layout: str
+    copies: Copies
 
     def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
         """Write the parts of all ranks, then the manifest beside each.
@@ -69,26 +75,30 @@ class LocalWriter:
             about = {"save": identity, "layout": self.layout}
             manifest = _manifest(save.draft, about, files, generators)
             content = on_rank_0(self.world, lambda: manifest.to_json().encode(), group)
-            on_each_rank(lambda: self._finish_part(step, identity, written, generators), group)
+            own = self.folder.step(step)
+            path = part_path(own, identity)
+            folders = [own, *self.copies.exchange(path, files, step, self.read_back, group)]
+            on_each_rank(lambda: self._finish(folders, path, written, generators), group)
         except CheckpointError:
             # All ranks know of it. Where a rank is lost, others may have gone on to publish: the
             # next start decides.
             remove(self.folder.step(step))
+            for owner in self.copies.owners:
+                remove(self.folder.copy(owner, step))
             raise
         # Each part is whole: from the first manifest on this is a save.
-        on_each_rank(lambda: self.folder.publish(step, content), group)
+        on_each_rank(lambda: publish(folders, content), group)
         if save.proven:
             on_each_rank(lambda: self.folder.prune(self.keep), group)
 
     def _check_space(self, state: Tensors, group: dist.ProcessGroup) -> None:
         """Raise CheckpointError, on all ranks, where a node has too little space for its parts."""
-        self.folder.mine.mkdir(parents=True, exist_ok=True)
-        need = bytes_of(state) + _SMALL_FILES
-        where = (socket.gethostname(), os.stat(self.folder.root).st_dev)
+        place, free = on_each_rank(self._place, group)
         needs: list[Any] = [None] * self.world.size
-        dist.all_gather_object(needs, (where, need), group)
-        total = sum(bytes_needed for place, bytes_needed in needs if place == where)
-        free = shutil.disk_usage(self.folder.root).free
+        # Copies of others are about as large.
+        need = (bytes_of(state) + _SMALL_FILES) * (1 + len(self.copies.owners))
+        dist.all_gather_object(needs, (place, need), group)
+        total = sum(need for other, need in needs if other == place)
 
         def check() -> None:
             if free < total:
@@ -100,8 +110,15 @@ class LocalWriter:
 
         on_each_rank(check, group)
 
+    def _place(self) -> tuple[tuple[str, int], int]:
+        """Return the disk that this rank writes to, and its free bytes."""
+        self.folder.mine.mkdir(parents=True, exist_ok=True)
+        device = os.stat(self.folder.mine).st_dev
+        return (socket.gethostname(), device), shutil.disk_usage(self.folder.root).free
+
     def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
-        folder = self.folder.begin(step)
+        folder = self.folder.step(step)
+        begin(folder)
         return write_part(part_path(folder, identity), state)
 
     def _exchange(
@@ -113,19 +130,17 @@ class LocalWriter:
         dist.all_gather_object(parts, mine, group)
         return parts
 
-    def _finish_part(self, step: int, identity: str, written: Written, generators: bytes) -> None:
+    def _finish(
+        self, folders: Sequence[Path], part: Path, written: Written, generators: bytes
+    ) -> None:
         """Write the generators, and read back what this rank has written."""
-        folder = self.folder.step(step)
-        with (folder / GENERATORS).open("wb") as stream:
-            stream.write(generators)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if not self.read_back:
-            return
-        path = part_path(folder, identity)
-        found = file_digest(path, FAST_HASH)
-        if found != written.digest or (folder / GENERATORS).read_bytes() != generators:
-            raise CheckpointError(f"what was written could not be read back: {path} has changed")
+        for folder in folders:
+            with (folder / GENERATORS).open("wb") as stream:
+                stream.write(generators)
+                stream.flush()
+                os.fsync(stream.fileno())
+        if self.read_back and file_digest(part, FAST_HASH) != written.digest:
+            raise CheckpointError(f"what was written could not be read back: {part} has changed")
 
 
 def _manifest(

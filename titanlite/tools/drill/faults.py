@@ -57,6 +57,7 @@ PUBLISHED = ("published", "prune", "prune half way")
 LOCAL_EVENTS = {
     "local part begun": SaveEvent("open", r"/rank-\d+/step-STEP/\w+\.safetensors"),
     "local part half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/\w+\.safetensors"),
+    "local copy half": SaveEvent("os.fsync", r"/copy-\d+/step-STEP/\w+\.safetensors"),
     "local manifest half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/manifest\.json"),
     "local publish": SaveEvent("os.rename", r"-> .*/rank-\d+/step-STEP/manifest\.json$"),
     "local published": SaveEvent("os.fsync", r"/rank-\d+/step-STEP$", after="local publish"),

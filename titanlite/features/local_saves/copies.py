@@ -1,0 +1,187 @@
+"""Copies of parts on other nodes, so that a lost node costs no more than the local interval."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
+from titanlite.checkpoint.storage import Written
+from titanlite.features.local_saves.folder import LocalFolder, begin, part_path, remove
+from titanlite.parallel.dist_env import DistEnv, log_once
+from titanlite.utils import logger
+
+#: Bytes that are sent at a time.
+BLOCK = 32 << 20
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Who keeps copies of whose parts, as this rank sees it."""
+
+    folder: LocalFolder
+    #: The ranks that keep copies of this rank's part.
+    keepers: tuple[int, ...] = ()
+    #: The ranks of whose parts this rank keeps copies.
+    owners: tuple[int, ...] = ()
+
+    def exchange(
+        self,
+        part: Path,
+        written: Sequence[Written],
+        step: int,
+        read_back: bool,
+        group: dist.ProcessGroup,
+    ) -> list[Path]:
+        """Send this rank's part to its keepers while it receives others'; return the folders of
+        copies.
+
+        All ranks call it together. written: size and hash of each rank's part. A copy that cannot
+        be kept is a warning on its rank, and the save goes on.
+        """
+        arriving = {}
+        for owner in self.owners:
+            folder = self.folder.copy(owner, step)
+            arriving[owner] = _Arriving(folder, part.stem, written[owner])
+        mine = written[self.folder.rank].size if self.keepers else 0
+        longest = max([mine, *(one.written.size for one in arriving.values())])
+        with contextlib.ExitStack() as stack:
+            stream: BinaryIO | None = None
+            # What cannot be read is sent as zeros, and the keeper finds that by the hash.
+            with contextlib.suppress(OSError):
+                stream = stack.enter_context(part.open("rb", buffering=0))
+            for start in range(0, longest, BLOCK):
+                sent = read_block(stream, max(0, min(BLOCK, mine - start)))
+                self._exchange_block(sent, arriving, start, group)
+        for owner, one in arriving.items():
+            one.finish(read_back)
+            if one.problem:
+                logger.warning(f"no copy of the part of rank {owner} is kept: {one.problem}")
+        return [one.folder for one in arriving.values() if not one.problem]
+
+    def _exchange_block(
+        self,
+        sent: torch.Tensor,
+        arriving: Mapping[int, _Arriving],
+        start: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Send a block, which may be empty, while those of others arrive."""
+        requests = []
+        if sent.numel():
+            requests += [dist.isend(sent, keeper, group) for keeper in self.keepers]
+        blocks = {}
+        for owner, one in arriving.items():
+            count = min(BLOCK, one.written.size - start)
+            if count > 0:
+                blocks[owner] = torch.empty(count, dtype=torch.uint8)
+                requests.append(dist.irecv(blocks[owner], owner, group))
+        for request in requests:
+            assert request is not None, "all ranks are in the group"
+            request.wait()
+        for owner, block in blocks.items():
+            arriving[owner].write(block)
+
+
+def plan_copies(
+    number: int, folder: LocalFolder, world: DistEnv, group: dist.ProcessGroup | None
+) -> Copies:
+    """Return who keeps what. All ranks call it together. number: of copies of each part."""
+    if not number:
+        return Copies(folder)
+    stat = os.stat(folder.root)
+    places: list[Any] = [None] * world.size
+    dist.all_gather_object(places, (socket.gethostname(), stat.st_dev, stat.st_ino), group)
+    keepers = keepers_of(places, number)
+    nodes = len(set(places))
+    if nodes <= number:
+        log_once(
+            logging.WARNING,
+            f"checkpoint.local_copies = {number} needs {number + 1} nodes, and this run has "
+            f"{nodes}: each part gets {nodes - 1}",
+        )
+    owners = [rank for rank, others in enumerate(keepers) if world.rank in others]
+    return Copies(folder, tuple(keepers[world.rank]), tuple(owners))
+
+
+def keepers_of(places: Sequence[Hashable], number: int) -> list[list[int]]:
+    """Return for each rank the ranks on the next nodes that keep its copies.
+
+    places: of each rank; equal for ranks of one node.
+    """
+    nodes: dict[Hashable, list[int]] = {}
+    for rank, place in enumerate(places):
+        nodes.setdefault(place, []).append(rank)
+    order = list(nodes.values())
+    keepers: list[list[int]] = [[] for _ in places]
+    for index, ranks in enumerate(order):
+        for ahead in range(1, min(number, len(order) - 1) + 1):
+            target = order[(index + ahead) % len(order)]
+            for place, rank in enumerate(ranks):
+                keepers[rank].append(target[place % len(target)])
+    return keepers
+
+
+class _Arriving:
+    """A copy that this rank is writing."""
+
+    def __init__(self, folder: Path, save: str, written: Written) -> None:
+        self.folder = folder
+        self.path = part_path(folder, save)
+        self.written = written
+        self.problem = ""
+        self._hash = new_hash(FAST_HASH)
+        self._stream: BinaryIO | None = None
+        with self._problems():
+            begin(folder)
+            self._stream = self.path.open("wb")
+
+    def write(self, block: torch.Tensor) -> None:
+        self._hash.update(block.numpy().data)
+        with self._problems():
+            if self._stream is not None and not self.problem:
+                self._stream.write(block.numpy().data)
+
+    def finish(self, read_back: bool) -> None:
+        """Make the copy durable, and compare it."""
+        with self._problems():
+            if self._stream is not None:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                self._stream.close()
+            found = f"{FAST_HASH}:{self._hash.hexdigest()}"
+            if not self.problem and read_back:
+                found = file_digest(self.path, FAST_HASH)
+            if not self.problem and found != self.written.digest:
+                self.problem = f"{self.path} is not what was sent"
+        if self.problem:
+            remove(self.folder)
+
+    @contextlib.contextmanager
+    def _problems(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or f"{self.path}: {error.strerror}"
+
+
+def read_block(stream: BinaryIO | None, count: int) -> torch.Tensor:
+    """Return the next bytes of a file [count, uint8]; zeros where they cannot be read."""
+    block = torch.zeros(count, dtype=torch.uint8)
+    view = block.numpy().data
+    with contextlib.suppress(OSError):
+        while view and stream is not None:
+            read = stream.readinto(view)  # type: ignore[attr-defined]
+            if not read:
+                break
+            view = view[read:]
+    return block
