@@ -67,15 +67,17 @@ def completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None
     assert unequal(undisturbed, folder, STEPS) == []
 
 
-def lose(slurm: Cluster, node: str, job: str) -> None:
-    """End the daemon of a node and all processes of a job there at once, as a power failure does:
-    those that would report an end first.
+def lose(slurm: Cluster, node: str, job: str, *, silently: bool = True) -> None:
+    """End the daemon of a node and all processes of a job there.
+
+    silently: first of all those that would report it, as a power failure does.
     """
     daemon = slurm.daemons[node]
     daemon.kill()
     daemon.wait()
     found = processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
-    for pid in [*_supervisors(found), *found]:
+    silent = _supervisors(found) if silently else set()
+    for pid in [*silent, *found]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -80,7 +80,7 @@ def test_a_lost_node_leads_to_a_new_start(
     folder = tmp_path / "run"
     job = submit(slurm, folder, "--checkpoint.interval=2")
     until_step(folder, 3)
-    lose(slurm, "n2", job)
+    lose(slurm, "n2", job, silently=False)
     slurm.wait(job, "PENDING", "NODE_FAIL", *ENDS)
     slurm.start_node("n2")
     completed(slurm, folder, job, undisturbed)

@@ -33,7 +33,6 @@ from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import prepare
 from titanlite.tools.sweep.job import prepare_sweep
 
-
 _PLACED = "== start (.): 2 nodes with ranks, (.*),(.*); (.) spare"
 
 

@@ -10,7 +10,9 @@ from msgspec import Meta, field
 
 from titanlite.config.value_types import (
     HOME,
+    Amount,
     Count,
+    Duration,
     Location,
     Natural,
     NonNegative,
@@ -218,9 +220,6 @@ class Stall(Section, frozen=True):
     """
 
 
-TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
-
-
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
@@ -244,7 +243,7 @@ class Launch(Section, frozen=True):
     """Container image. Empty: the environment of Python that launches."""
     shared_dir: Annotated[str, HOME] = ""
     """Folder that all machines see; a container mounts it. Empty: the working directory."""
-    time_limit: Annotated[str, Meta(pattern=TIME)] = ""
+    time_limit: Duration = ""
     """Longest run, as hours:minutes:seconds or days-hours. Empty: that of the queue."""
     notice_seconds: Count = 120
     """Time before the limit in which the run saves and ends."""
@@ -268,12 +267,12 @@ class Launch(Section, frozen=True):
     """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: two for each rank, or one
     without GPUs. 0: none, so other pods may take them.
     """
-    memory_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
+    memory_request: Amount = ""
     """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: that of the
     plan with /dev/shm, at most 90 % of the machine's. 0: none; pods without a request are the first
     to be evicted.
     """
-    shm_size: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
+    shm_size: Amount = ""
     """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: 2 GiB for each rank, and the copy of an
     asynchronous save. 0: all memory of the node.
     """
@@ -299,7 +298,7 @@ class Launch(Section, frozen=True):
     """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when
     the job starts again.
     """
-    spot_wait: Annotated[str, Meta(pattern=TIME)] = ""
+    spot_wait: Duration = ""
     """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
     spot machines.
     """

@@ -41,6 +41,14 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
 it takes.
 """
 
+Duration = Annotated[
+    str, Meta(pattern=r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$")
+]
+"""A time as Slurm writes it."""
+
+Amount = Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")]
+"""Bytes as Kubernetes writes them."""
+
 HOME = Meta(extra={"home": True})
 """Marks paths: a leading `~` means the home folder, as in a shell."""
 
