@@ -201,7 +201,7 @@ class GroupEvents:
             is_last = weights is group.trained.by_mesh[0]
             numbers = sum(weight.numbers for weight in weights)
             others = 0 if is_last else max(waiting - numbers * each, 0)
-            replicas = self.sizes.shards == 1 and self.run.mesh.world_size > 1
+            replicas = self.sizes.shards == 1 and self.run.mesh.dp_replicate > 1
             gathered = self._whole(group.by_mesh[0]) if freed and not is_last else 0
             reduction = Reduction(weights, each, self.sizes.reduced, replicas)
             for size in reduction.peaks(waiting - others):
