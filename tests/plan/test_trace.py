@@ -90,6 +90,22 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks: int) -> None:
+    """Tensor parallelism alone: the peak is where the embedding's gradient is cast."""
+    flags = {
+        "training.tensor_parallel_degree": ranks,
+        "training.loss_chunks": 8,
+        "training.compile": "true",
+        "model.overrides.n_layers": 1,
+    }
+    run = config(ranks, "llama3_1_8b.toml", **flags)
+    formula = estimate(run, 0).peak
+    traced = trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=0.001)
+    assert formula.module == traced.module
+
+
 #: Blocks are most of a step.
 NO_LOSS = {"training.loss_chunks": 8, "model.vocab_size": 1024, "model.overrides.n_layers": 1}
 MX = {"float8.enable_float8_linear": "true", "float8.recipe_name": "mxfp8"}
