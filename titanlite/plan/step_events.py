@@ -164,28 +164,12 @@ class StepEvents:
                 if frees:
                     yield from self.groups.free(group)
                 if reduces:
-                    given = self._whole_table(module)
-                    if not second_half:
-                        given += self._hidden(module)
+                    given = 0 if second_half else self._hidden(module)
                     yield from self.groups.reduce(group, made.pop(group), ahead, given, frees)
                     reduced = self.groups.reduction_buffer(group)
                 else:
-                    held = ahead + reduced + self._whole_table(module)
-                    yield from self.groups.accumulate(group, made.pop(group), held)
+                    yield from self.groups.accumulate(group, made.pop(group), ahead + reduced)
         yield from self.groups.end_backward()
-
-    def _whole_table(self, module: str) -> int:
-        """Return the bytes of the gradient of a table that tensor-parallel ranks divide.
-
-        Without other data-parallel ranks it is still there when this rank's rows of it are cast.
-        """
-        mesh = self.run.mesh
-        is_alone = mesh.weight_shards * mesh.dp_replicate == 1
-        casts = self.sizes.reduced != self.sizes.low
-        if module != "tok_embeddings" or self.sizes.shape.tp == 1 or not (is_alone and casts):
-            return 0
-        args = self.sizes.shape.args
-        return args.n_vocab * args.dim * self.sizes.low
 
     def _hidden(self, module: str) -> int:
         """Return the bytes of a module's input, and of its gradient."""
