@@ -189,7 +189,8 @@ def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
 def test_what_cannot_be_uploaded_is_refused_before_the_first_step(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "checkpoint.hub: ada is not" not in _refused(tmp_path, "--checkpoint.hub=bob/tiny")
+    said = _refused(tmp_path, "--checkpoint.hub=bob/tiny")
+    assert "bob/tiny is not on the hub, and ada cannot make it" in said
     uploads = uploads_of(hub)
     uploads.make("ada/tiny")
     uploads.branch("ada/tiny")["model.safetensors"] = b"other"

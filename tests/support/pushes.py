@@ -55,9 +55,12 @@ def uploads_of(hub: HubServer) -> Uploads:
 
 
 def leaks(folder: Path) -> list[str]:
-    """Return the files below a folder that hold a token."""
+    """Return the files below a folder that hold a token.
+
+    git.diff may hold a change of these tests.
+    """
     found = []
     for file in folder.rglob("*"):
-        if file.is_file() and b"planted" in file.read_bytes():
+        if file.is_file() and file.name != "git.diff" and b"planted" in file.read_bytes():
             found.append(str(file))
     return found

@@ -26,6 +26,7 @@ from titanlite.config.value_types import (
     Ratio,
     Section,
     Seed,
+    WeightDtype,
     dotted_or,
 )
 
@@ -173,7 +174,7 @@ class Checkpoint(Section, frozen=True):
     """
     model_weights_only: bool = False
     """The last save holds weights only: for use elsewhere. No run can continue from it."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    export_dtype: WeightDtype = "float32"
     """Precision of that last save."""
     export_ema: bool = False
     """That last save holds the average of the weights (optimizer.ema_decay)."""
@@ -201,15 +202,15 @@ class Checkpoint(Section, frozen=True):
     """Read each checkpoint back and compare it with its hashes. Only then publish it and delete
     older ones. false: compare only its files' lengths.
     """
-    hub: HubName | None = None
+    hub: HubName = ""
     """Upload checkpoints to this repository of the Hugging Face hub, in the background: each to its
-    branch step-N, the last one to main too. The token is that of HF_TOKEN or of a login.
+    branch step-N, the last one to main too. The token is that of HF_TOKEN or of a login. "": off.
     """
     hub_every: Natural = 0
     """Upload those whose step is a multiple of this, milestones and the last one. 0: all."""
     hub_private: bool = True
     """A repository that the run makes is private."""
-    hub_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    hub_dtype: WeightDtype | None = None
     """Precision of uploaded weights. None: as they are."""
     hub_ema: bool = False
     """Upload the average of the weights (optimizer.ema_decay)."""

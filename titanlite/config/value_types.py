@@ -27,13 +27,15 @@ CountOrRest = Annotated[
 HubName = Annotated[
     str,
     Meta(
-        pattern=r"^\w[\w.-]*/\w[\w.-]*$",
+        pattern=r"^(\w[\w.-]*/\w[\w.-]*)?$",
         extra={"words": 'OWNER/NAME, as "ada/tiny-llama"'},
     ),
 ]
-"""A repository of the Hugging Face hub."""
+"""A repository of the Hugging Face hub; "": none."""
 
 Dtype = Literal["float32", "bfloat16"]
+WeightDtype = Literal["float32", "bfloat16", "float16"]
+"""Of weights for use elsewhere."""
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
 """Room for a million ranks to add their number to it and still give torch the 64-bit integer that
 it takes.

@@ -85,9 +85,9 @@ def build_callbacks(
         sampler,
         *own,
         # The last: an evaluation may end with the save of a run.
-        None if tasks is None else tasks.begin(built, metrics.write_scores),
+        tasks.begin(built, metrics.write_scores) if tasks else None,
         # It waits at the end.
-        None if hub is None else hub.callback(built),
+        hub.callback(built) if hub else None,
     ]
     return [callback for callback in every if callback is not None], metrics.run_ids
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import s3
 from tests.support.golden_run import MORE, STEPS, GoldenRun
 from tests.support.hub_server import HubServer
 from tests.support.processes import environment, python
@@ -74,7 +75,7 @@ def test_the_hub_holds_the_export_byte_for_byte_and_transformers_loads_it(
     assert commit["commit"] == uploads.repositories["ada/tiny"].branches["main"][-1].oid
     files = {file.name: file.read_bytes() for file in export.iterdir()}
     assert {name: branch[name] for name in files} == files
-    extra = {"README.md", "titanlite.toml", "loss.svg", ".gitattributes"}
+    extra = {"README.md", "train.toml", "loss.svg", ".gitattributes"}
     assert branch.keys() - files.keys() == extra
     env = variables(hub, home)
     sums = []
@@ -242,13 +243,40 @@ def test_weights_of_another_run_and_words_of_people_stay(
     assert "holds weights of another run (model.safetensors)" in said
 
 
+def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
+    golden: GoldenRun, hub: HubServer, home: Path
+) -> None:
+    run = golden.copy(home / "run", newest=STEPS)
+    with s3.serving() as port:
+        bucket = s3.new_bucket(port)
+        for file in (run / "checkpoint" / f"step-{STEPS}").iterdir():
+            bucket.client.put_object(
+                Bucket=bucket.name,
+                Key=f"run/checkpoint/step-{STEPS}/{file.name}",
+                Body=file.read_bytes(),
+            )
+        objects = bucket.objects()
+        push(hub, home, run, "ada/local", "--no-verify")
+        config = run / "config.toml"
+        old = 'folder = "checkpoint"'
+        assert old in config.read_text()
+        config.write_text(config.read_text().replace(old, f'folder = "{bucket.root}"'))
+        push(hub, home, run, "ada/tiny", "--no-verify", **bucket.environment)
+        assert bucket.objects() == objects
+    uploads = uploads_of(hub)
+    there = uploads.branch("ada/tiny")
+    weights = uploads.branch("ada/local")["model.safetensors"]
+    assert there["model.safetensors"] == weights
+    assert bucket.name not in there["README.md"].decode()
+
+
 @pytest.mark.parametrize(
     ("token", "repository", "more", "says"),
     [
         ("", "ada/tiny", {}, "there is no token for the hub (HF_TOKEN is empty): set HF_TOKEN"),
         ("hf_unknown", "ada/tiny", {}, "the hub does not know the token"),
         ("hf_planted_eve", "eve/tiny", {}, "the token of eve may only read"),
-        ("hf_planted_bob", "ada/tiny", {}, "bob may not write to ada/tiny: name a repository"),
+        ("hf_planted_bob", "ada/tiny", {}, "bob may not write to ada/tiny. Name a repository"),
         ("hf_planted_bob", "ada/new", {}, "cannot make it: the owners open to this token are bob"),
         (ADA, "ada/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         (ADA, "ada/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),

@@ -58,7 +58,7 @@ class HubFeature(Feature):
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
-        problem = _contact_problem(self.section.hub or "", run.job.dump_folder)
+        problem = _contact_problem(self.section.hub, run.job.dump_folder)
         if problem:
             yield Problem("", self.key, problem)
         if args is not None and (reason := _why_no_export(run, args)):

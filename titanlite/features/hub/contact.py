@@ -152,6 +152,6 @@ def _try_write(api: Any, repository: str, user: str) -> None:
         if status_of(error.__cause__) not in (_MISSING, *_REFUSED):
             raise
         raise HubError(
-            f"{user} may not write to {repository}: name a repository of your own, or take a token "
+            f"{user} may not write to {repository}. Name a repository of your own, or take a token "
             f"with write access to it; {_TOKENS}"
         ) from None

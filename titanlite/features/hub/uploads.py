@@ -79,7 +79,7 @@ class HubUploads(Callback):
         self, section: Checkpoint, folder: Path, root: AnyPath, model_name: str, patience: float
     ) -> None:
         self._section = section
-        self._repository = section.hub or ""
+        self._repository = section.hub
         self._folder = folder
         self._root = root
         self._trusts_code = is_dotted(model_name)

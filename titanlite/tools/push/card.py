@@ -19,7 +19,7 @@ from titanlite.tools.push.subject import Subject
 from titanlite.utils import human_count, public
 
 #: The config of the run, beside the card.
-CONFIG_FILE = "titanlite.toml"
+CONFIG_FILE = "train.toml"
 #: Beside these, metadata of an older card stays.
 _LISTS = ("tags", "datasets")
 

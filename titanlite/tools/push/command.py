@@ -38,8 +38,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "push",
         help="upload a checkpoint with a model card to the Hugging Face hub",
-        description="Export a checkpoint as `titanlite export` does, write a model card from its "
-        "run, and upload both to a repository of the Hugging Face hub. Adapters go up in PEFT's "
+        description="Export a checkpoint as `titanlite export` does, and write a model card from "
+        "its run. Upload both to a repository of the Hugging Face hub. Adapters go up in PEFT's "
         "format. HF_TOKEN, or a login of huggingface_hub, gives the token. A push that was cut "
         "short goes on with the same command, and sends no file twice.",
         epilog=f"Exit status: {exit_codes.CONFIG} where the hub refuses, "

@@ -17,6 +17,8 @@ _FRAME = Frame(width=760, height=380, top=48, bottom=56, left=70, right=24)
 _MOST = 400
 #: A loss so many times as far above the last as the median is lies off the picture.
 _FAR = 6.0
+#: The height of the picture is at least this part of the lowest loss, where there are such losses.
+_LEAST = 0.5
 Point = tuple[float, float]
 
 
@@ -66,7 +68,7 @@ def _highest(points: Sequence[Point]) -> float:
     losses = sorted(loss for _, loss in points)
     low = losses[0]
     middle = losses[len(losses) // 2]
-    return min(losses[-1], low + _FAR * max(middle - low, 1e-6))
+    return min(losses[-1], low + max(_FAR * (middle - low), _LEAST * abs(low)))
 
 
 def _line(points: Sequence[Point], across: Axis, up: Axis) -> str:

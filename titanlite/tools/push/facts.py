@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG, PEFT_CONFIG
 from titanlite.config.text_names import BUNDLED, hub_text
-from titanlite.config.urls import is_url, public_name
+from titanlite.config.urls import public_name
 from titanlite.features.hub.contact import without_token
 from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS, Row
@@ -24,6 +24,8 @@ _PRIVATE_PATH = re.compile(r"""(["'])(?:/|~|[A-Za-z]:\\|(?:s3a?|gs|gcs|az|abfss?
 #: Where a value comes from, which a resolved config tells behind it.
 _SOURCE = re.compile(r"""  # [^"'\n]*$""", re.MULTILINE)
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+#: A URL of a data set of the hub.
+_OF_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 _BASE = "base_model_name_or_path"
 #: Bytes of a safetensors file's first number, and the most that its header may have.
 _LENGTH = 8
@@ -184,28 +186,31 @@ class Text:
 def texts(subject: Subject) -> list[Text]:
     """Return the text that the run was trained on."""
     config = subject.config
-    sources = config.get("data.source") or []
     found = []
-    for source in sources:
+    for source in config.get("data.source") or []:
         if isinstance(source, Mapping):
-            named = source.get("name") or source.get("dataset") or source.get("path") or "?"
-            place = source.get("dataset") or source.get("path") or named
-            found.append(_text(str(named), str(place), source.get("weight")))
+            found.append(_text(source.get("name"), source.get("path"), source.get("weight")))
     if not found:
-        place = config.get("training.dataset_path") or config.get("training.dataset")
-        if place:
-            found.append(_text(str(place), str(place), None))
-    return found
+        name = config.get("training.dataset")
+        found.append(_text(name, config.get("training.dataset_path"), None))
+    return [text for text in found if text.name]
 
 
-def _text(name: str, place: str, weight: object) -> Text:
-    hub = None if place in BUNDLED else hub_text(place)
-    is_local = place.startswith((".", "/", "~")) or Path(place).exists()
-    dataset = hub.repository if hub is not None and not is_local else ""
-    shown = dataset or name
-    if is_url(shown):
-        shown = public_name(shown) if shown.startswith(("http", "hf:")) else f"…/{_name(shown)}"
-    elif not dataset and _name(shown) != shown:
+def _text(name: object, path: object, weight: object) -> Text:
+    """Return a text by its name or by its path, which goes first."""
+    shown = str(path or name or "")
+    dataset = ""
+    of_hub = _OF_HUB.match(shown)
+    if of_hub is not None:
+        dataset = of_hub[1]
+    elif not path and shown not in BUNDLED:
+        known = hub_text(shown)
+        dataset = "" if known is None else known.repository
+    if dataset:
+        shown = dataset
+    elif shown.startswith(("http://", "https://")):
+        shown = public_name(shown)
+    elif _name(shown) != shown:
         shown = f"…/{_name(shown)}"
     number = weight if isinstance(weight, (int, float)) else None
     return Text(shown, dataset, number)

@@ -28,7 +28,7 @@ _OURS = (
     "config.json",
     "generation_config.json",
     "loss.svg",
-    "titanlite.toml",
+    "train.toml",
 )
 
 

@@ -1,0 +1,97 @@
+"""What a card tells of a run, and what it leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import MANIFEST
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.config.toml import loads
+from titanlite.tools.push.card import Card, merged
+from titanlite.tools.push.curve import picture
+from titanlite.tools.push.facts import shown_config, texts, weights_in
+from titanlite.tools.push.subject import Subject
+
+
+def _subject(toml: str) -> Subject:
+    manifest = type(MANIFEST)(**{**vars(MANIFEST), "config": {"toml": toml}})
+    return Subject(Path("/nowhere/step-5"), 5, manifest, None)
+
+
+def test_a_config_for_everybody_has_no_secret_no_private_path_and_no_job() -> None:
+    toml = """[job]
+dump_folder = "/home/ada/secret-project/run"  # /home/ada/mine.toml:3
+description = "a run"  # /home/ada/mine.toml:4
+
+[launch]
+queue = "gpu-of-ada"
+environment.HF_TOKEN = "hf_planted"
+
+[[launch.volumes]]
+name = "volume-of-ada"
+
+[training]
+dataset_path = ["~/texts/a.jsonl", 's3://bucket-of-ada/b.jsonl', "https://u:p@host/c.jsonl?k=1"]
+steps = 8
+"""
+    shown = shown_config(_subject(toml))
+    values = loads(shown)
+    assert values["job"] == {"dump_folder": "…/run", "description": "a run"}
+    assert "launch" not in values
+    assert values["training"]["steps"] == 8
+    assert values["training"]["dataset_path"][:2] == ["…/a.jsonl", "…/b.jsonl"]
+    for secret in ("ada", "planted", "u:p", "k=1"):
+        assert secret not in shown
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ('[training]\ndataset = "c4"', [("allenai/c4", "allenai/c4", None)]),
+        ('[training]\ndataset = "c4_test"', [("c4_test", "", None)]),
+        ('[training]\ndataset = "x"\ndataset_path = "data/c4"', [("…/c4", "", None)]),
+        (
+            '[[data.source]]\nname = "me/books"\nweight = 2.0\n'
+            '[[data.source]]\nname = "web"\npath = "hf://datasets/me/web/*.parquet"',
+            [("me/books", "me/books", 2.0), ("me/web", "me/web", None)],
+        ),
+        ("", []),
+    ],
+)
+def test_texts_are_named_without_their_folders(
+    toml: str, expected: list[tuple[str, str, float | None]]
+) -> None:
+    found = [(text.name, text.dataset, text.weight) for text in texts(_subject(toml))]
+    assert found == expected
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+        weights_in(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for content in (b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x03" + b"\0" * 7 + b'{"a'):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="model.safetensors is no safetensors file"):
+            weights_in(tmp_path)
+
+
+def test_a_card_with_damaged_metadata_keeps_its_text() -> None:
+    card = Card("facts", {"tags": ["titanlite"]}, "0f")
+    text = merged(card, "---\n: [\n---\nmy words\n")
+    assert "my words" in text
+    assert text.startswith("---\ntags:\n- titanlite\n---")
+    again = merged(Card("other facts", {"tags": ["titanlite"]}, "0f"), text)
+    assert again == text.replace("facts", "other facts")
+
+
+def test_the_picture_has_both_losses_and_needs_two_points() -> None:
+    rows = [{"step": step, "loss": 9.0 / step, "lr": 1.0} for step in range(1, 1001)]
+    rows += [{"step": 500, "validation_loss": 2.0}, {"step": 501, "loss": float("nan")}]
+    found = picture(rows, "a <title>") or ""
+    assert "a &lt;title&gt;" in found
+    assert "on the held-out text" in found
+    # 1000 points are thinned.
+    assert 300 < found.count(",") < 500
+    assert picture(rows[:1], "x") is None
