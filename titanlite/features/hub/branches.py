@@ -17,7 +17,7 @@ README = "README.md"
 BEGIN = "<!-- titanlite {run}: a push writes all down to the end marker anew -->"
 END = "<!-- titanlite: end -->"
 REGION = re.compile(
-    r"<!-- titanlite (?P<run>[0-9a-z]+): [^\n]* -->\n.*?<!-- titanlite: end -->", re.DOTALL
+    r"<!-- titanlite (?P<run>[0-9a-z]+): [^\r\n]* -->\r?\n.*?<!-- titanlite: end -->", re.DOTALL
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
 _STEP = re.compile(r"step-\d+")
