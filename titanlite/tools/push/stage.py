@@ -17,9 +17,10 @@ from typing import Literal
 from titanlite.checkpoint.manifest import FILE, PARTIAL, Manifest, progress, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.features.hub.pin import pinned
+from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
 from titanlite.tools.commands.checkpoint_folders import print_progress
-from titanlite.tools.push.subject import NOTES, Subject
+from titanlite.tools.push.subject import Subject
 from titanlite.utils import atomic_write, parse_json
 
 _LOCK = "lock"
