@@ -89,7 +89,8 @@ def test_failed_uploads_change_no_loss_and_the_next_start_makes_up_for_them(
 ) -> None:
     run = tmp_path / "run"
     hub.fail("/api/models/*/commit/*", method="POST", status=403, times=None)
-    hub.fail("/lfs/*", method="PUT", times=2)
+    hub.fail("/lfs/*", method="PUT", times=1)
+    hub.fail("/lfs/*", method="PUT", status=500, times=1)
     codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
     assert codes == [0], said
     assert rows(run) == rows(plain)
@@ -108,6 +109,7 @@ def test_failed_uploads_change_no_loss_and_the_next_start_makes_up_for_them(
     codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
     assert codes == [0], said
     assert "step 8 is on ada/tiny, step-8 and main" in said
+    assert "step 4 is on ada/tiny, step-4" in said
     assert len(uploads.puts) == sent
     assert "model.safetensors" in uploads.branch("ada/tiny", "step-8")
     assert rows(run) == rows(plain)
@@ -204,6 +206,25 @@ def _until(done: Callable[[], bool], seconds: float = 240) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_last_save_in_hugging_faces_format_goes_up_as_it_is(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    more = [HUB, "--checkpoint.hub_dtype=float16", "--checkpoint.hub_every=3", *last]
+    codes, said = train(flags(run, INTERVAL, *more), 1, tmp_path / "console")
+    assert codes == [0], said
+    uploads = uploads_of(hub)
+    # No multiple of 3 was saved before the end.
+    assert set(uploads.repositories["ada/tiny"].branches) == {"main", "step-8"}
+    branch = uploads.branch("ada/tiny")
+    for file in (run / "checkpoint" / "step-8-hf").iterdir():
+        assert branch[file.name] == file.read_bytes()
+    assert "| step | 8 of 8 |" in branch["README.md"].decode()
+    assert (run / "checkpoint" / "step-8-hf" / "config.json").is_file()
 
 
 @pytest.mark.slow

@@ -33,6 +33,23 @@ with torch.no_grad():
 """
 
 
+#: Pushes, while somebody else commits to the branch.
+RACE = """
+import sys
+from huggingface_hub import CommitOperationAdd, HfApi
+from titanlite.tools.cli import main
+from titanlite.tools.push import upload
+additions = upload._additions
+def overtaken(api, repository, branch, files):
+    mine = additions(api, repository, branch, files)
+    other = [CommitOperationAdd("theirs.txt", b"theirs")]
+    HfApi().create_commit(repository, other, commit_message="theirs", revision=branch)
+    return mine
+upload._additions = overtaken
+sys.exit(main(["push", *sys.argv[1:]]))
+"""
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
     with make_hub(tmp_path / "served") as found:
@@ -270,6 +287,20 @@ def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
     weights = uploads.branch("ada/local")["model.safetensors"]
     assert there["model.safetensors"] == weights
     assert bucket.name not in there["README.md"].decode()
+
+
+def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
+    hub: HubServer, home: Path, tmp_path: Path
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    done = python("-c", RACE, export, "ada/tiny", env=variables(hub, home), cwd=home)
+    assert done.returncode == exit_codes.CONFIG
+    assert "error: ada/tiny, branch main, takes no commit" in done.stderr
+    uploads = uploads_of(hub)
+    assert set(uploads.branch("ada/tiny")) == {".gitattributes", "theirs.txt"}
+    push(hub, home, export, "ada/tiny")
+    assert uploads.branch("ada/tiny")["theirs.txt"] == b"theirs"
+    assert len(uploads.puts) == 1
 
 
 @pytest.mark.parametrize(

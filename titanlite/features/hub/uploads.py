@@ -118,7 +118,7 @@ class HubUploads(Callback):
         """
         manifest = None
         record = None
-        with contextlib.suppress(CheckpointError, RunError):
+        with contextlib.suppress(CheckpointError, RunError, OSError):
             record = read_run(self._folder, partial=True)
             manifest = parse_manifest(folder) if folder is not None else None
         name = own_id(self._folder if folder is not None else None, manifest, record)
@@ -231,13 +231,16 @@ class HubUploads(Callback):
 
     def _add_earlier(self, done: int) -> None:
         """Add checkpoints of earlier attempts that are not uploaded. done: steps of them."""
-        known = pushed(self._folder / FOLDER, self._repository)
-        saved = waiting(self._folder / FOLDER)
+        work = self._folder / FOLDER
+        known = pushed(work, self._repository)
+        exported = waiting(work)
+        saved = dict(exported)
         for step in steps_in(self._root):
-            with contextlib.suppress(CheckpointError):
+            # Of one that cannot be read nothing can be uploaded.
+            with contextlib.suppress(CheckpointError, OSError):
                 saved[step] = parse_manifest(step_folder(self._root, step))
         for step, manifest in sorted(saved.items()):
-            if step > done or not self._is_wanted(step):
+            if step > done or not (step in exported or self._is_wanted(step)):
                 continue
             branches = self._branches(step)
             if any((step, manifest.created, branch) not in known for branch in branches):
@@ -331,9 +334,13 @@ class HubUploads(Callback):
         return code
 
     def _is_there(self, step: int) -> bool:
-        if (step_folder(self._root, step) / FILE).is_file():
-            return True
-        if (hf_folder(self._root, step) / HF_CONFIG).is_file():
+        """Return whether there is something to upload; also where a store does not answer."""
+        try:
+            if (step_folder(self._root, step) / FILE).is_file():
+                return True
+            if (hf_folder(self._root, step) / HF_CONFIG).is_file():
+                return True
+        except OSError:
             return True
         return step in waiting(self._folder / FOLDER)
 
