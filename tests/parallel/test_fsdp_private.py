@@ -40,6 +40,14 @@ ASKED = [
     "sharded_param",
     "to_sharded_dtensor",
 ]
+#: What is asked of a group, or set.
+ASKED_OF_GROUPS = [
+    "fsdp_params",
+    "_reduce_scatter_comm",
+    "mesh_info",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+]
 #: What it has from the first forward pass on.
 ASKED_LATER = ["_unsharded_param", "orig_dtype", "param_dtype", "reduce_dtype"]
 
@@ -66,7 +74,7 @@ def _names_that_torch_lacks(world: DistEnv) -> list[str]:
     if len(groups) != 2:
         missing.append(f"one group for each module: there are {len(groups)}")
     for group in groups:
-        missing += _missing(group, ["fsdp_params", "_reduce_scatter_comm"])
+        missing += _missing(group, ASKED_OF_GROUPS)
         for parameter in group.fsdp_params:
             missing += _missing(parameter, ASKED)
     missing += _missing(model._get_fsdp_state(), ["_modules", "_states_to_backward_prefetch"])

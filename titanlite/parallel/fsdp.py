@@ -76,14 +76,12 @@ def apply_fsdp(  # noqa: PLR0913
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if prefetch and dp_mesh.size(-1) > 1:
         _set_prefetch(model, modules, prefetch)
-    # Tensor-parallel ranks may shard experts, and nothing else.
-    if dp_mesh.size() == 1 and (experts is None or experts.size(-2) == 1):
+    if not average and (experts is not None or dp_mesh.size() > 1):
+        _sum_gradients(model)
+    if experts is not None or dp_mesh.size() == 1:
         from titanlite.parallel.one_rank import avoid_copies
 
-        # One rank reduces nothing, and a division by 1.0 would copy every gradient once more.
         avoid_copies(model)
-    elif not average:
-        _sum_gradients(model)
 
 
 def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -1,5 +1,7 @@
-"""Weights and gradients that one rank holds whole: `fully_shard` without its copies, and with the
-same numbers.
+"""Weights and gradients that no other rank has a part of: `fully_shard` without its copies, and
+with the same numbers.
+
+They are those of a run on one rank, and experts that all ranks share by expert parallelism.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ from titanlite.parallel.fsdp_private import (
 
 
 def avoid_copies(model: nn.Module) -> None:
-    """Let one rank compute with its sharded weights themselves, and make its sharded gradients
-    without a copy; in place.
+    """Let a rank compute with the sharded weights that it has alone themselves, and make their
+    sharded gradients without a copy; in place.
 
-    model: after `fully_shard` on one rank. torch gathers by a copy and reduces by two, also on one
-    rank.
+    model: after `fully_shard`. torch gathers such weights by a copy, and reduces their gradients by
+    two, or by three where it divides by a factor.
     """
-    _reduce_in_place(model)
-    for group in parameter_groups(model):
+    groups = list(parameter_groups(model))
+    alone = [group for group in groups if group.mesh_info.mesh.size() == 1]
+    for group in alone:
+        group._reduce_scatter_comm = _OneBuffer()
+        # A sum over one rank. A division by 1.0 would copy every gradient once more.
+        group.gradient_divide_factor = None
+        group.force_sum_reduction_for_comms = False
         for parameter in group.fsdp_params:
             if _is_plain(parameter):
                 parameter.__class__ = _WholeParam
+    if len(alone) == len(groups):
+        _reduce_where_it_computes(model)
 
 
 def _is_plain(parameter: FSDPParam) -> bool:
@@ -40,6 +49,11 @@ def _is_plain(parameter: FSDPParam) -> bool:
     """
     has_own_gather = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
     return not (has_own_gather or parameter.offload_to_cpu)
+
+
+def casts_together(device: torch.device) -> bool:
+    """Return whether gradients of a group are cast together, as on a GPU by one kernel."""
+    return device.type != "cpu"
 
 
 class _WholeParam(FSDPParam):
@@ -86,9 +100,8 @@ class _WholeParam(FSDPParam):
         whole = getattr(self, "_unsharded_param", None)
         if whole is None or whole.grad is None:
             return
-        # torch's way sums micro-batches in `reduce_dtype`, and casts a group's gradients by one
-        # kernel on a GPU.
-        casts = self.device.type != "cpu" and whole.grad.dtype != self.orig_dtype
+        # torch's way sums micro-batches in `reduce_dtype`.
+        casts = casts_together(self.device) and whole.grad.dtype != self.orig_dtype
         if casts or (self.reduce_dtype or whole.grad.dtype) != self.orig_dtype:
             return super().accumulate_unsharded_grad_if_needed()
         gradient = self.unsharded_grad_data.to(self.orig_dtype)
@@ -125,14 +138,12 @@ class _OneBuffer(ReduceScatter):
         raise AssertionError("one rank reduces nothing")
 
 
-def _reduce_in_place(model: nn.Module) -> None:
-    """Let one rank alone reduce its gradients without a copy, and in the stream that computes.
+def _reduce_where_it_computes(model: nn.Module) -> None:
+    """Let a rank that has all weights alone reduce its gradients in the stream that computes.
 
     A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory
     of all gradients would lie idle during the forward pass: 30 GiB of an 8B model.
     """
-    for group in parameter_groups(model):
-        group._reduce_scatter_comm = _OneBuffer()
     streams = streams_of(model)
     make_streams = streams.lazy_init
 

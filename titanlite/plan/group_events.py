@@ -28,6 +28,8 @@ class Reduction:
     reduced: int
     #: Whether the sum over other replicas, and no other, is made.
     only_replicas: bool
+    #: No other rank has a part: the buffer becomes the gradient (`titanlite.parallel.one_rank`).
+    alone: bool
 
     @property
     def whole(self) -> int:
@@ -36,7 +38,9 @@ class Reduction:
 
     @property
     def part(self) -> int:
-        """The bytes of this rank's part."""
+        """The bytes of this rank's part, beside the buffer."""
+        if self.alone:
+            return 0
         return sum(weight.part for weight in self.weights) * self.reduced
 
     def peaks(self, made: int) -> Iterator[int]:
@@ -202,8 +206,9 @@ class GroupEvents:
             numbers = sum(weight.numbers for weight in weights)
             others = 0 if is_last else max(waiting - numbers * each, 0)
             replicas = self.sizes.shards == 1 and self.run.mesh.dp_replicate > 1
+            alone = self._is_alone(weights)
             gathered = self._whole(group.by_mesh[0]) if freed and not is_last else 0
-            reduction = Reduction(weights, each, self.sizes.reduced, replicas)
+            reduction = Reduction(weights, each, self.sizes.reduced, replicas, alone)
             for size in reduction.peaks(waiting - others):
                 sizes = {
                     "working memory": given,
@@ -223,8 +228,17 @@ class GroupEvents:
             yield Alloc("communication", ("replicated", group), part)
 
     def reduction_buffer(self, group: Group) -> int:
-        """Return the bytes of a reduction's buffer."""
-        return group.trained.padded * self.sizes.reduced
+        """Return the bytes of the buffers of a reduction that live on beside the gradients."""
+        several = [weights for weights in group.trained.by_mesh if not self._is_alone(weights)]
+        return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
+
+    def _is_alone(self, weights: Sequence[Weight]) -> bool:
+        """Return whether no other rank has a part or a copy of weights that one collective
+        takes.
+        """
+        return (
+            weights[0].shards == 1 and self.run.mesh.dp_replicate == 1 and not self.sizes.offloads
+        )
 
     def _end_waiting(self, group: Group) -> Generator[Event, None, int]:
         """Free a group's whole gradients of earlier micro-batches; return their bytes."""

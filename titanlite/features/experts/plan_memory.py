@@ -154,7 +154,8 @@ class ExpertMemory:
             else:
                 stack = (self.held * columns, rows)
             matrix = (rows, columns)
-            yield Weight(*stack, over, matrix=matrix, copied=divides, neighbours=self.ranks)
+            copied = divides and over > 1
+            yield Weight(*stack, over, matrix=matrix, copied=copied, neighbours=self.ranks)
 
 
 class JoinedExpertMemory(ExpertMemory):
@@ -228,7 +229,7 @@ class BiasedExpertMemory(JoinedExpertMemory):
                 yield Weight(self.held, length, over)
             else:
                 stack = (self.held * length, 1)
-                yield Weight(*stack, over, copied=True, neighbours=self.ranks)
+                yield Weight(*stack, over, copied=over > 1, neighbours=self.ranks)
         yield Weight(self.args.n_experts, 1, mesh.weight_shards)
 
 

@@ -85,7 +85,8 @@ def _whole(parameter: nn.Parameter, name: str) -> Tensor:
             f"tensor parallelism divides {name}, and expert parallelism shares whole experts: "
             'their kind in the tensor plan must be "whole"'
         )
-    return parameter.detach().to_local()
+    local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+    return local
 
 
 def has_exchange(model: nn.Module) -> bool:

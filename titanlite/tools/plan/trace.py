@@ -35,7 +35,7 @@ from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, tensor
+from titanlite.parallel import activation_checkpoint, one_rank, tensor
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
@@ -298,6 +298,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
+        mock.patch.object(one_rank, "casts_together", lambda _: True),
         mock.patch.object(activation_checkpoint, "apply_ac", offloading),
         mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
