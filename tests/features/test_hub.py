@@ -23,6 +23,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN, step_folder
 from titanlite.checkpoint.retention import unpublish
 from titanlite.config.errors import ConfigError
+from titanlite.features.hub.branches import run_of
 from titanlite.features.hub.pin import pinned
 from titanlite.start.fit import check_config
 from titanlite.tools.drill.ranks import Ranks
@@ -143,6 +144,61 @@ def test_a_stop_ends_the_upload_and_the_resumed_run_goes_on_with_it(
     assert codes == [0], said
     assert set(uploads_of(hub).repositories["ada/tiny"].branches) >= {"main", f"step-{last}"}
     assert _is_safe(run, said)
+
+
+@pytest.mark.slow
+def test_few_exports_wait_and_the_resumed_run_uploads_them_without_their_checkpoints(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    more = [HUB, "--checkpoint.interval=100", "--training.steps=20000"]
+    hub.fail("/api/models/*/commit/*", method="POST", status=403, times=None)
+    with Ranks([*flags(run), *more], 1, tmp_path / "console") as ranks:
+        _until(lambda: len(_refused_commits(hub)) >= 2)
+        saved = len(_saved(run))
+        _until(lambda: len(_saved(run)) > saved + 2)
+        ranks.send(signal.SIGTERM)
+        assert ranks.wait() == [exit_codes.PREEMPTED], ranks.output()
+    assert len(_refused_commits(hub)) == 2
+    exports = sorted(int(path.name.split("-")[1]) for path in (run / ".hub").glob("*.notes"))
+    assert exports == [100, 200]
+    hub.faults.clear()
+    sent = list(uploads_of(hub).puts)
+    last = _saved(run)[-1]
+    for step in _saved(run)[:-1]:
+        shutil.rmtree(run / "checkpoint" / f"step-{step}")
+    codes, said = train([*flags(run), HUB, f"--training.steps={last}"], 1, tmp_path / "console")
+    assert codes == [0], said
+    uploads = uploads_of(hub)
+    expected = {"main", "step-100", "step-200", f"step-{last}"}
+    assert set(uploads.repositories["ada/tiny"].branches) == expected
+    assert all("model.safetensors" in uploads.branch("ada/tiny", name) for name in expected)
+    assert uploads.puts[: len(sent)] == sent
+    assert len(uploads.puts) == len(set(uploads.puts))
+
+
+def _refused_commits(hub: HubServer) -> set[str]:
+    return {one.path for one in hub.requests if "/commit/" in one.path}
+
+
+def _saved(run: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoint/step-*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_in_a_new_folder_is_the_same_run(hub: HubServer, tmp_path: Path) -> None:
+    more = [HUB, f"--checkpoint.folder={tmp_path / 'shared'}", "--checkpoint.interval=4"]
+    names = set()
+    for number, steps in enumerate((4, 8, 12)):
+        run = tmp_path / f"machine-{number}"
+        codes, said = train([*flags(run), *more, f"--training.steps={steps}"], 1, tmp_path / "said")
+        assert codes == [0], said
+        assert f"step {steps} is on ada/tiny, step-{steps} and main" in said
+        names.add(run_of(uploads_of(hub).branch("ada/tiny")["README.md"].decode()))
+    assert len(names) == 1
+    # A new run with the same repository is another one.
+    said = _refused(tmp_path, HUB, INTERVAL)
+    assert "holds weights of another run" in said
 
 
 def _until(done: Callable[[], bool], seconds: float = 240) -> None:

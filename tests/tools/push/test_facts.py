@@ -8,10 +8,11 @@ import pytest
 
 from tests.support.checkpoints import MANIFEST
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.config.toml import loads
-from titanlite.tools.push.card import Card, merged
+from titanlite.config.toml import loads, quote
+from titanlite.features.hub.branches import run_of
+from titanlite.tools.push.card import Card, Place, make_card, merged
 from titanlite.tools.push.curve import picture
-from titanlite.tools.push.facts import shown_config, texts, weights_in
+from titanlite.tools.push.facts import Weights, shown_config, texts, weights_in
 from titanlite.tools.push.subject import Subject
 
 
@@ -47,6 +48,40 @@ steps = 8
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "/home/ada/o'brien's/x.jsonl",
+        '/home/ada/"quoted"/x.jsonl',
+        "/home/ada/back\\slash/x.jsonl",
+        "../../home/ada/x.jsonl",
+        "$HOME/../ada/x.jsonl",
+        "file:///home/ada/x.jsonl",
+        "S3://bucket-of-ada/x.jsonl",
+        "memory://ada/x.jsonl",
+        "\\\\server-of-ada\\x.jsonl",
+        "C:/Users/ada/x.jsonl",
+    ],
+)
+def test_private_folders_are_left_out_however_they_are_written(path: str) -> None:
+    written = quote(path)
+    toml = f'[training]\ndataset_path = {written}  # /home/ada/o\'brien "x".toml:3\nsteps = 8\n'
+    toml += f"[model.overrides]\n{written} = [{written}, 'a # b', {{path = {written}}}]\n"
+    shown = shown_config(_subject(toml))
+    assert "ada" not in shown
+    assert "brien" not in shown
+    values = loads(shown)
+    assert values["training"] == {"dataset_path": "…/x.jsonl", "steps": 8}
+    expected = ["…/x.jsonl", "a # b", {"path": "…/x.jsonl"}]
+    assert values["model"]["overrides"] == {"…/x.jsonl": expected}
+
+
+def test_public_places_and_other_texts_stay() -> None:
+    texts = ["hf://datasets/me/web", "https://host/c.jsonl", "data/x", "50% / 50%", "a#b", ""]
+    shown = shown_config(_subject(f"[x]\ny = {quote(texts)}"))
+    assert loads(shown) == {"x": {"y": texts}}
+
+
+@pytest.mark.parametrize(
     ("toml", "expected"),
     [
         ('[training]\ndataset = "c4"', [("allenai/c4", "allenai/c4", None)]),
@@ -65,6 +100,23 @@ def test_texts_are_named_without_their_folders(
 ) -> None:
     found = [(text.name, text.dataset, text.weight) for text in texts(_subject(toml))]
     assert found == expected
+
+
+def test_a_text_of_the_run_is_no_marker_no_table_and_no_html() -> None:
+    place = Place("ada/tiny", "main")
+    words = quote("<!-- titanlite: end --> <!-- titanlite 0f: x -->")
+    path = quote("data/<img src=x> [a](b) | `c`\n# d.jsonl")
+    toml = f"[job]\ndescription = {words}\n[training]\ndataset_path = {path}\n"
+    weights = Weights(1, ("F32",), {"architectures": ["A | B\n\n# C"]}, False)
+    card = make_card(_subject(toml), weights, place, ("a line\n## of two",), False)
+    text = merged(card, "# My words\n")
+    assert merged(card, text) == text
+    assert merged(card, text.replace("\n", "\r\n")).count("\n## Config") == 1
+    assert run_of(text) == run_of(text.replace("\n", "\r\n")) == card.run_id
+    lines = text.splitlines()
+    assert r"| architecture | A \| B # C |" in lines
+    assert "- a line ## of two" in lines
+    assert r"- …/\<img src=x> \[a](b) \| \`c\` # d.jsonl" in lines
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ def test_weights_of_another_run_and_words_of_people_stay(
     files = uploads.branch("ada/tiny")
     files["model-0.safetensors"] = b"other weights"
     files["LICENSE"] = b"mine"
+    files["onnx/model.safetensors"] = b"my own, in a folder"
     files["README.md"] = b"---\nlicense: mit\ntags: [mine]\n---\n\n# My words\n"
     said = push(hub, home, run, "ada/tiny", "--no-verify", code=exit_codes.CONFIG).stderr
     assert "holds weights that no push of titanlite wrote (model-0.safetensors)" in said
@@ -244,6 +245,7 @@ def test_weights_of_another_run_and_words_of_people_stay(
     branch = uploads.branch("ada/tiny")
     assert "model-0.safetensors" not in branch
     assert branch["LICENSE"] == b"mine"
+    assert branch["onnx/model.safetensors"] == b"my own, in a folder"
     card = branch["README.md"].decode()
     data = yaml.safe_load(card.split("---\n")[1])
     assert data["license"] == "mit"
@@ -306,6 +308,7 @@ def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     [
         ("", "ada/tiny", {}, "there is no token for the hub (HF_TOKEN is empty): set HF_TOKEN"),
         ("hf_unknown", "ada/tiny", {}, "the hub does not know the token"),
+        ("hf_planted_é", "ada/tiny", {}, "has odd characters: https://huggingface.co/settings"),
         ("hf_planted_eve", "eve/tiny", {}, "the token of eve may only read"),
         ("hf_planted_bob", "ada/tiny", {}, "bob may not write to ada/tiny. Name a repository"),
         ("hf_planted_bob", "ada/new", {}, "cannot make it: the owners open to this token are bob"),
@@ -335,6 +338,7 @@ def test_words_without_sense_are_refused(hub: HubServer, home: Path, tmp_path: P
     cases = [
         ([export, "tiny"], "expected OWNER/NAME, got 'tiny'"),
         ([export, "ada/tiny", "--step", "last"], "expected a number, latest or best, got 'last'"),
+        ([export, "ada/tiny", "--step", "²"], "expected a number, latest or best, got '²'"),
         ([export, "ada/tiny", "--step", "3"], "is one set of weights: --step says nothing here"),
         ([export, "ada/tiny", "--dtype", "float16"], "is exported already: --dtype says nothing"),
     ]

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.errors import Problem
 from titanlite.features.feature import Feature
+from titanlite.start.derive import below
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
+    from titanlite.checkpoint.paths import AnyPath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
@@ -58,7 +62,8 @@ class HubFeature(Feature):
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
-        problem = _contact_problem(self.section.hub, run.job.dump_folder)
+        folder = run.job.dump_folder
+        problem = _contact_problem(self.section.hub, folder, below(folder, self.section.folder))
         if problem:
             yield Problem("", self.key, problem)
         if args is not None and (reason := _why_no_export(run, args)):
@@ -88,28 +93,41 @@ class HubFeature(Feature):
 
 
 @functools.cache
-def _contact_problem(repository: str, folder: str) -> str:
+def _contact_problem(repository: str, folder: str, root: str) -> str:
     """Return why rank 0 cannot upload to a repository; "" where it can, and on other ranks.
 
-    folder: of the run. Asked once in a process.
+    folder: of the run. root: of its checkpoints. Asked once in a process.
     """
-    from titanlite.features.hub.branches import refuse_used, run_id
+    from titanlite.checkpoint.paths import StoreError, to_path
+    from titanlite.features.hub.branches import refuse_used
     from titanlite.features.hub.contact import HubError, check_access
     from titanlite.parallel.launch_env import this_rank
-    from titanlite.runs.read import RunError, read_run
 
     if this_rank().rank != 0:
         return ""
     try:
-        own = run_id(read_run(Path(folder), partial=True))
-    except RunError:
-        own = "none"
-    try:
         if check_access(repository).exists:
-            refuse_used(repository, own)
-    except HubError as error:
+            refuse_used(repository, _own_id(Path(folder), to_path(root)))
+    except (HubError, StoreError) as error:
         return str(error)
     return ""
+
+
+def _own_id(folder: Path, root: AnyPath) -> str:
+    """Return the name of a run before its start; "none" for a new one."""
+    from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
+    from titanlite.features.hub.branches import own_id
+    from titanlite.runs.read import RunError, read_run
+
+    newest = None
+    for step in reversed(steps_in(root)):
+        with suppress(CheckpointError):
+            newest = parse_manifest(step_folder(root, step))
+            break
+    run = None
+    with suppress(RunError):
+        run = read_run(folder, partial=True)
+    return own_id(folder, newest, run)
 
 
 def _why_no_export(run: RunConfig, args: Any) -> str:

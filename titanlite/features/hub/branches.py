@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import re
@@ -9,17 +10,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.checkpoint.manifest import Manifest
 from titanlite.features.hub.contact import HubError, asked, hub_api
+from titanlite.features.hub.record import FOLDER
 from titanlite.runs.read import Run
+from titanlite.utils import atomic_write
 
 README = "README.md"
 #: The lines of a card that hold what a push writes.
 BEGIN = "<!-- titanlite {run}: a push writes all down to the end marker anew -->"
 END = "<!-- titanlite: end -->"
 REGION = re.compile(
-    r"<!-- titanlite (?P<run>[0-9a-z]+): [^\n]* -->\n.*?<!-- titanlite: end -->", re.DOTALL
+    r"<!-- titanlite (?P<run>[0-9a-z]+): [^\r\n]* -->\r?\n.*?<!-- titanlite: end -->", re.DOTALL
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
+#: Its name in the manifests of checkpoints, among the services that record the run.
+TRACKER = "hub"
+#: The file of a run's name beside its waiting exports.
+_OWN = "run"
+_ID = re.compile(r"[0-9a-z]+")
 _STEP = re.compile(r"step-\d+")
 
 
@@ -31,6 +40,28 @@ def run_id(run: Run | None) -> str:
     if started is None:
         return "none"
     return hashlib.sha256(f"{started:.3f}".encode()).hexdigest()[:12]
+
+
+def own_id(folder: Path | None, manifest: Manifest | None, run: Run | None) -> str:
+    """Return the name of a run by all that may tell it.
+
+    folder: of the run, where uploads wait. manifest: of one of its checkpoints. A run that goes on
+    on another machine may have neither its folder nor its record there, but it has its checkpoints.
+    """
+    if manifest is not None and TRACKER in manifest.trackers:
+        return manifest.trackers[TRACKER]
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            noted = (folder / FOLDER / _OWN).read_text(encoding="utf-8").strip()
+            if _ID.fullmatch(noted):
+                return noted
+    return run_id(run)
+
+
+def keep_id(folder: Path, name: str) -> None:
+    """Note the name of a run in its folder. Raises OSError."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    atomic_write(folder / FOLDER / _OWN, f"{name}\n")
 
 
 def run_of(readme: str) -> str | None:
@@ -65,8 +96,8 @@ def read_branch(repository: str, branch: str) -> tuple[list[str], str]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a file's name fits one of these patterns."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    """Return whether a file's name fits one of these patterns, and is in no folder."""
+    return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def refuse_others(

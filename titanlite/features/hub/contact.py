@@ -100,7 +100,10 @@ def status_of(error: BaseException | None) -> int | None:
 
 
 def _check_token() -> None:
-    if current_token() is not None:
+    token = current_token()
+    if token is not None:
+        if not token.isascii():
+            raise HubError(f"the token of HF_TOKEN or of the login has odd characters: {_TOKENS}")
         return
     empty = " (HF_TOKEN is empty)" if os.environ.get("HF_TOKEN") == "" else ""
     raise HubError(

@@ -1,12 +1,16 @@
-"""What is uploaded already: `.hub/pushed.jsonl` in the folder of a run, a line for each push."""
+"""`.hub` in the folder of a run: exports that wait for their upload, and what is uploaded already,
+in `pushed.jsonl`, a line for each push.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.manifest import Manifest, parse_manifest
 from titanlite.utils import append_line, read_lines
 
 #: Folder of waiting exports in that of a run.
@@ -14,7 +18,6 @@ FOLDER = ".hub"
 #: End of the name of a folder beside a waiting export, which keeps the manifest.
 NOTES = ".notes"
 _FILE = "pushed.jsonl"
-_WAITING = re.compile(r"step-(\d+)-[0-9a-f]+")
 
 
 def note(work: Path, repository: str, step: int, written: float, branches: Sequence[str]) -> None:
@@ -37,11 +40,19 @@ def pushed(work: Path, repository: str) -> set[tuple[int, float, str]]:
     return found
 
 
-def waiting(work: Path) -> list[int]:
-    """Return the steps of exports that wait for their upload."""
-    found = []
-    for folder in work.glob("step-*"):
-        match = _WAITING.fullmatch(folder.name)
-        if match is not None and folder.is_dir():
-            found.append(int(match[1]))
-    return sorted(set(found))
+def waiting(work: Path) -> dict[int, Manifest]:
+    """Return step → manifest of the checkpoints whose exports wait.
+
+    A step may have been computed again after a rollback: the newer one counts.
+    """
+    found: dict[int, Manifest] = {}
+    for notes in work.glob(f"step-*{NOTES}"):
+        if not notes.with_suffix("").is_dir():
+            continue
+        for folder in notes.glob("step-*"):
+            with suppress(CheckpointError):
+                manifest = parse_manifest(folder)
+                known = found.get(manifest.step)
+                if known is None or known.created < manifest.created:
+                    found[manifest.step] = manifest
+    return found

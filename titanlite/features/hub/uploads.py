@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,9 @@ from titanlite.checkpoint.hf_files import HF_CONFIG
 from titanlite.checkpoint.manifest import FILE, hf_folder, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import AnyPath
+from titanlite.features.hub.branches import TRACKER, keep_id, own_id
 from titanlite.features.hub.record import FOLDER, pushed, waiting
+from titanlite.runs.read import RunError, read_run
 from titanlite.utils import human_time, is_dotted, logger
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 #: Seconds until a failed upload is tried again; doubled each time, up to the second.
 _FIRST_WAIT = 60.0
 _LONGEST_WAIT = 1800.0
+#: While so many exports wait for another try, no other checkpoint is exported.
+_MOST_EXPORTS = 2
 #: Seconds that a push has to end when it is asked to.
 _GRACE = 5.0
 #: How often the end of a run looks whether it was asked to stop, in seconds.
@@ -101,10 +105,29 @@ class HubUploads(Callback):
         loaded = trainer.loaded
         resumed = loaded is not None and loaded.origin == "resume"
         done = trainer.step if resumed else 0
+        self._name_run(trainer, loaded.folder if loaded is not None and resumed else None)
         thread = threading.Thread(
             target=self._work, args=(done,), name="titanlite-hub", daemon=True
         )
         thread.start()
+
+    def _name_run(self, trainer: Trainer, folder: AnyPath | None) -> None:
+        """Let manifests tell whose checkpoints they are: the run may go on without this folder.
+
+        folder: of the checkpoint that the run resumes from; None: it begins.
+        """
+        manifest = None
+        record = None
+        with contextlib.suppress(CheckpointError, RunError, OSError):
+            record = read_run(self._folder, partial=True)
+            manifest = parse_manifest(folder) if folder is not None else None
+        name = own_id(self._folder if folder is not None else None, manifest, record)
+        try:
+            keep_id(self._folder, name)
+        except OSError as error:
+            logger.warning(f"cannot note the name of the run for {self._repository}: {error}")
+        others = trainer.parts.trackers
+        trainer.parts = replace(trainer.parts, trackers=lambda: {**others(), TRACKER: name})
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         self._last_step = trainer.steps
@@ -210,19 +233,18 @@ class HubUploads(Callback):
         """Add checkpoints of earlier attempts that are not uploaded. done: steps of them."""
         work = self._folder / FOLDER
         known = pushed(work, self._repository)
-        for step in waiting(work):
-            # Its checkpoint may have been deleted since.
-            if step <= done:
-                self._add(step)
+        exported = waiting(work)
+        saved = dict(exported)
         for step in steps_in(self._root):
-            if step > done or not self._is_wanted(step):
-                continue
             # Of one that cannot be read nothing can be uploaded.
             with contextlib.suppress(CheckpointError, OSError):
-                created = parse_manifest(step_folder(self._root, step)).created
-                branches = self._branches(step)
-                if any((step, created, branch) not in known for branch in branches):
-                    self._add(step)
+                saved[step] = parse_manifest(step_folder(self._root, step))
+        for step, manifest in sorted(saved.items()):
+            if step > done or not (step in exported or self._is_wanted(step)):
+                continue
+            branches = self._branches(step)
+            if any((step, manifest.created, branch) not in known for branch in branches):
+                self._add(step)
 
     # The thread
 
@@ -247,14 +269,25 @@ class HubUploads(Callback):
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
-                due = [upload for upload in self._waiting if upload.due <= now]
+                now_possible = self._possible()
+                due = [upload for upload in now_possible if upload.due <= now]
                 if due:
                     self._waiting.remove(due[0])
                     self._current = due[0]
                     return due[0]
-                times = [upload.due - now for upload in self._waiting]
+                times = [upload.due - now for upload in now_possible]
                 self._changed.wait(min(times) if times else None)
         return None
+
+    def _possible(self) -> list[Upload]:
+        """Return the uploads that may be tried: exports of those that fail must not fill the disk
+        on which checkpoints are saved.
+        """
+        exported = waiting(self._folder / FOLDER)
+        failing = [upload for upload in self._waiting if upload.failures]
+        if sum(upload.step in exported for upload in failing) < _MOST_EXPORTS:
+            return self._waiting
+        return [upload for upload in self._waiting if upload.step in exported]
 
     def _push(self, upload: Upload) -> str:
         """Upload a checkpoint; return why it could not be, "" where it was."""

@@ -7,8 +7,9 @@ that titanlite does not know.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.features.hub.branches import BEGIN, END, REGION
@@ -22,6 +23,8 @@ from titanlite.utils import human_count, public
 CONFIG_FILE = "train.toml"
 #: Beside these, metadata of an older card stays.
 _LISTS = ("tags", "datasets")
+#: Characters that would begin another cell, a link, HTML or code.
+_MARKUP = re.compile(r"[|<\[`]")
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,18 @@ def make_card(
         "model-card.md.jinja",
         name=place.repository.partition("/")[2],
         sentence=_sentence(subject, weights),
-        rows=_rows(subject, weights),
-        texts=facts.texts(subject),
+        rows=[(name, _in_line(value)) for name, value in _rows(subject, weights)],
+        texts=[replace(text, name=_in_line(text.name)) for text in facts.texts(subject)],
         tasks=tasks,
         tasks_step=step,
         curve=has_curve,
         usage=_usage(place, weights),
-        comparison=comparison,
+        comparison=[_in_line(line) for line in comparison],
         config=facts.shown_config(subject),
     )
-    return Card(public(text).strip(), _metadata(subject, weights, place, tasks), subject.run_id)
+    # A text of the run must not look like a marker: the next push would take it for one.
+    text = public(text).replace("<!--", "<!- -").strip()
+    return Card(text, _metadata(subject, weights, place, tasks), subject.run_id)
 
 
 def merged(card: Card, readme: str) -> str:
@@ -100,6 +105,11 @@ def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def _in_line(text: str) -> str:
+    """Return a text for one line of Markdown, in which nothing is a table, a link or HTML."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _sentence(subject: Subject, weights: Weights | None) -> str:

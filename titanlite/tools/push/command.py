@@ -91,7 +91,7 @@ def _repository(text: str) -> str:
 
 
 def _step(text: str) -> str:
-    if text not in (LATEST, BEST) and not text.isdigit():
+    if text not in (LATEST, BEST) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number, latest or best, got {text!r}")
     return text
 
@@ -141,7 +141,8 @@ def _push_all(arguments: argparse.Namespace) -> str:
 def _work_of(source: AnyPath) -> Path:
     """Return the folder in which exports wait: in the run's, if that is known."""
     if isinstance(source, Path):
-        for folder in (source, source.parent, source.parent.parent):
+        here = source.absolute()
+        for folder in (here, here.parent, here.parent.parent):
             if (folder / CONFIG).is_file() or (folder / ATTEMPTS).is_file():
                 return folder / FOLDER
     return _ELSEWHERE

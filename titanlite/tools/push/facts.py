@@ -13,16 +13,19 @@ from typing import Any
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG, PEFT_CONFIG
 from titanlite.config.text_names import BUNDLED, hub_text
+from titanlite.config.toml import TOMLDecodeError, loads, quote
 from titanlite.config.urls import public_name
 from titanlite.features.hub.contact import without_token
 from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS, Row
 from titanlite.tools.push.subject import Subject
 
-#: Parts of a text of TOML that name a place on a machine, in a store or of a job.
-_PRIVATE_PATH = re.compile(r"""(["'])(?:/|~|[A-Za-z]:\\|(?:s3a?|gs|gcs|az|abfss?)://)[^"'\n]*\1""")
-#: Where a value comes from, which a resolved config tells behind it.
-_SOURCE = re.compile(r"""  # [^"'\n]*$""", re.MULTILINE)
+#: A quoted text of TOML, or a comment, which tells where a value comes from.
+_QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|[ \t]*#.*""")
+#: How a place on a machine, or in a store that is not open to all, begins.
+_PRIVATE = re.compile(
+    r"[/~$]|\.\.[/\\]|[a-z]:[/\\]|\\\\|(?!https?:|hf:)[a-z][\w+.-]*://", re.IGNORECASE
+)
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 #: A URL of a data set of the hub.
 _OF_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
@@ -118,13 +121,20 @@ def shown_config(subject: Subject) -> str:
     part.
     """
     text = _LAUNCH.sub("", public_config(subject.config_toml))
-    text = _SOURCE.sub("", text)
-    return without_token(_PRIVATE_PATH.sub(_last_part, text)).strip()
+    return without_token(_QUOTED_OR_COMMENT.sub(_public_part, text)).strip()
 
 
-def _last_part(match: re.Match[str]) -> str:
-    quote = match[1]
-    return f"{quote}…/{_name(match[0].strip(quote))}{quote}"
+def _public_part(match: re.Match[str]) -> str:
+    """Return a quoted text without private folders; "" for a comment."""
+    quoted = match[1]
+    if quoted is None:
+        return ""
+    try:
+        text: str = loads(f"text = {quoted}")["text"]
+    except TOMLDecodeError:
+        # Of a checkpoint that another program wrote.
+        return quote("…")
+    return quote(f"…/{_name(text)}") if _PRIVATE.match(text) else quoted
 
 
 def _name(path: str) -> str:

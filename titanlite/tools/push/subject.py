@@ -14,7 +14,6 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     hf_folder,
     last_hf_step,
-    parse_manifest,
     read_manifest,
     step_folder,
     step_of,
@@ -22,8 +21,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StorePath, to_path
 from titanlite.config.urls import is_url
-from titanlite.features.hub.branches import run_id
-from titanlite.features.hub.record import NOTES
+from titanlite.features.hub.branches import own_id
+from titanlite.features.hub.record import waiting
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -50,7 +49,7 @@ class Subject:
     @property
     def run_id(self) -> str:
         """The name of the run on the hub."""
-        return run_id(self.run)
+        return own_id(self.run.folder if self.run is not None else None, self.manifest, self.run)
 
     @property
     def config_toml(self) -> str:
@@ -84,21 +83,13 @@ def find_subject(path: AnyPath, step: str | None, work: Path) -> Subject:
             raise CheckpointError(f"{path} is one set of weights: --step says nothing here")
         return _one(path)
     root, folder = _root_of(path)
-    waiting = None
+    exported_before = None
     if step not in (None, LATEST, BEST) and int(step) not in steps_in(root):
-        waiting = _waiting(work, int(step))
-    if waiting is not None:
-        place = step_folder(root, waiting.step)
-        return Subject(place, waiting.step, waiting, _run_at(place, folder))
+        exported_before = waiting(work).get(int(step))
+    if exported_before is not None:
+        place = step_folder(root, exported_before.step)
+        return Subject(place, exported_before.step, exported_before, _run_at(place, folder))
     return _one(_chosen(root, step or LATEST), folder)
-
-
-def _waiting(work: Path, step: int) -> Manifest | None:
-    """Return the manifest of a checkpoint that is exported, and may be gone itself."""
-    for notes in sorted(work.glob(f"step-{step}-*{NOTES}")):
-        if notes.with_suffix("").is_dir():
-            return parse_manifest(notes / f"step-{step}")
-    return None
 
 
 def _is_export(path: Path) -> bool:
