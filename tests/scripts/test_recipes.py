@@ -62,8 +62,13 @@ def lay_out(recipe: Recipe, folder: Path, smaller: Mapping[str, str]) -> list[st
     return texts[len(recipe.files) :]
 
 
-def follow(commands: list[str], folder: Path) -> dict[str, Done]:
-    """Run commands one after the other in one shell; return how each ended."""
+def follow(
+    commands: list[str], folder: Path, seconds: float = 900, **variables: str
+) -> dict[str, Done]:
+    """Run commands one after the other in one shell; return how each ended.
+
+    seconds: that they have. variables: of their environment.
+    """
     interpreter = shlex.quote(sys.executable)
     script = [
         f'titanlite() {{ {interpreter} -m titanlite "$@"; }}',
@@ -74,12 +79,12 @@ def follow(commands: list[str], folder: Path) -> dict[str, Done]:
     ended = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,
-        env=environment(COLUMNS="200", TMPDIR=str(folder)),
+        env=environment(COLUMNS="200", TMPDIR=str(folder), **variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
-        timeout=900,
+        timeout=seconds,
     )
     parts = re.split(r"\n@@ (\d+)\n", ended.stdout)
     assert len(parts) == 2 * len(commands) + 1, ended.stdout

@@ -15,6 +15,8 @@ from titanlite.utils import pip_install
 #: Of later steps: darker on white, lighter on dark grey, all of one blue.
 _LIGHT_STEPS = ("#9ecae1", "#4f9ed0", "#1f6fb5", "#08407a")
 _DARK_STEPS = ("#2f5f8a", "#4c8cc4", "#7db7e8", "#c4e1fb")
+#: Room above the curves, as a part of their height.
+_ROOM = 0.16
 _GOOD = ("#00703c", "#45c48b")
 _BAD = ("#b3261e", "#ff8a80")
 
@@ -53,6 +55,7 @@ def _fill(figure: Any, lines: Sequence[Line], title: str, is_dark: bool) -> None
         axis = axes[0 if line.mup else 1][kinds.index(line.kind)]
         _panel(axis, line, is_dark, ground)
     for column, kind in enumerate(kinds):
+        _make_room(axes[0][column])
         axes[0][column].set_title(kind, color=ink, fontsize=11)
         axes[1][column].set_xlabel("width", color=ink)
     axes[0][0].set_ylabel("with muP\nmean |change|", color=ink)
@@ -74,6 +77,12 @@ def _fill(figure: Any, lines: Sequence[Line], title: str, is_dark: bool) -> None
     )
     for text in legend.get_texts():
         text.set_color(ink)
+
+
+def _make_room(axis: Any) -> None:
+    """Leave room above the curves, where the slope stands."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high * (high / low) ** _ROOM)
 
 
 def _panel(axis: Any, line: Line, is_dark: bool, ground: str) -> None:
