@@ -115,6 +115,25 @@ def test_a_local_tier_saves_more_often_and_only_what_the_loss_of_nodes_leaves(go
     assert said["best"]["share"] > said["best"]["share_without_local"] > said["share"]
 
 
+def test_the_local_saves_of_the_config_are_the_present_tier(goodput: Any, plan: Any) -> None:
+    own = ["--checkpoint.local_folder=/local/saves", "--checkpoint.local_interval=50"]
+    words = [*PLAN, "--mtbf=50h", *own]
+    code, _, error = plan(*words)
+    assert code == exit_codes.CONFIG
+    assert "--local-save-time: is needed with --mtbf: the time of a save to checkpoint.loc" in error
+    told = ["--local-save-time=4s", "--lost-nodes=0.2"]
+    said = goodput(*words, *told)["goodput"]
+    assert [tier["interval_steps"] for tier in said["tiers"]] == pytest.approx([50, 500])
+    alone = goodput(*PLAN, "--mtbf=50h", *told)["goodput"]
+    assert [tier["interval_steps"] for tier in alone["tiers"]] == [None, pytest.approx(500)]
+    assert said["best"] == alone["best"]
+    # A failure that loses no node loses 25 steps in the mean, not 250.
+    assert said["lost_steps"] < 0.35 * alone["lost_steps"]
+    beside = goodput(*words, *told, "--checkpoint.async_mode=async")["goodput"]["tiers"][0]
+    assert beside["save_seconds"] == 4
+    assert beside["save_cost_seconds"] == pytest.approx(0.1 + 3.9 * (1 - 1 / 1.6))
+
+
 def test_a_run_without_checkpoints_loses_all_at_each_failure(goodput: Any, plan: Any) -> None:
     off = [*PLAN, "--no-checkpoint.enable_checkpoint", "--tokens=10B"]
     found = goodput(*off)

@@ -57,8 +57,8 @@ class Forecast:
     restart: float
     #: The most frequent first; the last is `checkpoint.folder`.
     tiers: tuple[Tier, ...]
-    #: Of the config; None: it saves nothing.
-    interval: float | None
+    #: Seconds of training between two saves of each tier as the config has it; None: none there.
+    intervals: tuple[float | None, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -94,6 +94,11 @@ class Forecast:
         return shares(alone, best_intervals(alone, self.failures, self.step), self.failures).useful
 
     @property
+    def interval(self) -> float | None:
+        """Seconds between two shared saves of the config; None: it saves nothing."""
+        return self.intervals[-1]
+
+    @property
     def _shared(self) -> Tier:
         """The last tier, as if it were the only one."""
         return Tier(self.tiers[-1].name, self.tiers[-1].save)
@@ -106,8 +111,10 @@ class Forecast:
     def present_at(self, mtbf: float) -> Shares | None:
         """Return `present` at another mean of a node."""
         failures = self.failures_at(mtbf)
+        every = [interval for interval in self.intervals if interval is not None]
         if self.interval is not None:
-            return shares([self._shared], [self.interval], failures)
+            tiers = self.tiers if len(every) == len(self.tiers) else [self._shared]
+            return shares(tiers, every[-len(tiers) :], failures)
         if self.plan.seconds is None:
             return None
         useful = share_without_saves(self.plan.seconds, failures)
@@ -168,8 +175,7 @@ class Forecast:
 
     def _tier(self, place: int, best: float) -> dict[str, Any]:
         tier = self.tiers[place]
-        is_last = place + 1 == len(self.tiers)
-        interval = self.interval if is_last else None
+        interval = self.intervals[place]
         mean = self.failures.mean / tier.share
         return {
             "name": tier.name,
@@ -202,13 +208,14 @@ def forecast(plan: Plan, arguments: argparse.Namespace) -> Forecast:
     if restart is None and known is not None:
         restart = known.restart
     save = _save(plan, arguments, known)
-    _require(
-        {
-            "--restart-time": (restart, "the time from the notice of a failure to the first step"),
-            "--save-time": (save, "the time of a save"),
-        },
-        seen,
-    )
+    needed: dict[str, tuple[object, str]] = {
+        "--restart-time": (restart, "the time from the notice of a failure to the first step"),
+        "--save-time": (save, "the time of a save"),
+    }
+    if _saves_locally(plan):
+        meaning = "the time of a save to checkpoint.local_folder"
+        needed["--local-save-time"] = (arguments.local_save_time, meaning)
+    _require(needed, seen)
     assert restart is not None and save is not None
     notice = arguments.notice_time or float(run.comm.train_timeout_seconds)
     tiers = _tiers(plan, arguments, save)
@@ -220,7 +227,7 @@ def forecast(plan: Plan, arguments: argparse.Namespace) -> Forecast:
         notice=notice,
         restart=restart,
         tiers=tiers,
-        interval=_interval(plan),
+        intervals=tuple(_intervals(plan, tiers)),
         assumptions=tuple(_assumptions(arguments, tiers, notice, known)),
     )
 
@@ -270,6 +277,11 @@ def _save(plan: Plan, arguments: argparse.Namespace, known: Observed | None) -> 
         visible = known.save_visible
         return Save(visible, known.save_seconds - visible, slowdown if is_async else 1.0)
     seconds = told.of(checkpoint_disk(plan.run, plan.speed.step_seconds).checkpoint)
+    return _written(seconds, is_async, slowdown)
+
+
+def _written(seconds: float, is_async: bool, slowdown: float) -> Save:
+    """Return a save that takes so many seconds in all."""
     if not is_async:
         return Save(seconds)
     return Save(VISIBLE * seconds, (1 - VISIBLE) * seconds, slowdown)
@@ -288,17 +300,29 @@ def _tiers(plan: Plan, arguments: argparse.Namespace, save: Save) -> tuple[Tier,
         hint = "after the others the processes start again on the same nodes, from local saves"
         raise bad_flag("--lost-nodes", message, hint)
     size = checkpoint_disk(plan.run, plan.speed.step_seconds).checkpoint / plan.cluster.nodes
-    return Tier("local", Save(told.of(size)), 1 - lost), Tier("shared", save, lost)
+    # Saves of both kinds are made the same way.
+    is_async = plan.run.checkpoint.async_mode != "disabled"
+    local = _written(told.of(size), is_async, arguments.save_slowdown or SLOWDOWN)
+    return Tier("local", local, 1 - lost), Tier("shared", save, lost)
 
 
-def _interval(plan: Plan) -> float | None:
-    """Return the seconds of training between two saves of the config; None: it saves nothing."""
+def _saves_locally(plan: Plan) -> bool:
     section = plan.run.checkpoint
+    return section.enable_checkpoint and section.local_folder is not None
+
+
+def _intervals(plan: Plan, tiers: Sequence[Tier]) -> Iterator[float | None]:
+    """Yield the seconds of training between two saves of each tier; None: the config has none."""
+    section = plan.run.checkpoint
+    step = plan.speed.step_seconds
+    if len(tiers) > 1:
+        yield section.local_interval * step if _saves_locally(plan) else None
     if not section.enable_checkpoint:
-        return None
-    if section.interval_type == "steps":
-        return section.interval * plan.speed.step_seconds
-    return float(section.interval)
+        yield None
+    elif section.interval_type == "steps":
+        yield section.interval * step
+    else:
+        yield float(section.interval)
 
 
 def _require(needed: Mapping[str, tuple[object, str]], seen: Seen | None) -> None:
@@ -356,9 +380,10 @@ def _rows(found: Forecast) -> Iterator[tuple[str, str]]:
     best = found.best
     for place, tier in enumerate(found.tiers):
         yield f"{tier.name} saves", _saves(tier.save)
-        if place + 1 == len(found.tiers) and found.interval is not None:
-            every = max(round(found.interval / found.step), 1)
-            yield "  now", f"every {counted(every, 'steps')} ({_time(found.interval)})"
+        interval = found.intervals[place]
+        if interval is not None:
+            every = max(round(interval / found.step), 1)
+            yield "  now", f"every {counted(every, 'steps')} ({_time(interval)})"
         yield "  best", _best(found, tier, best[place])
     yield "best", _best_shares(found)
     costs = found.costs(present)
