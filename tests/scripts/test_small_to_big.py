@@ -153,7 +153,9 @@ def test_the_export_has_the_logits_of_the_checkpoint_in_transformers(story: Stor
     assert "they are equal" in story.output("export")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    loaded = load_model(parser.parse_args([str(story.folder / RUN), "--device=cpu"]))
+    tokenizer = story.folder / "outputs" / "tokenizer"
+    words = [story.folder / RUN, "--device=cpu", f"--tokenizer={tokenizer}"]
+    loaded = load_model(parser.parse_args(list(map(str, words))))
     assert loaded.step == 2100
     theirs = AutoModelForCausalLM.from_pretrained(
         story.folder / "exported" / "big", dtype=torch.float32
