@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The last one: as "async", with the priority of the loop.
-MODES = ("disabled", "async", "async_with_pinned_mem", "async, same priority")
+MODES = ("disabled", "async", "async_with_pinned_mem")
 SHAPE = {"dim": 768, "n_layers": 9, "n_heads": 12, "vocab_size": 16384, "max_seq_len": 128}
 TOKENS = (1, 32)
 
@@ -95,7 +94,6 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.checkpoint import async_save
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.config.model_sections import Optimizer
     from titanlite.config.sections import Checkpoint, Training
@@ -135,16 +133,12 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
             config = Checkpoint(
-                enable_checkpoint=True,
-                folder=str(folder / mode),
-                async_mode=mode.partition(",")[0],
-                verify=verify,
+                enable_checkpoint=True, folder=str(folder / mode), async_mode=mode, verify=verify
             )
             return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):
             train()
-        nicer = async_save.NICER
         savers = {mode: checkpointer(mode) for mode in MODES}
         found: dict[str, list[dict[str, float]]] = {}
         # One save of each kind is not counted: memory for copies is taken, the disk makes room.
@@ -152,7 +146,6 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             for mode in MODES:
                 train()
                 alone = statistics.median(train() for _ in range(2))
-                async_save.NICER = 0 if mode.endswith("same priority") else nicer
                 figures = _save(savers[mode], train, world, model, optimizer, step)
                 published = Path(savers[mode].root) / f"step-{step - int(figures.pop('steps'))}"
                 size = sum(path.stat().st_size for path in published.iterdir())
@@ -324,7 +317,7 @@ def verdict(all_found: dict[int, dict[str, list[dict[str, float]]]]) -> list[str
         base = median(found["disabled"], "blocked")
         shares = {
             f"{mode} blocks, of a foreground save": median(found[mode], "blocked") / base
-            for mode in MODES[1:3]
+            for mode in MODES[1:]
         }
         for name, value in {
             **shares,

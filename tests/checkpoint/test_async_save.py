@@ -5,8 +5,6 @@ wait.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,28 +272,3 @@ def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(
 ) -> None:
     assert pool(2).run(_saves_in_a_row, tmp_path, mode) == [(1, [77.0, seconds])] * 2
     assert steps_in(tmp_path) == [1, 2, 3]
-
-
-def _priorities(world: DistEnv, folder: Path) -> tuple[int, int, int]:
-    """Return the niceness of the loop before a save, of the thread that writes, of the loop."""
-    found = []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return REAL_SAVE(*args, **kwargs)
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with (
-        _saver(world, folder) as (saver, model, optimizer),
-        patch.object(manager.dcp, "save", note),
-    ):
-        saver.save(1, model, optimizer, {})
-        saver.wait()
-    return before, found[0], os.getpriority(os.PRIO_PROCESS, 0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_the_thread_that_writes_makes_way_for_the_loop(pool: Pools, tmp_path: Path) -> None:
-    before, writing, after = pool(1).run(_priorities, tmp_path)[0]
-    assert writing == min(19, before + async_save.NICER)
-    assert after == before

@@ -176,7 +176,7 @@ def test_random_kills_cost_one_local_interval_each(
     """Of one rank or all, at any moment from the first step on."""
     chance = random.Random(5)
     kills = 0
-    for life in range(8):
+    for life in range(5):
         folder = tmp_path / f"life-{life}"
         folder.mkdir()
         arguments = _arguments(folder, f"--checkpoint.async_mode={mode}")
@@ -197,9 +197,16 @@ def test_random_kills_cost_one_local_interval_each(
                 kills += 1
                 if victim is not None:
                     ranks.wait()
-            last = max((row[0] for row in rows(folder / "run")), default=0)
+            last = _last_step(folder / "run")
         _same(folder, straight)
-    assert kills >= 8
+    assert kills >= 5
+
+
+def _last_step(run: Path) -> int:
+    """The last step that an attempt recorded; 0 where the kill came before the first."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    return max((row[0] for row in rows(run)), default=0)
 
 
 def _await(ranks: Ranks, pattern: str) -> None:

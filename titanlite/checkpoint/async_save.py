@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,8 +24,6 @@ from titanlite.utils import logger
 _TIMEOUT = timedelta(hours=2)
 #: Name of the thread in `threading.enumerate` and in reports of hangs.
 THREAD = "titanlite-save"
-#: Added to the niceness of a thread that writes: on busy cores it gets a tenth of a step's share.
-NICER = 10
 #: Copies tensors into memory that stays unchanged.
 Copy = Callable[[Tensors], Tensors]
 
@@ -44,18 +38,6 @@ class SaveOutcome:
     seconds: float
     #: Why there is no checkpoint; "" when there is one.
     problem: str = ""
-
-
-def make_way() -> None:
-    """Let training go first where cores are scarce: this thread gets a lower priority, for good.
-
-    Linux alone has priorities of threads.
-    """
-    if sys.platform != "linux":
-        return
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICER)
 
 
 class AsyncSave:
@@ -106,8 +88,6 @@ class AsyncSave:
         def copy(tensors: Tensors) -> Tensors:
             copies = cast(Tensors, self._stager.stage(tensors))
             self._copied.set()
-            # The loop waits for the copy alone.
-            make_way()
             return copies
 
         def run() -> None:
