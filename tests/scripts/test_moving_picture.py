@@ -49,7 +49,7 @@ def test_the_picture_is_small_and_tells_the_story() -> None:
 
 @pytest.mark.slow
 def test_its_run_still_prints_these_lines(tmp_path: Path) -> None:
-    recording = moving_picture.record(tmp_path, steps=30)
+    recording = moving_picture.record(tmp_path)
     drawn = moving_picture.draw(recording)
     assert set(moving_picture.lines_of(drawn)) == set(recording.lines())
     shown = _signs(moving_picture.lines_of(PICTURE.read_text()))

@@ -21,14 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.manifest import (
-    INDEX,
-    PIN,
-    Manifest,
-    hf_folder,
-    parse_manifest,
-    step_folder,
-)
+from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -289,14 +282,10 @@ class Checkpointer:
     def amend(self, step: int, edit: Callable[[Manifest], Manifest]) -> None:
         """On rank 0: write the manifest of a checkpoint anew, as `edit` returns it.
 
-        A manifest that cannot be written is a warning.
+        Raises CheckpointError, LockLostError and OSError.
         """
-        folder = step_folder(self.root, step)
-        try:
-            self._owner.look()
-            republish(folder, edit(parse_manifest(folder)))
-        except (RuntimeError, OSError) as error:
-            logger.warning(f"{folder} could not note what was done after it was written: {error}")
+        self._owner.look()
+        republish(step_folder(self.root, step), edit)
 
     def _await_save_in_flight(self) -> None:
         if self._async:

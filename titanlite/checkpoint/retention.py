@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -146,11 +146,11 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
     sync_folder(folder.parent)
 
 
-def republish(folder: AnyPath, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint anew: a reader sees the old one or the new. Raises
-    OSError.
+def republish(folder: AnyPath, edit: Callable[[Manifest], Manifest]) -> None:
+    """Write the manifest of a checkpoint anew, as `edit` returns it: a reader sees the old one or
+    the new. Raises CheckpointError and OSError.
     """
-    content = manifest.to_json().encode()
+    content = edit(parse_manifest(folder)).to_json().encode()
     if isinstance(folder, StorePath):
         (folder / FILE).write_bytes(content)
         return

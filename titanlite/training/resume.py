@@ -67,8 +67,15 @@ def note_done(trainer: Trainer) -> None:
     if loaded is None or saver is None or trainer.step != loaded.step:
         return
     done = _owed_by(trainer, loaded) - trainer.owed
-    if done and trainer.parts.world.rank == 0:
+    if not done or trainer.parts.world.rank != 0:
+        return
+    try:
         saver.amend(loaded.step, lambda manifest: _without(manifest, done, trainer))
+    except (RuntimeError, OSError) as error:
+        logger.warning(
+            f"{loaded.folder} cannot note what this start has done, and the next does it again: "
+            f"{error}"
+        )
 
 
 def _without(manifest: Manifest, done: set[str], trainer: Trainer) -> Manifest:
