@@ -18,10 +18,12 @@ from tests.support.checkpoints import PRINTS, RUN, assert_equal, flip, options
 from tests.support.harness import Run, full, stepper
 from tests.support.pool import Pools
 from tests.support.words import listening
-from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, parse_manifest
 from titanlite.features.local_saves import write
-from titanlite.features.local_saves.copies import keepers_of
+from titanlite.features.local_saves.copies import keepers_of, places_of
 from titanlite.features.local_saves.manager import TieredCheckpointer
+from titanlite.features.local_saves.past import read_past, write_past
 from titanlite.parallel.dist_env import DistEnv
 
 #: Shared checkpoints come after these steps, local saves after all others.
@@ -460,6 +462,12 @@ def test_the_next_nodes_keep_copies(places: str, number: int, keepers: list[list
     assert keepers_of(places, number) == keepers
 
 
+def test_several_disks_of_a_node_keep_no_copies_of_each_other() -> None:
+    found = [("a", 1, 5), ("a", 2, 5), ("b", 1, 5), ("b", 2, 5)]
+    assert keepers_of(places_of(found), 1) == [[2], [3], [0], [1]]
+    assert keepers_of(places_of(found[:2]), 1) == [[1], [0]]
+
+
 def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -470,3 +478,63 @@ def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     found = pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 7)[0]
     assert any("manifest.json is damaged" in line for line in found["notices"])
     assert manifest.read_bytes() == whole
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(
+    pool: Pools, tmp_path: Path, copies: int
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], local_copies=copies)
+    # On other nodes it goes on from step 4, and is stopped earlier.
+    pool(2).run(_train, RUN, tmp_path, 6, [2, 3], 4, local_copies=copies)
+    shutil.rmtree(tmp_path / "node-2")
+    shutil.rmtree(tmp_path / "node-3")
+    found = pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4, local_copies=copies)
+    said = [line for line in found[0]["notices"] if "step 7" in line]
+    assert any("later the run went on from step 4, without it" in line for line in said)
+
+
+def test_a_process_that_outlived_its_run_writes_nothing_that_comes_back(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train_beside_a_later_start, RUN, tmp_path)
+    assert _parts(tmp_path, 0, 0, 7)
+    pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4)
+
+
+def _train_beside_a_later_start(world: DistEnv, run: Run, folder: Path) -> None:
+    """Steps to 7; at step 6 the run begins on other nodes too, from step 4."""
+    real = TieredCheckpointer.save_local
+    shared = folder / "shared"
+
+    def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
+        if step == 6 and world.rank == 0:
+            created = parse_manifest(shared / "step-4").created
+            write_past(shared, read_past(shared).go_on(created, 4))
+        real(saver, step, *more)
+
+    with patch.object(TieredCheckpointer, "save_local", save_local):
+        _train(world, run, folder, 7, [0, 1])
+
+
+def test_a_run_without_local_saves_in_between_is_not_undone_by_a_clock(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(_train_shared_in_the_past, RUN, tmp_path, 8)
+    pool(2).run(_train, RUN, tmp_path, 9, [0, 1], 8)
+
+
+def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int) -> None:
+    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
+    real = time.time
+    saver = Checkpointer(options(folder / "shared"), world, PRINTS)
+    try:
+        loaded = saver.load(model, optimizer)
+        assert loaded is not None
+        for step in range(loaded.step + 1, last + 1):
+            take(step, run.rates[step - 1], step - 1)
+        with patch.object(time, "time", lambda: real() - 1e6):
+            saver.save(last, model, optimizer, {"next_sequence": 8 * last})
+    finally:
+        saver.close()

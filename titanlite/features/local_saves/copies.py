@@ -99,8 +99,9 @@ def plan_copies(
     if not number:
         return Copies(folder)
     stat = os.stat(folder.root)
-    places: list[Any] = [None] * world.size
-    dist.all_gather_object(places, (socket.gethostname(), stat.st_dev, stat.st_ino), group)
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (socket.gethostname(), stat.st_dev, stat.st_ino), group)
+    places = places_of(found)
     keepers = keepers_of(places, number)
     nodes = len(set(places))
     if nodes <= number:
@@ -111,6 +112,18 @@ def plan_copies(
         )
     owners = [rank for rank, others in enumerate(keepers) if world.rank in others]
     return Copies(folder, tuple(keepers[world.rank]), tuple(owners))
+
+
+def places_of(found: Sequence[tuple[str, int, int]]) -> list[Hashable]:
+    """Return what stands for the node of each rank.
+
+    found: name of the host, device and number of the folder. Several disks of a node are one place:
+    they are lost together. On a single host they stand for nodes.
+    """
+    hosts = [host for host, _, _ in found]
+    if len(set(hosts)) > 1:
+        return list(hosts)
+    return list(found)
 
 
 def keepers_of(places: Sequence[Hashable], number: int) -> list[list[int]]:

@@ -18,10 +18,11 @@ from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import Found, Manifest, digest_of, step_folder
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.selection import Selection
-from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank
+from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank, on_rank_0
 from titanlite.features.local_saves.collect import Collector
 from titanlite.features.local_saves.folder import ABOUT, LocalFolder
 from titanlite.features.local_saves.part import layout, local_of, read_part
+from titanlite.features.local_saves.past import Past, read_past
 from titanlite.features.local_saves.survey import Offer, survey
 from titanlite.utils import logger
 
@@ -46,7 +47,7 @@ class TieredChooser(Chooser):
         if local is None and shared.manifest is None:
             return self._nothing(shared, passed)
         newer = -math.inf if shared.manifest is None else shared.manifest.created
-        if local is None or local.manifest.created <= newer:
+        if local is None or local.manifest.created <= newer or _is_before(local, shared):
             return Found(shared.manifest, passed)
         return Found(local.manifest, passed)
 
@@ -105,6 +106,14 @@ class TieredChooser(Chooser):
         return candidate
 
 
+def _is_before(local: Offer, shared: Found) -> bool:
+    """Return whether the shared checkpoint is of the same step or a later one.
+
+    Then the time of the local save is wrong: no rollback leaves such a checkpoint.
+    """
+    return shared.manifest is not None and local.manifest.step <= shared.manifest.step
+
+
 class LocalReader:
     """Reads this rank's part of a local save."""
 
@@ -145,6 +154,8 @@ class TieredLoader(Loader):
         self._group = group
         #: Hash of where the tensors of all ranks lie.
         self.layout = ""
+        #: What the run has left behind.
+        self.past = Past()
         #: The checkpoint that was loaded last, and what read it.
         self.taken: Any = None
         self.reader: Any = None
@@ -163,7 +174,8 @@ class TieredLoader(Loader):
         places: list[Any] = [""] * self.world.size
         dist.all_gather_object(places, digest_of(layout(gather(model)).encode()), self._group)
         self.layout = digest_of("\n".join(places).encode())
-        found = survey(self._folder, self.layout, self.world, self._group)
+        self.past = on_rank_0(self.world, lambda: read_past(self.chooser.root), self._group)
+        found = survey(self._folder, self.layout, self.past, self.world, self._group)
         self.chooser.offers = found.offers
         self.chooser.notes = found.notes
 

@@ -23,6 +23,7 @@ from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
 from titanlite.features.local_saves.name import local_root
+from titanlite.features.local_saves.past import write_past
 from titanlite.features.local_saves.write import LocalWriter
 from titanlite.utils import atomic_write, human_time, logger
 
@@ -126,6 +127,9 @@ class TieredCheckpointer(Checkpointer):
         seen = [offer.manifest.created for offer in self._loader.chooser.offers]
         self._clock = max([created, *seen, self._clock]) + _TICK
         group = self._loader.checked_group()
+        past = self._loader.past.go_on(max(created, -1.0), 0 if manifest is None else manifest.step)
+        self._on_rank_0(lambda: write_past(self.root, past))
+        self._loader.past = past
         if manifest is not None:
             on_each_rank(lambda: self._complete(manifest), group)
         on_each_rank(lambda: self.local.set_own_aside(created, reason), group)
@@ -177,6 +181,7 @@ class TieredCheckpointer(Checkpointer):
             config.local_keep_latest_k,
             config.verify_saves,
             self._loader.layout,
+            self._loader.past.line,
             self._copies,
         )
         saving = self._local_async

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
+from titanlite.features.local_saves.past import Past
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import counted
 
@@ -34,7 +35,7 @@ class Survey(NamedTuple):
 
 
 def survey(
-    folder: LocalFolder, layout: str, world: DistEnv, group: dist.ProcessGroup | None
+    folder: LocalFolder, layout: str, past: Past, world: DistEnv, group: dist.ProcessGroup | None
 ) -> Survey:
     """Look for local saves on all nodes. All ranks call it together.
 
@@ -46,7 +47,7 @@ def survey(
     offers = []
     ordered = sorted(manifests.items(), key=lambda pair: (pair[1].created, pair[0]), reverse=True)
     for save, manifest in ordered:
-        reason = _of_another_layout(manifest, layout, world)
+        reason = past.abandoned(manifest) or _of_another_layout(manifest, layout, world)
         if reason:
             notes.append(f"the local save of step {manifest.step}: {reason}")
             continue

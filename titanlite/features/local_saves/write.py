@@ -31,6 +31,7 @@ from titanlite.features.local_saves.folder import (
     remove,
 )
 from titanlite.features.local_saves.part import bytes_of, local_of, write_part
+from titanlite.features.local_saves.past import LINE
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_bytes
 
@@ -43,7 +44,7 @@ class LocalWriter:
     """Writes local saves. All ranks make one and call it together.
 
     keep: saves that stay on a node. read_back: compare each file with its hash after the write.
-    layout: hash of where all ranks' tensors lie.
+    layout: hash of where all ranks' tensors lie. line: of the run's past.
     """
 
     world: DistEnv
@@ -51,6 +52,7 @@ class LocalWriter:
     keep: int
     read_back: bool
     layout: str
+    line: int
     copies: Copies
 
     def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
@@ -71,7 +73,7 @@ class LocalWriter:
             parts = self._exchange(written, local_of(rows), group)
             generators = b"".join(row for _, row in parts)
             files = [file for file, _ in parts]
-            about = {"save": identity, "layout": self.layout}
+            about = {"save": identity, "layout": self.layout, LINE: self.line}
             manifest = _manifest(save.draft, about, files, generators)
             content = on_rank_0(self.world, lambda: manifest.to_json().encode(), group)
             own = self.folder.step(step)
@@ -143,7 +145,7 @@ class LocalWriter:
 
 
 def _manifest(
-    draft: Manifest, about: dict[str, str], parts: list[Written], generators: bytes
+    draft: Manifest, about: dict[str, Any], parts: list[Written], generators: bytes
 ) -> Manifest:
     files = {GENERATORS: len(generators)}
     hashes = {GENERATORS: digest_of(generators)}
