@@ -116,8 +116,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
     An attempt is its start entry and its end entry in one. "time" becomes "started" and
     "ended" (seconds since 1970). The "step" of the start becomes "first_step". Without an end it
-    has neither
-    "ended" nor "state", and "killed" is of the attempt before. problems: as for
+    has neither "ended" nor "state", and "killed" is of the attempt before. problems: as for
     `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
