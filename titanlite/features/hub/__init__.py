@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.errors import Problem
 from titanlite.features.feature import Feature
-from titanlite.start.derive import below
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +61,8 @@ class HubFeature(Feature):
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
+        from titanlite.start.derive import below
+
         folder = run.job.dump_folder
         problem = _contact_problem(self.section.hub, folder, below(folder, self.section.folder))
         if problem:
