@@ -260,7 +260,10 @@ MORE: list[dict[str, Any]] = [{}, {"replicas": 2}, {"tensor": 4}]
 def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, Any]) -> None:
     tokens, labels = batches(3, 8, 16, 192)
     args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
-    run = Run(tokens, labels, [3e-3] * 3, args=args, settings=MUON, **mesh)
+    # Two numbers of the embedding have gradients near 0. With an epsilon of 1e-8 AdamW steps by the
+    # sign of their rounding, and a kernel that rounds otherwise moves them by a whole rate.
+    settings = Optimizer(name="Muon", weight_decay=0.1, eps=1e-6)
+    run = Run(tokens, labels, [3e-3] * 3, args=args, settings=settings, **mesh)
     curve = pool(4).run(train, run)[0]
     alone = pool(1).run(train, run.alone())[0]
     torch.testing.assert_close(curve.losses, alone.losses, rtol=1e-4, atol=1e-4)
