@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -538,3 +539,60 @@ def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int)
             saver.save(last, model, optimizer, {"next_sequence": 8 * last})
     finally:
         saver.close()
+
+
+def test_a_train_state_that_is_passed_on_makes_no_local_save_of_a_shared_one(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    steps = pool(2).run(_save_what_was_loaded, RUN, tmp_path)
+    assert steps == [8, 8]
+
+
+def _save_what_was_loaded(world: DistEnv, run: Run, folder: Path) -> int:
+    """Load a local save, and write its train state into a shared checkpoint, which is loaded."""
+    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
+    local = folder / f"node-{world.rank}"
+    section = options(folder / "shared", local_folder=str(local), local_interval=1)
+    saver = TieredCheckpointer(section, world, PRINTS)
+    try:
+        loaded = saver.load(model, optimizer)
+        assert loaded is not None
+        take(8, run.rates[7], 7)
+        saver.save(8, model, optimizer, loaded.train)
+        again = saver.load(model, optimizer)
+        assert again is not None
+        assert again.folder == folder / "shared" / "step-8"
+        return again.step
+    finally:
+        saver.close()
+
+
+def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train, RUN, tmp_path, 3, [0, 1])
+    manifest = _part(tmp_path, 1, 1, 3).parent / "manifest.json"
+    later = json.dumps({**json.loads(manifest.read_bytes()), "format": 99})
+    manifest.write_text(later)
+    text = pool(2).run(_refused, RUN, tmp_path, 4, [0, 1])[0]
+    assert "has format 99" in text
+    assert manifest.read_text() == later
+
+
+def test_a_disk_that_cannot_be_read_counts_as_lost(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], local_copies=1)
+    found = pool(2).run(_train_beside_a_bad_disk, RUN, tmp_path)[0]
+    assert any("Input/output error" in line for line in found["notices"])
+
+
+def _train_beside_a_bad_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if world.rank == 1 and path.name.startswith("rank-1"):
+            raise OSError(5, "Input/output error", str(path))
+        return real(path)
+
+    with patch.object(Path, "iterdir", iterdir):
+        return _train(world, run, folder, 7, [0, 1], 7, local_copies=1)

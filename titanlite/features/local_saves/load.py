@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,10 @@ class TieredLoader(Loader):
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
     ) -> LoadedState:
         self.taken = candidate
-        return super()._result(candidate, left_out, selection)
+        loaded = super()._result(candidate, left_out, selection)
+        # A save of what was loaded is another one.
+        train = {name: value for name, value in loaded.train.items() if name != ABOUT}
+        return replace(loaded, train=train)
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
         offer = self.chooser.offer_of(candidate.manifest)
