@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 _CATALOG = """\
 InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,\
 AvailabilityZone,Arch
@@ -26,7 +28,10 @@ p4de.24xlarge,A100-80GB,8,96,1152,,40.97,20.0,us-east-1,us-east-1a,x86_64
 
 def read(sky: Any, file: Path) -> dict[str, Any]:
     """Return what SkyPilot's loader understands of a task file."""
-    task = sky.Task.from_yaml(str(file))
+    config = yaml.safe_load(file.read_text())
+    # As `sky jobs launch --secret NAME` gives them.
+    values = [(name, "value") for name in config.get("secrets", {})]
+    task = sky.Task.from_yaml_config(config, secrets_overrides=values)
     (resources,) = task.resources
     mounts = {
         path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()

@@ -243,6 +243,29 @@ def test_a_task_is_submitted_as_a_managed_job(
     assert words == ["jobs", "launch", "--yes", "--detach-run", f"{tmp_path}/task.yaml"]
 
 
+def test_values_of_secrets_are_in_no_file_and_reach_sky_by_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["--launch.environment.HF_TOKEN=", "--launch.environment.WANDB_API_KEY=planted-key"]
+    job = prepare([*_TASK, BUCKET, *_BUCKET_RUN, *names])._replace(folder=tmp_path)
+    text = launch_skypilot.files(job)[launch_skypilot.FILE]
+    assert yaml.safe_load(text)["secrets"] == {"HF_TOKEN": None, "WANDB_API_KEY": None}
+    assert "planted" not in text
+    assert "--secret HF_TOKEN --secret WANDB_API_KEY" in launch_skypilot.advice(job)
+    sky = tmp_path / "sky"
+    sky.write_text(f'#!/bin/sh\necho "$HF_TOKEN $WANDB_API_KEY $@" >{tmp_path}/words\n')
+    sky.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(LaunchError, match="HF_TOKEN has no value"):
+        launch_skypilot.submit(job)
+    monkeypatch.setenv("HF_TOKEN", "planted-token")
+    assert "planted" not in launch_skypilot.submit(job)
+    words = (tmp_path / "words").read_text().split()
+    assert words[:2] == ["planted-token", "planted-key"]
+    assert not any("planted" in word for word in words[2:])
+
+
 if __name__ == "__main__" and "--write" in sys.argv:
     os.chdir(ROOT)
     SNAPSHOTS.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,6 @@ ASKED_OF_GROUPS = [
     "_reduce_scatter_comm",
     "mesh_info",
     "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
 ]
 #: What it has from the first forward pass on.
 ASKED_LATER = ["_unsharded_param", "orig_dtype", "param_dtype", "reduce_dtype"]

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from tests.scripts.test_recipes import Done, follow, lay_out, read_recipe, refuse_failures
+from tests.support.hub_uploads import Uploads
 from tests.support.processes import ROOT
+from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.commands.loading import add_arguments, load_model
 from titanlite.utils import read_lines
@@ -36,6 +38,7 @@ class Story:
 
     folder: Path
     done: dict[str, Done]
+    uploads: Uploads
 
     def output(self, word: str) -> str:
         """The output of `titanlite WORD …`."""
@@ -51,9 +54,13 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("story")
-    done = follow(lay_out(read_recipe("small-to-big"), folder, {}), folder, SECONDS)
+    home = folder / "home"
+    home.mkdir()
+    with make_hub(folder / "hub") as hub:
+        commands = lay_out(read_recipe("small-to-big"), folder, {})
+        done = follow(commands, folder, SECONDS, **variables(hub, home))
     refuse_failures(done)
-    return Story(folder, done)
+    return Story(folder, done, uploads_of(hub))
 
 
 @pytest.mark.soak
@@ -164,6 +171,21 @@ def test_the_export_has_the_logits_of_the_checkpoint_in_transformers(story: Stor
     with torch.no_grad():
         difference = (loaded.model(ids) - theirs(ids).logits).abs().max()
     assert difference < 1e-5
+
+
+@pytest.mark.soak
+def test_the_hub_has_the_bytes_of_the_export_and_a_card(story: Story) -> None:
+    branch = story.uploads.branch("ada/small-to-big")
+    export = story.folder / "exported" / "big"
+    files = {file.name: file.read_bytes() for file in export.iterdir()}
+    assert {name: branch[name] for name in files} == files
+    assert any(name.endswith(".safetensors") for name in files)
+    rows = read_metrics(story.folder / RUN / "metrics.jsonl")
+    measured = [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
+    card = branch["README.md"].decode()
+    assert f"{measured:.4f}" in card
+    assert "continuations" in card
+    assert leaks(story.folder / "outputs") == []
 
 
 def test_each_answer_continues_its_context_in_the_held_out_text() -> None:

@@ -1,8 +1,8 @@
 """The first contact of this process with a server: short, with the cause and a way out.
 
 Later reads wait long for a server to come back (`data.retry_seconds`), and the libraries of stores
-try again by themselves. Before the first step that would hide a name that does not resolve, a port
-that refuses, or a machine without a network. So the server is connected to once before it is asked.
+try again by themselves. Before the first step that would hide a wrong name, a port that refuses,
+or a machine without a network. So the server is connected to once before it is asked.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ def avoid_copies(model: nn.Module) -> None:
         group._reduce_scatter_comm = _OneBuffer()
         # A sum over one rank. A division by 1.0 would copy every gradient once more.
         group.gradient_divide_factor = None
-        group.force_sum_reduction_for_comms = False
         for parameter in group.fsdp_params:
             if _is_plain(parameter):
                 parameter.__class__ = _WholeParam

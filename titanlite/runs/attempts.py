@@ -114,9 +114,9 @@ def _is_count(value: object) -> TypeGuard[int]:
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
-    (seconds since 1970), and the "step" of the start "first_step". Without an end it has neither
-    "ended" nor "state", and "killed" is of the attempt before. problems: as for
+    An attempt is its start entry and its end entry in one. "time" becomes "started" and
+    "ended" (seconds since 1970). The "step" of the start becomes "first_step". Without an end it
+    has neither "ended" nor "state", and "killed" is of the attempt before. problems: as for
     `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}

@@ -10,7 +10,7 @@
      "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
-A killed attempt has no end; the next start records its loss under `lost`, and its times under
+A killed attempt has no end. The next start records its loss under `lost`, and its times under
 `killed`, as far as metrics.jsonl tells. `titanlite.runs.goodput` reads the times. Beside it lie
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml

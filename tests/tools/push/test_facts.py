@@ -36,11 +36,16 @@ name = "volume-of-ada"
 [training]
 dataset_path = ["~/texts/a.jsonl", 's3://bucket-of-ada/b.jsonl', "https://u:p@host/c.jsonl?k=1"]
 steps = 8
+
+[checkpoint]
+interval = 4
+hub = "lab/tiny"
 """
     shown = shown_config(_subject(toml))
     values = loads(shown)
     assert values["job"] == {"dump_folder": "…/run", "description": "a run"}
     assert "launch" not in values
+    assert values["checkpoint"] == {"interval": 4}
     assert values["training"]["steps"] == 8
     assert values["training"]["dataset_path"][:2] == ["…/a.jsonl", "…/b.jsonl"]
     for secret in ("ada", "planted", "u:p", "k=1"):

@@ -60,8 +60,9 @@ def _fitting(ranks: int, most: int, experts: int) -> str:
 
 
 def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
-    """Check that experts stay over all ranks that cut them inside of their matrices, also in a run
-    whose ranks share no experts.
+    """Check that experts stay over all ranks that cut them inside of their matrices.
+
+    That holds in a run whose ranks share no experts, too.
 
     torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
     """

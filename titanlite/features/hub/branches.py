@@ -45,8 +45,8 @@ def run_id(run: Run | None) -> str:
 def own_id(folder: Path | None, manifest: Manifest | None, run: Run | None) -> str:
     """Return the name of a run by all that may tell it.
 
-    folder: of the run, where uploads wait. manifest: of one of its checkpoints. A run that goes on
-    on another machine may have neither its folder nor its record there, but it has its checkpoints.
+    folder: of the run, where uploads wait. manifest: of one of its checkpoints. A run on another
+    machine may have neither its folder nor its record there, but it has its checkpoints.
     """
     if manifest is not None and TRACKER in manifest.trackers:
         return manifest.trackers[TRACKER]

@@ -96,6 +96,8 @@ class HubUploads(Callback):
         #: The run is over: nothing is tried later.
         self._ending = False
         self._stopped = False
+        #: Checkpoints of earlier attempts are still looked for.
+        self._is_looking = False
         self._last_step = 0
 
     # Moments of the run
@@ -106,6 +108,7 @@ class HubUploads(Callback):
         resumed = loaded is not None and loaded.origin == "resume"
         done = trainer.step if resumed else 0
         self._name_run(trainer, loaded.folder if loaded is not None and resumed else None)
+        self._is_looking = done > 0
         thread = threading.Thread(
             target=self._work, args=(done,), name="titanlite-hub", daemon=True
         )
@@ -151,7 +154,7 @@ class HubUploads(Callback):
         told = False
         while time.monotonic() < deadline and not trainer.stop.requested:
             with self._changed:
-                if not self._waiting and self._current is None:
+                if not (self._waiting or self._current or self._is_looking):
                     return
                 if not told:
                     told = True
@@ -233,14 +236,13 @@ class HubUploads(Callback):
         """Add checkpoints of earlier attempts that are not uploaded. done: steps of them."""
         work = self._folder / FOLDER
         known = pushed(work, self._repository)
-        exported = waiting(work)
-        saved = dict(exported)
-        for step in steps_in(self._root):
+        saved = waiting(work)
+        for step in filter(self._is_wanted, steps_in(self._root)):
             # Of one that cannot be read nothing can be uploaded.
             with contextlib.suppress(CheckpointError, OSError):
                 saved[step] = parse_manifest(step_folder(self._root, step))
         for step, manifest in sorted(saved.items()):
-            if step > done or not (step in exported or self._is_wanted(step)):
+            if step > done:
                 continue
             branches = self._branches(step)
             if any((step, manifest.created, branch) not in known for branch in branches):
@@ -252,12 +254,14 @@ class HubUploads(Callback):
         try:
             if done:
                 self._add_earlier(done)
+                self._is_looking = False
             while (upload := self._next()) is not None:
                 self._finish(upload, self._push(upload))
         # Whatever it is, training goes on.
         except Exception as error:
             logger.error(f"nothing more is uploaded to {self._repository}: {error}")
             with self._changed:
+                self._is_looking = False
                 if self._current is not None:
                     self._waiting.insert(0, self._current)
                     self._current = None

@@ -17,9 +17,9 @@ The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds
     local_folder/RUN/rank-R/step-N/ID.safetensors, generators.bin, manifest.json
     local_folder/RUN/copy-R/step-N/...: the same, of a rank on another node
 
-The manifest is the same on all ranks, has the hash of each rank's part, and comes last, when all
-parts are there. So a single manifest proves a whole save. Two parts with the same hash are the same
-part: replicas of HSDP find each other by that.
+The manifest is the same on all ranks, and has the hash of each rank's part. It comes last, when
+all parts are there. So a single manifest proves a whole save. Two parts with the same hash are the
+same part: replicas of HSDP find each other by that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each rank gets its part of a local save: its own, or one with the same hash.
 
-Such a part may be its own on another node, where the ranks have changed places, or that of a
-replica, which holds the same shards.
+Such a part may be its own on another node, where the ranks have changed places. Or it is that of
+a replica, which holds the same shards.
 """
 
 from __future__ import annotations

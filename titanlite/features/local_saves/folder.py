@@ -85,8 +85,8 @@ class LocalFolder:
         return found, problems
 
     def parts_of(self, manifest: Manifest) -> list[int]:
-        """Return the ranks whose parts of a save are on this node with the right length, whether
-        or not their manifests are.
+        """Return the ranks whose parts of a save are on this node with the right length, with or
+        without manifests.
         """
         found = []
         for folder, owner in self._steps():
@@ -172,8 +172,8 @@ def part_name(rank: int) -> str:
 
 
 def part_path(folder: Path, save: str) -> Path:
-    """Return the file with a rank's tensors. Its name tells the save, so that what another save of
-    the step has left is never taken for a part of this one.
+    """Return the file with a rank's tensors. Its name tells the save. So what another save of the
+    step has left is never taken for a part of this one.
     """
     return folder / f"{save}.safetensors"
 

@@ -116,8 +116,8 @@ class TieredCheckpointer(Checkpointer):
     def _settle(self, loaded: LoadedState | None) -> None:
         """Let nothing newer than what was taken come back later, and complete what was taken.
 
-        Steps that a run goes on from an older save are trained again: their old saves are of a
-        past that this run no longer has.
+        Steps after that save are trained again: their old saves are of a past that this run no
+        longer has.
         """
         manifest = None
         created = -math.inf

@@ -59,8 +59,7 @@ class LocalWriter:
         """Write the parts of all ranks, then the manifest beside each.
 
         Raises WeightsError, on all ranks, for a value that is not finite. Raises CheckpointError,
-        on all ranks, where one of them fails: then no rank has a new manifest, or all parts are
-        there.
+        on all ranks, where one fails: then no rank has a new manifest, or all parts are there.
         """
         check_finite(save, group)
         if save.proven:

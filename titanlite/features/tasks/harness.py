@@ -130,8 +130,8 @@ def load_tasks(
 ) -> list[HarnessTask]:
     """Load tasks for a run.
 
-    Raises ConfigError for names that the harness does not know, and for tasks that cannot be
-    loaded, also for want of a network.
+    Raises ConfigError for names that the harness does not know. So it does for tasks that cannot
+    be loaded, also for want of a network.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError([Problem("", "eval.include_path", f"there is no folder {include_path}")])

@@ -64,7 +64,7 @@ def files(job: Job) -> dict[str, str]:
         "buckets": {path: source for source, path in launch.volumes.items() if "://" in source},
         "disks": {path: source for source, path in launch.volumes.items() if "://" not in source},
         "environment": {name: environment[name] for name in environment if name not in hidden},
-        "secrets": {name: environment[name] for name in hidden},
+        "secrets": hidden,
         "run": job.run.job.dump_folder,
         "config": job.config,
         "end_of_config": _END_OF_CONFIG,
@@ -152,8 +152,28 @@ def warnings(job: Job) -> list[str]:
 
 
 def advice(job: Job) -> str:
-    """Return how to submit the task."""
-    return f"submit it with: sky jobs launch {shlex.quote(str(job.folder / FILE))}"
+    """Return how to submit the task, and whose values the environment must have."""
+    words = ["sky", "jobs", "launch", *_secret_flags(job), str(job.folder / FILE)]
+    return f"submit it with: {shlex.join(words)}"
+
+
+def _secret_flags(job: Job) -> list[str]:
+    """Return the flags that take the values of secrets from the environment: no file holds them."""
+    return [word for name in secrets(job.launch.environment) for word in ("--secret", name)]
+
+
+def _with_secrets(job: Job) -> dict[str, str]:
+    """Return the environment of `sky`. A value of the config goes before one that is set here.
+
+    Raises LaunchError for a secret without a value.
+    """
+    environment = dict(os.environ)
+    for name in secrets(job.launch.environment):
+        value = job.launch.environment[name] or environment.get(name)
+        if not value:
+            raise LaunchError(f"{name} has no value: export it, and submit again")
+        environment[name] = value
+    return environment
 
 
 def submit(job: Job) -> str:
@@ -162,8 +182,9 @@ def submit(job: Job) -> str:
         hint = 'pip install "skypilot[aws]" in an environment of its own'
         raise LaunchError(f"sky is not installed here ({hint}); {advice(job)}")
     file = str(job.folder / FILE)
-    words = ["sky", "jobs", "launch", "--yes", "--detach-run", file]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = ["sky", "jobs", "launch", "--yes", "--detach-run", *_secret_flags(job), file]
+    environment = _with_secrets(job)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     said = f"{done.stdout}\n{done.stderr}".strip()
     if done.returncode:
         raise LaunchError(f"sky did not take {file}:\n{said}")
@@ -173,6 +194,6 @@ def submit(job: Job) -> str:
         f"managed job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: sky jobs logs {number}",
         f"end it: sky jobs cancel {number}",
-        f"continue it later: sky jobs launch {shlex.quote(file)}",
+        f"continue it later: {advice(job).partition(': ')[2]}",
     ]
     return "\n".join(follow)

@@ -27,6 +27,8 @@ _PRIVATE = re.compile(
     r"[/~$]|\.\.[/\\]|[a-z]:[/\\]|\\\\|(?!https?:|hf:)[a-z][\w+.-]*://", re.IGNORECASE
 )
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+#: Where the run uploads its own checkpoints: a reader may not write there.
+_UPLOADS = re.compile(r"^hub = .*\n", re.MULTILINE)
 #: A URL of a data set of the hub.
 _OF_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 _BASE = "base_model_name_or_path"
@@ -121,6 +123,7 @@ def shown_config(subject: Subject) -> str:
     part.
     """
     text = _LAUNCH.sub("", public_config(subject.config_toml))
+    text = _UPLOADS.sub("", text)
     return without_token(_QUOTED_OR_COMMENT.sub(_public_part, text)).strip()
 
 

@@ -1,7 +1,7 @@
 """Files to a branch of a repository of the hub, in one commit that replaces older weights there.
 
-Large files go up one by one before the commit. The hub knows content by its hash: a file that it
-has is not sent again, so a second try goes on where the first one ended. `upload_large_folder`,
+Large files go up one by one before the commit. The hub knows content by its hash, so a file that
+it has is not sent again. A second try goes on where the first one ended. `upload_large_folder`,
 which older releases of huggingface_hub have, takes no message and leaves half a model on the
 branch while it works.
 """
