@@ -196,7 +196,7 @@ def test_runs_in_one_local_folder_do_not_mix(pool: Pools, tmp_path: Path) -> Non
 def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     text = pool(2).run(refused, RUN, tmp_path, 4, [0, 1], start="fresh")[0]
-    assert 'checkpoint.start = "fresh", but' in text
+    assert f'checkpoint.start = "fresh", but {tmp_path}/node-0/run-' in text
 
 
 def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ class TieredChooser(Chooser):
             return super().folder_of(manifest)
         return step_folder(self.local_root, manifest.step)
 
+    def place_of(self, found: Found) -> AnyPath:
+        if found.manifest is None:
+            return super().place_of(found)
+        return self.folder_of(found.manifest).parent
+
     def offer_of(self, manifest: Manifest) -> Offer | None:
         """Return the local save of a manifest; None for a shared one."""
         if ABOUT not in manifest.train:
