@@ -7,6 +7,7 @@ gives the content of one.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -220,7 +221,9 @@ class UploadRoutes:
         files = []
         for one in asked["files"]:
             name = one["path"]
-            found: dict[str, Any] = {"path": name, "shouldIgnore": False}
+            patterns = head.files.get(".gitignore", b"").decode().split()
+            ignored = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+            found: dict[str, Any] = {"path": name, "shouldIgnore": ignored}
             found["uploadMode"] = "lfs" if is_large(name) else "regular"
             if name in head.files:
                 content = head.files[name]

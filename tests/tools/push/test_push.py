@@ -153,6 +153,18 @@ def test_the_card_has_the_facts_of_the_run(golden: GoldenRun, hub: HubServer, ho
     assert "\n[launch]" not in card
 
 
+def test_a_list_of_ignored_files_on_the_hub_leaves_no_weights_out(
+    hub: HubServer, home: Path, tmp_path: Path
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    files = uploads_of(hub).make("ada/parts").branches["main"][-1].files
+    files[".gitignore"] = b"*.bin\n*.safetensors\n"
+    before = dict(files)
+    refused = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG)
+    assert "a .gitignore in ada/parts, branch main, leaves out model" in refused.stderr
+    assert uploads_of(hub).branch("ada/parts") == before
+
+
 def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     golden: GoldenRun, hub: HubServer, home: Path, tmp_path: Path
 ) -> None:

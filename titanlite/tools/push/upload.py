@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.features.hub.branches import README, heads, matches, read_branch, refuse_others
-from titanlite.features.hub.contact import asked, hub_api
+from titanlite.features.hub.contact import HubError, asked, hub_api
 from titanlite.tools.commands.checkpoint_folders import print_progress
 from titanlite.tools.push.card import Card, merged
 from titanlite.utils import human_bytes
@@ -107,4 +107,9 @@ def _additions(
             api.preupload_lfs_files, repository, [one], revision=branch, free_memory=False
         )
         asked(f"{one.path_in_repo} cannot be uploaded to {repository}", send)
+        if one._should_ignore:  # the client would leave it out of the commit
+            raise HubError(
+                f"a .gitignore in {repository}, branch {branch}, leaves out {one.path_in_repo}: "
+                "delete it on the hub"
+            )
     return additions
