@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,94 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import PRINTS, RUN, assert_equal, flip, options
-from tests.support.harness import Run, full, stepper
+from tests.support.checkpoints import PRINTS, RUN, flip, options
+from tests.support.harness import Run, stepper
+from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
-from tests.support.words import listening
-from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import CheckpointError, parse_manifest
 from titanlite.features.local_saves import write
 from titanlite.features.local_saves.copies import keepers_of, places_of
 from titanlite.features.local_saves.manager import TieredCheckpointer
-from titanlite.features.local_saves.past import read_past, write_past
 from titanlite.parallel.dist_env import DistEnv
-
-#: Shared checkpoints come after these steps, local saves after all others.
-SHARED = 4
-
-
-def _train(
-    world: DistEnv,
-    run: Run,
-    folder: Path,
-    last: int,
-    nodes: Sequence[int],
-    expected_step: int = 0,
-    every: int = SHARED,
-    **fields: Any,
-) -> dict[str, Any]:
-    """Steps to `last`, from the newest save of both tiers.
-
-    nodes: the node of each rank. every: steps between shared checkpoints.
-    """
-    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
-    torch.manual_seed(100 + world.rank)
-    local = folder / f"node-{nodes[world.rank]}"
-    section = options(folder / "shared", local_folder=str(local), local_interval=1, **fields)
-    saver = TieredCheckpointer(section, world, PRINTS)
-    draws = []
-    with listening() as said:
-        try:
-            loaded = saver.load(model, optimizer)
-            start = loaded.step if loaded else 0
-            for step in range(start + 1, last + 1):
-                take(step, run.rates[step - 1], step - 1)
-                draws.append(torch.rand(()).item())
-                train = {"next_sequence": 8 * step}
-                if step % every == 0:
-                    saver.save(step, model, optimizer, train)
-                else:
-                    saver.save_local(step, model, optimizer, train)
-            saver.wait()
-        finally:
-            saver.close()
-    assert start == expected_step, said
-    state = {}
-    for name, parameter in model.named_parameters():
-        for kind, value in optimizer.state[parameter].items():
-            state[f"{name}.{kind}"] = full(value)
-    weights = {name: full(parameter) for name, parameter in model.named_parameters()}
-    notices = [] if loaded is None else loaded.notices
-    tensors = {**weights, **state}
-    return {"tensors": tensors, "draws": draws, "said": said, "notices": notices, "saver": section}
-
-
-def _refused(world: DistEnv, *arguments: Any, **fields: Any) -> str:
-    try:
-        _train(world, *arguments, **fields)
-    except CheckpointError as error:
-        return str(error)
-    raise AssertionError("it was not refused")
-
-
-def _straight(pool: Pools, run: Run, folder: Path, ranks: int, last: int) -> list[dict[str, Any]]:
-    return pool(ranks).run(_train, run, folder / "straight", last, [0] * ranks)
-
-
-def _same_end(found: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
-    """The run ended as one without a stop, with the same random numbers on each rank."""
-    for one, other in zip(found, straight, strict=True):
-        assert_equal(one["tensors"], other["tensors"])
-        assert one["draws"] == other["draws"][len(other["draws"]) - len(one["draws"]) :]
-
-
-def _parts(folder: Path, node: int, rank: int, step: int) -> list[Path]:
-    return list(folder.glob(f"node-{node}/run-*/rank-{rank}/step-{step}/*.safetensors"))
-
-
-def _part(folder: Path, node: int, rank: int, step: int) -> Path:
-    (path,) = _parts(folder, node, rank, step)
-    return path
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -109,16 +28,16 @@ def test_a_run_goes_on_from_a_local_save_bit_for_bit(
     pool: Pools, tmp_path: Path, mode: str
 ) -> None:
     fields = {"async_mode": mode}
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], **fields)
-    found = pool(2).run(_train, RUN, tmp_path, 10, [0, 1], 7, **fields)
-    _same_end(found, _straight(pool, RUN, tmp_path, 2, 10))
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], **fields)
+    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], 7, **fields)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     notice = "the local save of step 7 is taken: the newest shared checkpoint is of step 4"
     assert notice in found[0]["notices"]
 
 
 def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_train, RUN, tmp_path, 3, [0, 1])[0]["tensors"]
-    parts = [load_file(_part(tmp_path, rank, rank, 3)) for rank in (0, 1)]
+    found = pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])[0]["tensors"]
+    parts = [load_file(part_of(tmp_path, rank, rank, 3)) for rank in (0, 1)]
     for name, whole in found.items():
         if name.endswith(".weight"):
             pieces = [part[f"model.{name}"] for part in parts]
@@ -127,14 +46,14 @@ def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_pa
 
 
 def test_the_newest_two_stay(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     steps = sorted(path.name for path in tmp_path.glob("node-0/run-*/rank-0/*"))
     assert steps == ["step-6", "step-7"]
 
 
 def test_a_shared_checkpoint_is_taken_where_it_is_newer(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 8, [0, 1])
-    found = pool(2).run(_train, RUN, tmp_path, 9, [0, 1], 8)[0]
+    pool(2).run(train_both, RUN, tmp_path, 8, [0, 1])
+    found = pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 8)[0]
     notice = "the shared checkpoint of step 8 is taken: the newest local save is of step 7"
     assert notice in found["notices"]
 
@@ -143,8 +62,8 @@ def test_a_shared_checkpoint_is_taken_where_it_is_newer(pool: Pools, tmp_path: P
 def test_without_a_part_of_a_rank_an_older_save_is_taken(
     pool: Pools, tmp_path: Path, lost: str
 ) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    part = _part(tmp_path, 1, 1, 7)
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    part = part_of(tmp_path, 1, 1, 7)
     step = 6
     if lost == "node":
         shutil.rmtree(tmp_path / "node-1")
@@ -153,8 +72,8 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
         flip(part)
     else:
         shutil.rmtree(part.parent)
-    found = pool(2).run(_train, RUN, tmp_path, 10, [0, 1], step)
-    _same_end(found, _straight(pool, RUN, tmp_path, 2, 10))
+    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], step)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     passed = [line for line in found[0]["notices"] if "passed over: the local save" in line]
     assert "step 7: no node has the part of rank 1, nor a replica's" in passed[0]
     aside = list(tmp_path.glob("node-1/run-*/rank-1/step-7.invalid-0/invalid.txt"))
@@ -166,20 +85,20 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
 
 
 def test_one_manifest_proves_a_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    part = _part(tmp_path, 1, 1, 7)
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    part = part_of(tmp_path, 1, 1, 7)
     (part.parent / "manifest.json").unlink()
-    found = pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 7)
+    found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
     assert (part.parent / "manifest.json").is_file()
-    _same_end(found, _straight(pool, RUN, tmp_path, 2, 7))
+    same_end(found, straight(pool, RUN, tmp_path, 2, 7))
 
 
 def test_a_part_without_a_whole_save_is_deleted(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     for rank in (0, 1):
-        (_part(tmp_path, rank, rank, 7).parent / "manifest.json").unlink()
-    pool(2).run(_train, RUN, tmp_path, 6, [0, 1], 6)
-    assert _parts(tmp_path, 0, 0, 7) == _parts(tmp_path, 1, 1, 7) == []
+        (part_of(tmp_path, rank, rank, 7).parent / "manifest.json").unlink()
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
+    assert parts_of(tmp_path, 0, 0, 7) == parts_of(tmp_path, 1, 1, 7) == []
 
 
 HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
@@ -187,105 +106,105 @@ HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
 
 def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 0, 1, 1]
-    pool(4).run(_train, HSDP, tmp_path, 7, nodes)
+    pool(4).run(train_both, HSDP, tmp_path, 7, nodes)
     shutil.rmtree(tmp_path / "node-0")
-    found = pool(4).run(_train, HSDP, tmp_path, 10, nodes, 7)
-    _same_end(found, _straight(pool, HSDP, tmp_path, 4, 10))
+    found = pool(4).run(train_both, HSDP, tmp_path, 10, nodes, 7)
+    same_end(found, straight(pool, HSDP, tmp_path, 4, 10))
     told = [line for line in found[0]["notices"] if "got its part" in line]
     assert told == [
         "rank 0 got its part of the local save from the node of rank 2",
         "rank 1 got its part of the local save from the node of rank 3",
     ]
-    assert _part(tmp_path, 0, 0, 9).is_file()
+    assert part_of(tmp_path, 0, 0, 9).is_file()
 
 
 def test_a_damaged_part_is_replaced_by_that_of_a_replica(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 1, 2, 3]
-    pool(4).run(_train, HSDP, tmp_path, 6, nodes)
-    flip(_part(tmp_path, 3, 3, 6))
-    found = pool(4).run(_train, HSDP, tmp_path, 7, nodes, 6)
-    _same_end(found, _straight(pool, HSDP, tmp_path, 4, 7))
+    pool(4).run(train_both, HSDP, tmp_path, 6, nodes)
+    flip(part_of(tmp_path, 3, 3, 6))
+    found = pool(4).run(train_both, HSDP, tmp_path, 7, nodes, 6)
+    same_end(found, straight(pool, HSDP, tmp_path, 4, 7))
     assert list(tmp_path.glob("node-3/run-*/rank-3/step-6.invalid-0/invalid.txt"))
 
 
 def test_without_replicas_no_part_of_another_rank_is_taken(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 0, 1, 1]
-    pool(4).run(_train, RUN, tmp_path, 7, nodes)
+    pool(4).run(train_both, RUN, tmp_path, 7, nodes)
     shutil.rmtree(tmp_path / "node-0")
-    pool(4).run(_train, RUN, tmp_path, 7, nodes, 4)
+    pool(4).run(train_both, RUN, tmp_path, 7, nodes, 4)
 
 
 def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    found = pool(2).run(_train, RUN, tmp_path, 10, [1, 0], 7)
-    _same_end(found, _straight(pool, RUN, tmp_path, 2, 10))
-    again = pool(2).run(_train, RUN, tmp_path, 11, [1, 0], 10)
-    _same_end(again, _straight(pool, RUN, tmp_path / "more", 2, 11))
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    found = pool(2).run(train_both, RUN, tmp_path, 10, [1, 0], 7)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
+    again = pool(2).run(train_both, RUN, tmp_path, 11, [1, 0], 10)
+    same_end(again, straight(pool, RUN, tmp_path / "more", 2, 11))
     assert not [line for line in again[0]["notices"] if "got its part" in line]
 
 
 def test_ranks_of_one_node_share_a_folder(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 0])
-    found = pool(2).run(_train, RUN, tmp_path, 10, [0, 0], 7)
-    _same_end(found, _straight(pool, RUN, tmp_path, 2, 10))
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 0])
+    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 0], 7)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     steps = sorted(path.name for path in tmp_path.glob("node-0/run-*/rank-1/*"))
     assert steps == ["step-10", "step-9"]
 
 
 def test_a_save_of_an_abandoned_past_never_comes_back(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     away = tmp_path / "away"
     shutil.move(tmp_path / "node-1", away)
     # From step 4 on it trains again, and is stopped earlier.
-    pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4)
+    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
     back = next(away.glob("run-*/rank-1/step-7"))
     target = next(tmp_path.glob("node-1/run-*/rank-1"))
     shutil.copytree(back, target / "step-7")
-    pool(2).run(_train, RUN, tmp_path, 6, [0, 1], 5)
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
 
 
 def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(_train, RUN, tmp_path, 4, [0, 1], 4, load_step=4)
-    pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4)
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 4, [0, 1], 4, load_step=4)
+    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
 
 def test_other_ranks_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    found = pool(1).run(_train, RUN, tmp_path, 7, [0], 4)[0]
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    found = pool(1).run(train_both, RUN, tmp_path, 7, [0], 4)[0]
     reason = "it has the parts of 2 ranks, and this run has 1"
     assert any(reason in line for line in found["notices"])
 
 
 def test_other_degrees_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     run = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
-    found = pool(2).run(_train, run, tmp_path, 7, [0, 1], 4)[0]
+    found = pool(2).run(train_both, run, tmp_path, 7, [0, 1], 4)[0]
     assert any("other degrees divided its tensors" in line for line in found["notices"])
 
 
 def test_runs_in_one_local_folder_do_not_mix(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 3, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.copytree(tmp_path / "shared", tmp_path / "copy" / "shared")
     for node in ("node-0", "node-1"):
         (tmp_path / "copy" / node).symlink_to(tmp_path / node)
-    pool(2).run(_train, RUN, tmp_path / "copy", 1, [0, 1], 0)
+    pool(2).run(train_both, RUN, tmp_path / "copy", 1, [0, 1], 0)
     shutil.rmtree(tmp_path / "shared")
-    pool(2).run(_train, RUN, tmp_path, 1, [0, 1], 0)
+    pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], 0)
 
 
 def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 3, [0, 1])
-    text = pool(2).run(_refused, RUN, tmp_path, 4, [0, 1], start="fresh")[0]
-    assert 'checkpoint.start = "fresh", but' in text
+    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+    text = pool(2).run(refused, RUN, tmp_path, 4, [0, 1], start="fresh")[0]
+    assert f'checkpoint.start = "fresh", but {tmp_path}/node-0/run-' in text
 
 
 def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 3, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.rmtree(tmp_path / "node-1")
-    found = pool(2).run(_train, RUN, tmp_path, 2, [0, 1], 0)[0]
+    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 0)[0]
     assert any("no node has the part of rank 1" in line for line in found["said"])
-    text = pool(2).run(_refused, RUN, tmp_path / "new", 2, [0, 1], start="resume")[0]
+    text = pool(2).run(refused, RUN, tmp_path / "new", 2, [0, 1], start="resume")[0]
     assert "has no valid checkpoint" in text
 
 
@@ -293,7 +212,7 @@ def test_a_local_save_that_fails_ends_nothing(pool: Pools, tmp_path: Path) -> No
     found = pool(2).run(_train_with_full_disk, RUN, tmp_path)[0]
     assert any("no local save was written: rank 1" in line for line in found["said"])
     assert [path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")] == []
-    pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4)
+    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
 
 def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
@@ -305,7 +224,7 @@ def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, A
         return real(path, tensors)
 
     with patch.object(write, "write_part", full_disk):
-        return _train(world, run, folder, 4, [0, 1])
+        return train_both(world, run, folder, 4, [0, 1])
 
 
 def test_too_little_space_is_told_before_a_byte_is_written(pool: Pools, tmp_path: Path) -> None:
@@ -316,27 +235,27 @@ def test_too_little_space_is_told_before_a_byte_is_written(pool: Pools, tmp_path
 
 def _train_without_space(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
     with patch.object(write.shutil, "disk_usage", lambda path: SimpleNamespace(free=100)):
-        return _train(world, run, folder, 1, [0, 1])
+        return train_both(world, run, folder, 1, [0, 1])
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path: Path) -> None:
     (tmp_path / "node-1").write_text("a file")
-    text = pool(2).run(_refused, RUN, tmp_path, 1, [0, 1])[0]
+    text = pool(2).run(refused, RUN, tmp_path, 1, [0, 1])[0]
     assert "rank 1: checkpoint.local_folder:" in text
     assert "cannot be made" in text
 
 
 def test_a_rollback_passes_over_a_suspect_local_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     steps = pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"})
     assert steps == [6, 6]
     (reason,) = tmp_path.glob("node-1/run-*/rank-1/step-7.invalid-0/invalid.txt")
     assert reason.read_text() == "the run went on from step 6\n"
-    pool(2).run(_train, RUN, tmp_path, 6, [0, 1], 6)
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
 
 
 def test_a_rollback_takes_the_newest_local_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     # The shared one of step 4 is suspect, but not the newest.
     assert pool(2).run(_go_back, RUN, tmp_path, {4: "it is suspect"}) == [7, 7]
     assert (tmp_path / "shared" / "step-4").is_dir()
@@ -355,9 +274,9 @@ def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -
 
 
 def test_a_clock_that_went_back_does_not_hide_newer_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     pool(2).run(_train_in_the_past, RUN, tmp_path, 9, 7)
-    pool(2).run(_train, RUN, tmp_path, 9, [0, 1], 9)
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
 
 
 def _train_in_the_past(
@@ -365,7 +284,7 @@ def _train_in_the_past(
 ) -> dict[str, Any]:
     real = time.time
     with patch.object(time, "time", lambda: real() - 1e6):
-        return _train(world, run, folder, last, [0, 1], expected_step)
+        return train_both(world, run, folder, last, [0, 1], expected_step)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -375,7 +294,7 @@ def test_a_disk_that_is_lost_in_mid_run_ends_nothing(
     found = pool(2).run(_train_until_a_disk_is_lost, RUN, tmp_path, mode)[0]
     problems = [line for line in found["said"] if "no local save was written: rank 1" in line]
     assert len(problems) == 2, "of steps 6 and 7"
-    _same_end([found], _straight(pool, RUN, tmp_path, 2, 7)[:1])
+    same_end([found], straight(pool, RUN, tmp_path, 2, 7)[:1])
 
 
 def _train_until_a_disk_is_lost(
@@ -391,17 +310,17 @@ def _train_until_a_disk_is_lost(
         real(saver, step, *more)
 
     with patch.object(TieredCheckpointer, "save_local", save_local):
-        return _train(world, run, folder, 7, [0, 1], async_mode=mode)
+        return train_both(world, run, folder, 7, [0, 1], async_mode=mode)
 
 
 def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
     pool: Pools, tmp_path: Path
 ) -> None:
     nodes = [0, 0, 1, 1]
-    pool(4).run(_train, RUN, tmp_path, 7, nodes, local_copies=1)
+    pool(4).run(train_both, RUN, tmp_path, 7, nodes, local_copies=1)
     shutil.rmtree(tmp_path / "node-0")
-    found = pool(4).run(_train, RUN, tmp_path, 10, nodes, 7, local_copies=1)
-    _same_end(found, _straight(pool, RUN, tmp_path, 4, 10))
+    found = pool(4).run(train_both, RUN, tmp_path, 10, nodes, 7, local_copies=1)
+    same_end(found, straight(pool, RUN, tmp_path, 4, 10))
     told = [line for line in found[0]["notices"] if "got its part" in line]
     assert len(told) == 2
     kept = {path.parent.name for path in tmp_path.glob("node-1/run-*/copy-*/step-*")}
@@ -410,7 +329,7 @@ def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
 
 
 def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
-    pool(4).run(_train, RUN, tmp_path, 3, [0, 0, 1, 2], local_copies=2)
+    pool(4).run(train_both, RUN, tmp_path, 3, [0, 0, 1, 2], local_copies=2)
     parts = list(tmp_path.glob("node-*/run-*/*/step-3/*.safetensors"))
     assert len(parts) == 12
     for rank in range(4):
@@ -424,25 +343,25 @@ def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
 def test_a_damaged_part_and_a_damaged_copy_make_an_older_save_the_newest(
     pool: Pools, tmp_path: Path
 ) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], local_copies=1)
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], local_copies=1)
     (copied,) = tmp_path.glob("node-1/run-*/copy-0/step-7/*.safetensors")
-    flip(_part(tmp_path, 0, 0, 7))
+    flip(part_of(tmp_path, 0, 0, 7))
     flip(copied)
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 6, local_copies=1)
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 6, local_copies=1)
 
 
 def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, tmp_path, 1, [0, 1], local_copies=1)
+    pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], local_copies=1)
     (root,) = tmp_path.glob("node-1/run-*")
     shutil.rmtree(root / "copy-0")
     (root / "copy-0").write_text("no folder")
-    found = pool(2).run(_train, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
+    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
     assert any("no copy of the part of rank 0 is kept" in line for line in found[1]["said"])
-    pool(2).run(_train, RUN, tmp_path, 2, [0, 1], 2)
+    pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 2)
 
 
 def test_on_one_node_there_is_no_copy(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_train, RUN, tmp_path, 2, [0, 0], local_copies=1)
+    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 0], local_copies=1)
     assert list(tmp_path.glob("node-0/run-*/copy-*")) == []
     assert found[0]["tensors"]
 
@@ -471,70 +390,10 @@ def test_several_disks_of_a_node_keep_no_copies_of_each_other() -> None:
 def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     pool: Pools, tmp_path: Path
 ) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    manifest = _part(tmp_path, 1, 1, 7).parent / "manifest.json"
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
     whole = manifest.read_bytes()
     flip(manifest)
-    found = pool(2).run(_train, RUN, tmp_path, 7, [0, 1], 7)[0]
+    found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)[0]
     assert any("manifest.json is damaged" in line for line in found["notices"])
     assert manifest.read_bytes() == whole
-
-
-@pytest.mark.parametrize("copies", [0, 1])
-def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(
-    pool: Pools, tmp_path: Path, copies: int
-) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1], local_copies=copies)
-    # On other nodes it goes on from step 4, and is stopped earlier.
-    pool(2).run(_train, RUN, tmp_path, 6, [2, 3], 4, local_copies=copies)
-    shutil.rmtree(tmp_path / "node-2")
-    shutil.rmtree(tmp_path / "node-3")
-    found = pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4, local_copies=copies)
-    said = [line for line in found[0]["notices"] if "step 7" in line]
-    assert any("later the run went on from step 4, without it" in line for line in said)
-
-
-def test_a_process_that_outlived_its_run_writes_nothing_that_comes_back(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(_train_beside_a_later_start, RUN, tmp_path)
-    assert _parts(tmp_path, 0, 0, 7)
-    pool(2).run(_train, RUN, tmp_path, 5, [0, 1], 4)
-
-
-def _train_beside_a_later_start(world: DistEnv, run: Run, folder: Path) -> None:
-    """Steps to 7; at step 6 the run begins on other nodes too, from step 4."""
-    real = TieredCheckpointer.save_local
-    shared = folder / "shared"
-
-    def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
-        if step == 6 and world.rank == 0:
-            created = parse_manifest(shared / "step-4").created
-            write_past(shared, read_past(shared).go_on(created, 4))
-        real(saver, step, *more)
-
-    with patch.object(TieredCheckpointer, "save_local", save_local):
-        _train(world, run, folder, 7, [0, 1])
-
-
-def test_a_run_without_local_saves_in_between_is_not_undone_by_a_clock(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(_train, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(_train_shared_in_the_past, RUN, tmp_path, 8)
-    pool(2).run(_train, RUN, tmp_path, 9, [0, 1], 8)
-
-
-def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int) -> None:
-    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
-    real = time.time
-    saver = Checkpointer(options(folder / "shared"), world, PRINTS)
-    try:
-        loaded = saver.load(model, optimizer)
-        assert loaded is not None
-        for step in range(loaded.step + 1, last + 1):
-            take(step, run.rates[step - 1], step - 1)
-        with patch.object(time, "time", lambda: real() - 1e6):
-            saver.save(last, model, optimizer, {"next_sequence": 8 * last})
-    finally:
-        saver.close()

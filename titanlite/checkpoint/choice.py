@@ -112,8 +112,8 @@ class Chooser:
         found = self._find_own()
         if config.start == "fresh" and (found.manifest is not None or found.passed):
             raise CheckpointError(
-                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose '
-                "another checkpoint.folder or job.dump_folder, or move them away"
+                f'checkpoint.start = "fresh", but {self.place_of(found)} holds checkpoints '
+                "already: choose another checkpoint.folder or job.dump_folder, or move them away"
             )
         self._refuse_ended(found.manifest)
         if found.manifest is not None:
@@ -156,6 +156,10 @@ class Chooser:
     def folder_of(self, manifest: Manifest) -> AnyPath:
         """Return the folder of a checkpoint of this run."""
         return step_folder(self.root, manifest.step)
+
+    def place_of(self, found: Found) -> AnyPath:
+        """Return where what was found lies, for a message."""
+        return self.root
 
     def _find_own(self) -> Found:
         """Return the checkpoint of `load_step`, or the newest valid one in this run's folder."""

@@ -7,6 +7,7 @@ a replica, which holds the same shards.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -217,10 +218,21 @@ class Collector:
                         stream.write(block.numpy().data)
                 except OSError as error:
                     problem = f"{self.path} cannot be written: {error.strerror}"
+            if stream is not None and not problem:
+                problem = self._sync(stream)
         wanted = self.manifest.hashes[part_name(source.owner)]
         if not problem and f"{FAST_HASH}:{digest.hexdigest()}" != wanted:
             problem = f"the part of rank {source.owner} has changed on its way to {self.path}"
         return problem
+
+    def _sync(self, stream: BinaryIO) -> str:
+        """Make a part durable, since its manifest follows; return why it could not be."""
+        try:
+            stream.flush()
+            os.fsync(stream.fileno())
+        except OSError as error:
+            return f"{self.path} cannot be written: {error.strerror}"
+        return ""
 
     def _blocks(self, source: Source) -> Iterator[int]:
         """Yield the bytes of each block in which a part is sent."""

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.manifest import FILE, Manifest, parse_manifest, step_of
+from titanlite.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    NewerFormatError,
+    parse_manifest,
+    step_of,
+)
 from titanlite.checkpoint.paths import sync_folder, write_new
 from titanlite.checkpoint.retention import quarantine
 
@@ -62,15 +68,18 @@ class LocalFolder:
         """Return all parts with a good manifest on this node, and what is wrong with others.
 
         A part without a manifest is of a save that was cut short, or was never told to be whole.
+        Raises NewerFormatError for a save of a later titanlite.
         """
         found = []
-        problems = []
-        for folder, owner in self._steps():
+        problems: list[str] = []
+        for folder, owner in self._steps(problems):
             if not (folder / FILE).is_file():
                 continue
             try:
                 manifest = parse_manifest(folder)
                 found.append(Seen(owner, id_of(manifest, folder), folder, manifest))
+            except NewerFormatError:
+                raise
             except CheckpointError as error:
                 problems.append(str(error))
         return found, problems
@@ -143,13 +152,13 @@ class LocalFolder:
         with contextlib.suppress(OSError):
             quarantine(self.step(step), reason)
 
-    def _steps(self) -> Iterator[tuple[Path, int]]:
-        """Yield each folder `rank-R/step-N` with R."""
-        for rank in _folders(self.root):
+    def _steps(self, problems: list[str] | None = None) -> Iterator[tuple[Path, int]]:
+        """Yield each folder `rank-R/step-N` with R. problems: takes what cannot be read."""
+        for rank in _folders(self.root, problems):
             owner = _RANK.fullmatch(rank.name)
             if owner is None:
                 continue
-            for folder in _folders(rank):
+            for folder in _folders(rank, problems):
                 if step_of(folder) is not None:
                     yield folder, int(owner[1])
 
@@ -201,8 +210,13 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(folder: Path) -> list[Path]:
+def _folders(folder: Path, problems: list[str] | None = None) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        # A bad disk is a lost one: other nodes may have its parts.
+        if problems is not None:
+            problems.append(f"{folder} cannot be read: {error.strerror}")
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class TieredChooser(Chooser):
         if ABOUT not in manifest.train:
             return super().folder_of(manifest)
         return step_folder(self.local_root, manifest.step)
+
+    def place_of(self, found: Found) -> AnyPath:
+        if found.manifest is None:
+            return super().place_of(found)
+        return self.folder_of(found.manifest).parent
 
     def offer_of(self, manifest: Manifest) -> Offer | None:
         """Return the local save of a manifest; None for a shared one."""
@@ -212,7 +217,10 @@ class TieredLoader(Loader):
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
     ) -> LoadedState:
         self.taken = candidate
-        return super()._result(candidate, left_out, selection)
+        loaded = super()._result(candidate, left_out, selection)
+        # A save of what was loaded is another one.
+        train = {name: value for name, value in loaded.train.items() if name != ABOUT}
+        return replace(loaded, train=train)
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
         offer = self.chooser.offer_of(candidate.manifest)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,8 +149,8 @@ class TieredCheckpointer(Checkpointer):
         folder = self.local.step(manifest.step)
         if not part_path(folder, reader.collector.offer.save).is_file():
             return
-        (folder / GENERATORS).write_bytes(reader.collector.generators)
-        atomic_write(folder / FILE, manifest.to_json())
+        _ensure(folder / GENERATORS, reader.collector.generators)
+        _ensure(folder / FILE, manifest.to_json().encode())
 
     # Saving
 
@@ -241,8 +243,34 @@ class TieredCheckpointer(Checkpointer):
         super().close()
 
 
+def _ensure(path: Path, content: bytes) -> None:
+    """Write a small file, unless it is there: the disk may be full."""
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == content:
+            return
+    atomic_write(path, content)
+
+
 class LocalSchedule(SaveSchedule):
     """Writes a local save after every so many steps that have no shared one."""
+
+    #: Of the latest save of both kinds: its step, and `Trainer.good_steps` after it.
+    _latest = (0, 0)
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._latest = (step, 0)
+
+    def is_proven(self, step: int, good_steps: int) -> bool:
+        """Return whether a step since the latest save was good.
+
+        good_steps: since the latest shared save, or since a rollback.
+        """
+        last, before = self._latest
+        if step <= last:
+            before = 0
+        self._latest = (step, good_steps)
+        return good_steps > before
 
     def between(self, trainer: Trainer) -> None:
         saver = trainer.parts.checkpointer
@@ -257,5 +285,5 @@ class LocalSchedule(SaveSchedule):
             trainer.parts.model,
             trainer.parts.optimizer,
             trainer.train_state(),
-            proven=trainer.good_steps > 0,
+            proven=self.is_proven(trainer.step, trainer.good_steps),
         )

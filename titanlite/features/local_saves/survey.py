@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.storage import on_each_rank
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
 from titanlite.features.local_saves.past import Past
 from titanlite.parallel.dist_env import DistEnv
@@ -41,7 +42,8 @@ def survey(
 
     layout: hash of where all ranks' tensors lie now.
     """
-    seen, problems = folder.seen()
+    assert group is not None, "closed"
+    seen, problems = on_each_rank(folder.seen, group)
     mine = {one.save: one.manifest for one in seen}
     manifests, notes = _manifests(mine, problems, world, group)
     offers = []

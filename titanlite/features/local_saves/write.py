@@ -62,6 +62,9 @@ class LocalWriter:
         on all ranks, where one fails: then no rank has a new manifest, or all parts are there.
         """
         check_finite(save, group)
+        if save.proven:
+            # Saves that were not proven may have left more than `keep`.
+            on_each_rank(lambda: self.folder.prune(self.keep), group)
         state = on_each_rank(lambda: copy(save.tensors), group)
         step = save.draft.step
         identity = on_rank_0(self.world, lambda: uuid.uuid4().hex[:16], group)
