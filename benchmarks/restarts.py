@@ -57,8 +57,10 @@ PHASES = {
 INTERVAL = 5
 #: Limit of one restart.
 PATIENCE_SECONDS = 300.0
-#: The two clocks may differ by what rank 0 does between a step and its record.
+#: The two clocks may differ by what rank 0 does between a step and its record: seconds, or this
+#: share of a restart where a busy machine makes that longer.
 CLOCKS_SECONDS = 0.25
+CLOCKS_SHARE = 0.02
 
 
 class Job:
@@ -208,15 +210,16 @@ def wholes(found: Sequence[dict[str, Any]]) -> list[float]:
 def verdict(found: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     """Return whether the phases add up to what the run recorded, in words and as a fact."""
     gaps = [abs(one["recorded"] - sum(one["seconds"].values())) for one in found]
+    limit = max(CLOCKS_SECONDS, CLOCKS_SHARE * min(wholes(found)))
     negative = [mark for one in found for mark, value in one["seconds"].items() if value < 0]
-    good = max(gaps) <= CLOCKS_SECONDS and not negative
+    good = max(gaps) <= limit and not negative
     words = (
         "The phases of each restart add up to the time until its first row in metrics.jsonl, to "
         f"{1000 * max(gaps):.0f} ms."
     )
     if not good:
         shown = ", ".join(negative) or "none"
-        words = f"**WRONG:** {words} At most {CLOCKS_SECONDS} s are right. Below zero: {shown}."
+        words = f"**WRONG:** {words} At most {limit:.2f} s are right. Below zero: {shown}."
     return words, good
 
 
