@@ -26,8 +26,9 @@ _ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SI
 _PREFIX: tuple[str, ...] = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
-#: Longest wait for the records of other ranks.
-_PATIENCE_SECONDS = 5.0
+#: Longest wait for the records of other ranks. A rank that was killed writes none, and a restart
+#: waits for this.
+_PATIENCE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
