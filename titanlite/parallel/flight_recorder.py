@@ -26,9 +26,10 @@ _ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SI
 _PREFIX: tuple[str, ...] = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
-#: Longest wait for the records of other ranks. A rank that was killed writes none, and a restart
-#: waits for this.
-_PATIENCE_SECONDS = 1.0
+#: Longest wait for the records of other ranks, and for the next one of them. A rank that was killed
+#: writes none, and a restart waits for this.
+_PATIENCE_SECONDS = 5.0
+_QUIET_SECONDS = 1.0
 
 
 @contextlib.contextmanager
@@ -112,9 +113,13 @@ def _leave_record(since: float) -> None:
         f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}"
     )
     # The launcher ends the others as soon as this one is gone; they may be writing theirs.
-    everyone = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < deadline and not all(
-        p.exists() and p.stat().st_mtime >= since for p in everyone
-    ):
+    missing = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
+    began = quiet_since = time.monotonic()
+    while missing and time.monotonic() - began < _PATIENCE_SECONDS:
+        still = [p for p in missing if not (p.exists() and p.stat().st_mtime >= since)]
+        if len(still) < len(missing):
+            quiet_since = time.monotonic()
+        elif time.monotonic() - quiet_since > _QUIET_SECONDS:
+            return
+        missing = still
         time.sleep(0.1)
