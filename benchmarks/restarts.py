@@ -4,10 +4,10 @@ phases.
     python benchmarks/restarts.py --out benchmarks/results/restarts
 
 The debug model trains on two ranks (gloo, a thread each) under titanlite's torchrun with
-`--max-restarts`, and saves every few steps. Its last rank is killed again and again. A phase ends
-when the last rank has passed its end, so the phases add up to the whole. The whole is compared with
-another clock: the time in the row of metrics.jsonl that rank 0 writes after its first step. Further
-flags, such as --model.overrides.dim=64, go to titanlite. Linux only.
+`--max-restarts`, and saves every few steps. Its last rank, or `--victim`, is killed again and
+again. A phase ends when the last rank has passed its end, so the phases add up to the whole. The
+whole is compared with another clock: the time in the row of metrics.jsonl that rank 0 writes after
+its first step. Further flags, such as --model.overrides.dim=64, go to titanlite. Linux only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CLOCKS_SHARE = 0.02
 
 
 class Job:
-    """A run under torchrun, whose last rank can be killed."""
+    """A run under torchrun, of which a rank can be killed."""
 
     def __init__(self, folder: Path, ranks: int, restarts: int, flags: Sequence[str]) -> None:
         self.folder = folder
@@ -85,11 +85,11 @@ class Job:
         command = [*marks, "launcher", str(self.marks), *words]
         self.process = start(command, self.console, training_environment("cpu"))
 
-    def restart(self, attempt: int) -> dict[str, Any]:
-        """Kill the last rank of an attempt; return the seconds of the phases until the first step
+    def restart(self, attempt: int, rank: int) -> dict[str, Any]:
+        """Kill a rank of an attempt; return the seconds of the phases until the first step
         of the next one.
         """
-        victim = self.started(attempt)[self.ranks - 1]
+        victim = self.started(attempt)[rank]
         self.until("steps and a checkpoint", lambda: self.may_be_killed(attempt))
         os.kill(victim["pid"], signal.SIGKILL)
         killed = time.time()
@@ -176,14 +176,14 @@ def phase_ends(
     return ends
 
 
-def measure(ranks: int, repeats: int, flags: Sequence[str]) -> list[dict[str, Any]]:
+def measure(ranks: int, victim: int, repeats: int, flags: Sequence[str]) -> list[dict[str, Any]]:
     """Return the figures of each restart of one run."""
     with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
         job = Job(Path(folder), ranks, repeats, flags)
         found = []
         try:
             for attempt in range(repeats):
-                found.append(job.restart(attempt))
+                found.append(job.restart(attempt, victim))
                 print(f"restart {attempt + 1}: {found[-1]['whole']:.2f} s", file=sys.stderr)
         finally:
             end_all([job.process])
@@ -229,22 +229,27 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="restarts, all of one run")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--victim", type=int, metavar="RANK", help="default: the last")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     arguments, flags = parser.parse_known_args()
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
-    found = measure(arguments.ranks, arguments.repeats, flags)
+    victim = arguments.ranks - 1 if arguments.victim is None else arguments.victim
+    if not 0 <= victim < arguments.ranks:
+        parser.error(f"--victim must be a rank from 0 to {arguments.ranks - 1}")
+    found = measure(arguments.ranks, victim, arguments.repeats, flags)
     import torch
 
     from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     words = ["python", "benchmarks/restarts.py", f"--repeats={arguments.repeats}"]
-    command = shlex.join([*words, f"--ranks={arguments.ranks}", *flags])
+    words += [f"--ranks={arguments.ranks}", f"--victim={victim}", *flags]
+    command = shlex.join(words)
     head = (
         f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, torch {torch.__version__}; {arguments.ranks} ranks under "
-        f"torchrun --max-restarts, {len(found)} kills of the last rank; `{command}`."
+        f"torchrun --max-restarts, {len(found)} kills of rank {victim}; `{command}`."
     )
     words, good = verdict(found)
     lines = [head, "", *table(found), "", words]
