@@ -563,3 +563,41 @@ def test_a_watchdog_that_only_logs_announces_no_end(monkeypatch: pytest.MonkeyPa
             raise OSError("disk")
         assert len([line for line in said if "this rank ends here" in line]) == words
     assert ended == [exit_codes.ERROR]
+
+
+# Ranks whose process is gone
+
+
+def _ended() -> int:
+    """Return the number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_a_rank_whose_process_is_gone_is_named_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    dead = RankState(1, socket.gethostname(), _ended(), step=3, phase="backward")
+    with _watching(silent_beats=1000.0) as (dog, _):
+        dog._store.set("beat/1", f"1 {dead.dump()}")
+        dog.size = 2
+        monkeypatch.setattr(dog, "_heartbeat", LONG)
+        began = time.monotonic()
+        dog._report("a collective failed")
+        assert time.monotonic() - began < LONG
+        assert dog.verdict.startswith(
+            f"{dead.name} does not answer, last seen in backward of step 3"
+        )
+
+
+def test_a_process_is_gone_only_where_this_rank_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    dead = RankState(1, socket.gethostname(), _ended())
+    with _watching() as (dog, _):
+        assert dog._is_gone(dead)
+        assert not dog._is_gone(replace(dead, pid=os.getpid()))
+        assert not dog._is_gone(replace(dead, pid=0))
+        assert not dog._is_gone(replace(dead, host="elsewhere"))
+        assert not dog._is_gone(replace(dead, rank=2)), "of another launcher"

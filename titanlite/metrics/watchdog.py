@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -69,6 +69,8 @@ _STORE_SECONDS = 10
 _OWN_REASON_SECONDS = 1.0
 #: A rank that does not publish its state for this many heartbeats does not answer.
 _SILENT_BEATS = 2.0
+#: Between two looks whether the process of a rank is gone; a launcher learns of its end as soon.
+_GONE_SECONDS = 0.1
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
 #: A run that is over has this many times the longest patience for its callbacks and threads.
@@ -342,10 +344,13 @@ class HangWatchdog:
     def _publish(self) -> None:
         self._store.set(f"beat/{self.rank}", f"{time.monotonic_ns()} {self._state().dump()}")
 
-    def _wait_for(self, key: str, seconds: float = _TOLD_SECONDS) -> bool:
+    def _wait_for(
+        self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait for a key of the store; return whether it came. unless: it will not come."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or unless():
                 return False
             time.sleep(0.1)
         return True
@@ -412,11 +417,15 @@ class HangWatchdog:
         """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
-        time.sleep(1.5 * self._heartbeat + self._poll)
+        enough = time.monotonic() + 1.5 * self._heartbeat + self._poll
+        while time.monotonic() < enough and not self._all_told(before):
+            time.sleep(_GONE_SECONDS + self.size / _POLLS_PER_SECOND)
         self._publish()
         states = [self._state_since(rank, old) for rank, old in enumerate(before)]
         # A rank of a busy machine may be late: only those that seem silent are read again.
-        while any(state.silent for state in states) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and any(
+            state.silent and not self._is_gone(state) for state in states
+        ):
             time.sleep(self._poll)
             for rank, state in enumerate(states):
                 if state.silent:
@@ -427,6 +436,37 @@ class HangWatchdog:
                 f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
             )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
+
+    def _all_told(self, before: Sequence[str]) -> bool:
+        """Return whether a rank is gone, and each other one has told its end or a new state."""
+        is_gone = False
+        for rank in range(self.size):
+            state = self._state_since(rank, before[rank])
+            if rank == self.rank or not state.silent:
+                continue
+            if not self._is_gone(state):
+                return False
+            is_gone = True
+        return is_gone
+
+    def _is_rank_0_gone(self) -> bool:
+        return self._is_gone(self._state_since(0, ""))
+
+    def _is_gone(self, state: RankState) -> bool:
+        """Return whether the process of another rank has ended, where this one can tell: both are
+        of one launcher.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        is_near = state.host == self._host and state.rank // local == self.rank // local
+        if not is_near or not state.pid:
+            return False
+        try:
+            os.kill(state.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
@@ -446,7 +486,9 @@ class HangWatchdog:
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
-        elif self.rank and self._wait_for("verdict", _TOLD_SECONDS + self._silence):
+        elif self.rank and self._wait_for(
+            "verdict", _TOLD_SECONDS + self._silence, unless=self._is_rank_0_gone
+        ):
             self.verdict = self._store.get("verdict").decode()
         elif self.rank and not self._store.check(["raised"]):
             self.verdict = "rank 0 does not say why: it has ended, hangs or is cut off"
