@@ -121,10 +121,14 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
             tensor, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    sharded, by_matrix = [_one_further(p) for p in like.placements], [Shard(0)] * mesh.ndim
+    sharded = [_one_further(p) for p in like.placements]
+    by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
     whole = part(stack, sharded)
     if _is_strided(sharded):
         whole = whole.redistribute(placements=[Replicate()] * mesh.ndim)
+        # There are fewer matrices than ranks. Where a flattened mesh of both dimensions is known,
+        # torch gathers by it, and takes such uneven parts for those of one division.
+        by_matrix[:-1] = [Replicate()] * (mesh.ndim - 1)
     done = part(orthogonalize(whole.redistribute(placements=by_matrix).to_local()), by_matrix)
     if _is_strided(sharded):
         done = done.redistribute(placements=[Replicate()] * mesh.ndim)
