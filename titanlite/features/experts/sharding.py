@@ -11,6 +11,7 @@ sends each row to the rank of its expert, and gets the result back. No token is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -34,25 +35,31 @@ def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     Ranks of `expert_shard` hold the same experts and shard them. It makes process groups: call it
     once.
     """
-    several = _token_mesh(mesh)
-    most = several.mesh.size(-1)
+    if mesh["tp"].size() == 1:
+        weights = fsdp_mesh(mesh)
+        most = weights.mesh.size(-1)
+        _check_divides(ranks, most)
+        return weights._unflatten(weights.ndim - 1, (most // ranks, ranks), ("expert_shard", _EP))
+    # Tensor-parallel ranks divide the sequence where the experts are, so each has tokens of its
+    # own. A mesh of its own: DTensor takes a flattened one for its collectives, also where a weight
+    # is divided unevenly over both dimensions, and these results are wrong (torch 2.13).
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    pipeline, replicas, *others = (mesh[name].size() for name in names)
+    most = math.prod(others)
+    _check_divides(ranks, most)
+    divided = DeviceMesh(
+        mesh.device_type,
+        mesh.mesh.view(pipeline, replicas, most // ranks, ranks),
+        mesh_dim_names=("pp", "dp_replicate", "expert_shard", _EP),
+    )
+    if replicas == 1:
+        return divided["expert_shard", _EP]
+    return divided["dp_replicate", "expert_shard", _EP]
+
+
+def _check_divides(ranks: int, most: int) -> None:
     if most % ranks:
         raise ParallelismError(f"{ranks} ranks cannot share the experts: they do not divide {most}")
-    return several._unflatten(several.ndim - 1, (most // ranks, ranks), ("expert_shard", _EP))
-
-
-def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks whose tokens go to one copy of the experts: [shard], or with replicas
-    [replicate, shard].
-
-    Tensor-parallel ranks divide the sequence where the experts are, so each has tokens of its own.
-    """
-    if mesh["tp"].size() == 1:
-        return fsdp_mesh(mesh)
-    shards = mesh["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
-    if mesh["dp_replicate"].size() == 1:
-        return shards
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
 
 def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
