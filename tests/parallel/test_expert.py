@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.checkpoints import assert_equal, hand_on, unequal
@@ -461,3 +462,24 @@ def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyP
 )
 def test_the_fewest_ranks_hold_the_experts(flags: list[str], ranks: int) -> None:
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks
+
+
+def _uneven(world: DistEnv) -> torch.Tensor:
+    """Gather two matrices over 2 x 2 ranks, two of which have none, beside experts over all."""
+    mesh = world.build_mesh(dp_shard=2, tp=2)
+    expert_mesh(mesh, 2)
+    both = mesh["dp_shard", "tp"]
+    place = mesh["dp_shard"].get_local_rank()
+    has_one = mesh["tp"].get_local_rank() == 0
+    mine = torch.full((int(has_one), 3), float(place))
+    shape = torch.Size((2, 3))
+    divided = DTensor.from_local(
+        mine, both, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=(3, 1)
+    )
+    return divided.redistribute(placements=[Replicate(), Replicate()]).to_local()
+
+
+def test_experts_under_tensor_parallelism_change_no_gather_of_uneven_parts(pool: Pools) -> None:
+    """DTensor would gather by a flattened mesh of both dimensions, and lose a matrix."""
+    for found in pool(4).run(_uneven):
+        assert found.tolist() == [[0.0] * 3, [1.0] * 3]
