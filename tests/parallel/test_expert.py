@@ -464,7 +464,7 @@ def test_the_fewest_ranks_hold_the_experts(flags: list[str], ranks: int) -> None
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks
 
 
-def _uneven(world: DistEnv) -> torch.Tensor:
+def _two_matrices(world: DistEnv) -> torch.Tensor:
     """Gather two matrices over 2 x 2 ranks, two of which have none, beside experts over all."""
     mesh = world.build_mesh(dp_shard=2, tp=2)
     expert_mesh(mesh, 2)
@@ -479,7 +479,9 @@ def _uneven(world: DistEnv) -> torch.Tensor:
     return divided.redistribute(placements=[Replicate(), Replicate()]).to_local()
 
 
-def test_experts_under_tensor_parallelism_change_no_gather_of_uneven_parts(pool: Pools) -> None:
+def test_experts_under_tensor_parallelism_change_no_gather_of_uneven_parts(
+    pool: Pools,
+) -> None:
     """DTensor would gather by a flattened mesh of both dimensions, and lose a matrix."""
-    for found in pool(4).run(_uneven):
+    for found in pool(4).run(_two_matrices):
         assert found.tolist() == [[0.0] * 3, [1.0] * 3]

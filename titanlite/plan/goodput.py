@@ -97,7 +97,7 @@ class Shares:
 
     @property
     def in_steps(self) -> float:
-        """Share of steps in what is lost: as in what is kept."""
+        """Share of steps in the lost time: the same as in the useful time."""
         return self.useful / (self.useful + self.saves)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.features.experts.exchange import Exchange
 from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import MESH_DIMS
 from titanlite.parallel.meshes import fsdp_mesh
 
 #: The dimension of the mesh whose ranks share the experts.
@@ -41,10 +42,9 @@ def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
         _check_divides(ranks, most)
         return weights._unflatten(weights.ndim - 1, (most // ranks, ranks), ("expert_shard", _EP))
     # Tensor-parallel ranks divide the sequence where the experts are, so each has tokens of its
-    # own. A mesh of its own: DTensor takes a flattened one for its collectives, also where a weight
-    # is divided unevenly over both dimensions, and these results are wrong (torch 2.13).
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    pipeline, replicas, *others = (mesh[name].size() for name in names)
+    # own. They get a new mesh: DTensor uses a flattened one for its collectives, also where both
+    # dimensions divide a weight unevenly, and then gathers wrong rows (torch 2.13).
+    pipeline, replicas, *others = (mesh[name].size() for name in MESH_DIMS)
     most = math.prod(others)
     _check_divides(ranks, most)
     divided = DeviceMesh(

@@ -138,7 +138,7 @@ class HubUploads(Callback):
             self._add(step)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Wait for uploads if the run is done, else end them; tell what is not uploaded."""
+        """Wait for uploads if the run is done, else end them; name the missing ones."""
         with self._changed:
             self._ending = True
             for upload in self._waiting:
@@ -180,7 +180,7 @@ class HubUploads(Callback):
             process.kill()
 
     def _tell(self, end: RunEnd) -> None:
-        """Say what is not uploaded, and the command that does it."""
+        """Name the missing uploads, and the command for them."""
         with self._changed:
             left = [*self._failed, *self._waiting]
             if self._current is not None:

@@ -117,7 +117,7 @@ class Collector:
     def _source(self, rank: int) -> Source | None:
         """Return where a rank gets its part from: its own, one on its node, one of another node.
 
-        Of several nodes each rank sends what is its own, so that all share the work.
+        With several nodes each rank sends its own part, so that all share the work.
         """
         found = []
         for source in self._by_hash[self.manifest.hashes[part_name(rank)]]:
@@ -187,7 +187,7 @@ class Collector:
         return next((text for text in problems if text), None)
 
     def _send(self, to: int, source: Source) -> None:
-        """Send a part. The receiver compares it, so that a bad read needs no answer of its own."""
+        """Send a part. The receiver compares it, so that a bad read needs no extra answer."""
         path = self.folder.path_of(source.owner, self.manifest)
         with contextlib.ExitStack() as stack:
             stream: BinaryIO | None = None

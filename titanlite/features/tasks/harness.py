@@ -184,7 +184,7 @@ def _is_of_network(error: BaseException | None) -> bool:
     """Whether an error, or what led to it, is that a server was not reached."""
     while error is not None:
         name = type(error).__name__
-        # Clients of HTTP have classes of their own, such as httpx's ConnectError.
+        # HTTP clients have their own classes, such as httpx's ConnectError.
         if isinstance(error, ConnectionError | TimeoutError) or "Connect" in name:
             return True
         if "Offline" in name or "Timeout" in name:

@@ -179,7 +179,7 @@ def _with_secrets(job: Job) -> dict[str, str]:
 def submit(job: Job) -> str:
     """Submit the task as a managed job; return what to do next. Raises LaunchError."""
     if shutil.which("sky") is None:
-        hint = 'pip install "skypilot[aws]" in an environment of its own'
+        hint = 'pip install "skypilot[aws]" in a separate environment'
         raise LaunchError(f"sky is not installed here ({hint}); {advice(job)}")
     file = str(job.folder / FILE)
     words = ["sky", "jobs", "launch", "--yes", "--detach-run", *_secret_flags(job), file]
