@@ -1,4 +1,4 @@
-"""What a pool of ranks tells when one of its processes dies, and what its jobs find."""
+"""What a pool tells of a rank that dies or stands still, and what its jobs find."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -44,10 +45,38 @@ def test_a_death_is_told_with_its_signal_its_stacks_and_the_jobs_before(ranks: R
     told = str(failure.value)
     assert "rank 0:\nthe process died: SIGABRT" in told
     assert "in die\n" in told
+    assert "abort + 0x" in told  # of C
     name = "tests/test_pool.py::test_a_death_is_told_with_its_signal_its_stacks_and_the_jobs_before"
     assert f"  rank_of in {name} (call), 3 times\n  die in {name} (call)" in told
     # The next job starts new processes.
     assert ranks.run(rank_of) == [0]
+
+
+def answer_once(world: DistEnv) -> None:
+    """Rank 1 stands still in a call of C."""
+    if world.rank == 1:
+        os.read(os.pipe()[0], 1)
+
+
+def test_a_rank_that_gives_no_answer_tells_where_it_stands() -> None:
+    pair = RankPool(2, after_an_answer=1)
+    try:
+        assert pair.run(rank_of) == [0, 1]
+        begin = time.monotonic()
+        with pytest.raises(RankFailure) as failure:
+            pair.run(answer_once)
+        assert time.monotonic() - begin < 60
+        assert pair.run(rank_of) == [0, 1]
+    finally:
+        pair.close()
+    told = str(failure.value)
+    assert told.startswith("rank 1: no answer\n")
+    # Twice, to tell a slow rank from one that is stuck, and at its end, then with calls of C.
+    assert told.count("in answer_once\n") == 3
+    assert told.count("threads, as the kernel sees them:") == 2
+    assert "frame #1: " in told and "libc.so.6)\n" in told
+    assert "  rank_of in tests/test_pool.py::test_a_rank_that_gives_no_answer" in told
+    assert "  answer_once in " in told
 
 
 class Seen(NamedTuple):

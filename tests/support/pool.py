@@ -5,8 +5,10 @@ milliseconds.
 
 `function` is a top-level function of a test module. A job that fails on any rank raises here with
 every rank's traceback and ends that pool's processes, since a rank left inside a collective is of
-no further use. When a process dies, its signal, its threads' Python stacks and the jobs that it has
-done are told: memory may have been corrupted by any of them.
+no further use. When a process dies, its signal, the stacks of its threads in C and in Python, and
+the jobs that it has done are told: memory may have been corrupted by any of them. A process that
+gives no answer tells its stacks too, and for each thread the kernel's view: whether it waits, and
+in which call.
 
 Before each job `tests.support.process_state` puts back what an earlier one may have changed.
 Between two jobs the processes are stopped: each process group has threads of gloo's that wake a
@@ -21,8 +23,10 @@ import functools
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -38,6 +42,13 @@ from titanlite.tools.drill.ranks import start_fork_server
 
 #: Seconds in which the other ranks may answer when one has failed.
 _AFTER_A_FAILURE = 10
+#: Seconds in which the other ranks may answer when one has succeeded: jobs end together.
+_AFTER_AN_ANSWER = 180
+#: A process writes the Python stacks of its threads when it gets this signal, also inside a call of
+#: C. torch and titanlite use it for nothing.
+_TELL = signal.SIGQUIT
+#: Seconds in which it does.
+_LOOK = 1.0
 
 
 class RankFailure(AssertionError):
@@ -59,7 +70,7 @@ def _serve(
     environment: dict[str, str],
     stacks: Path,
 ) -> None:
-    faulthandler.enable(stacks.open("w"))
+    file = _write_stacks(stacks)
     gc.freeze()  # imports of the fork server
     end_with_parent(signal.SIGKILL)  # a stopped process does not notice that its parent is gone
     os.environ.clear()  # of the process that this one is a copy of
@@ -91,6 +102,7 @@ def _serve(
             except EOFError:
                 os._exit(0)
             function, args, kwargs = job
+            os.ftruncate(file, 0)
             kept.restore()
             gc.collect()
             gc.freeze()  # a run collects garbage: let it not look through all that is imported
@@ -102,16 +114,58 @@ def _serve(
                 pipe.send((False, traceback.format_exc()))
 
 
-class RankPool:
-    """`size` processes in one gloo world."""
+def _write_stacks(path: Path) -> int:
+    """Let this process write its stacks into a file: those of Python when it gets `_TELL`, those of
+    C too when it dies.
 
-    def __init__(self, size: int) -> None:
+    What C writes as an error goes there too, as the C library's last words about a damaged heap.
+    """
+    import torch
+
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(file, 2)
+    faulthandler.enable(file)
+    faulthandler.register(_TELL, file)
+    # After Python's, since it calls the handlers before it.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    # It takes Ctrl-C for fatal.
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    return file
+
+
+def _threads(process: int) -> str:
+    """Return what the kernel tells of each thread of a process: its name, its state, the processor
+    time in ticks that it has used, where it waits, and the number and arguments of its call.
+    """
+    rows = ["threads, as the kernel sees them:"]
+    for folder in sorted(Path(f"/proc/{process}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            # After the name in brackets: the state, and ten fields later the times.
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            words = [folder.name, name, fields[0], f"{fields[11]}+{fields[12]} ticks"]
+            for file in ("wchan", "syscall"):
+                with contextlib.suppress(PermissionError):
+                    words.append((folder / file).read_text().strip())
+            rows.append("  " + " ".join(words))
+    return "\n".join(rows)
+
+
+class RankPool:
+    """`size` processes in one gloo world.
+
+    after_an_answer: seconds in which the others may answer when one has.
+    """
+
+    def __init__(self, size: int, after_an_answer: float = _AFTER_AN_ANSWER) -> None:
         self.size = size
+        self.after_an_answer = after_an_answer
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         #: The jobs of these processes, each with its test.
         self._jobs: list[str] = []
-        #: Each process writes its stacks there when it dies.
+        #: Each process writes its stacks there.
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> None:
@@ -141,28 +195,33 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
+        limit = time.monotonic() + timeout
+        answered = 0
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while len(answers) < self.size:
             waiting = [pipe for pipe, rank in ranks.items() if rank not in answers]
-            for pipe in wait(waiting, timeout=max(deadline - time.monotonic(), 0)):
+            for pipe in wait(waiting, timeout=max(limit - time.monotonic(), 0)):
                 try:
                     answers[ranks[pipe]] = pipe.recv()
                 except EOFError:
                     answers[ranks[pipe]] = (False, self._death(ranks[pipe]))
             failed = [rank for rank, (fine, _) in answers.items() if not fine]
-            if failed and time.monotonic() < deadline - _AFTER_A_FAILURE:
-                # The others may be stuck waiting for the one that failed.
-                deadline = time.monotonic() + _AFTER_A_FAILURE
-            if time.monotonic() >= deadline:
+            if len(answers) > answered:
+                answered = len(answers)
+                # The others may be stuck, perhaps waiting for the one that failed.
+                rest = _AFTER_A_FAILURE if failed else self.after_an_answer
+                limit = min(limit, time.monotonic() + rest)
+            if time.monotonic() >= limit:
                 break
         silent = [rank for rank in range(self.size) if rank not in answers]
         problems = [
             f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine
         ]
-        if silent or problems:
+        # Where a rank has failed, the others only wait for it.
+        tell = self._waiting if problems else self._silence
+        problems += [tell(rank) for rank in silent]
+        if problems:
             self.close()
-            problems += [f"rank {rank}: no answer" for rank in silent]
             raise RankFailure("\n".join(problems))
         self._signal(signal.SIGSTOP)
         return [answers[rank][1] for rank in range(self.size)]
@@ -179,15 +238,40 @@ class RankPool:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name
+        return f"the process died: {how}\n{self._told(rank)}\n{self._past()}"
+
+    def _waiting(self, rank: int) -> str:
+        """Return where a process stands that waits for one that has failed."""
+        return f"rank {rank}: no answer\n{self._look(rank)}\n{self._told(rank)}"
+
+    def _silence(self, rank: int) -> str:
+        """Return all that is known of a process that stands still, and end it."""
+        looks = [self._look(rank) for _ in range(2)]  # what moved meanwhile is not stuck
+        self._signal(signal.SIGABRT, rank)
+        self._processes[rank].join(_AFTER_A_FAILURE)
+        return "\n".join([f"rank {rank}: no answer", *looks, self._told(rank), self._past()])
+
+    def _look(self, rank: int) -> str:
+        """Let a process write its Python stacks; return what the kernel tells of its threads."""
+        self._signal(_TELL, rank)
+        time.sleep(_LOOK)
+        return _threads(self._processes[rank].pid)
+
+    def _told(self, rank: int) -> str:
+        """Return what a process has written of its stacks, without addresses and folders."""
+        return re.sub(r"\(0x\w+ in (?:.*/)?([^/]+)\)", r"(\1)", self._stacks(rank).read_text())
+
+    def _past(self) -> str:
+        """Return the jobs that these processes have had."""
         jobs = []
         for job, repeated in groupby(self._jobs):
             times = len(list(repeated))
             jobs.append(f"  {job}" if times == 1 else f"  {job}, {times} times")
-        before = ["its jobs, the last one unfinished:", *jobs]
-        return "\n".join([f"the process died: {how}", self._stacks(rank).read_text(), *before])
+        return "\n".join(["its jobs, the last one unfinished:", *jobs])
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
+    def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
+        """Send a signal to one process, or to all."""
+        for process in self._processes if rank is None else [self._processes[rank]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
