@@ -39,6 +39,12 @@ DARK_COLORS = (
     "#6060e0",
 )
 
+#: Numbers this much apart, as a part of them, have the same grid lines.
+_SAME = 1e-8
+#: Floats beyond these lose digits, or become infinite in sums.
+_LEAST = 1e-300
+_MOST = 1e300
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -83,14 +89,22 @@ class Frame:
 def ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round numbers at equal distances, the first at most `low`, the last at
     least `high`.
+
+    Numbers that are equal in the digits of grid lines get room around them.
     """
-    if high <= low:
-        room = abs(low) * 0.1 or 1.0
+    low = max(low, -_MOST)
+    high = min(high, _MOST)
+    if high - low <= max(_SAME * max(abs(low), abs(high)), _LEAST):
+        room = abs(low) * 0.1
+        if room < _LEAST:
+            room = 1.0
         low = low - room
         high = high + room
     rough = (high - low) / count
-    unit = 10.0 ** math.floor(math.log10(rough))
+    power = math.floor(math.log10(rough))
+    unit = 10.0**power
     step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= rough * 0.999)
     first = math.floor(low / step + 1e-9)
     final = math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, final + 1)]
+    digits = max(12, 2 - power)
+    return [round(number * step, digits) for number in range(first, final + 1)]

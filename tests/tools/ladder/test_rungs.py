@@ -17,10 +17,10 @@ from titanlite.tools.ladder.target import Target, schedule_note, target_of
 from titanlite.tools.sweep.members import check_members
 
 
-def target(folder: Path, *flags: str, nproc: int = 1) -> Target:
-    """The tiny target with flags."""
+def target(folder: Path, *flags: str, nproc: int = 1, more: str = "") -> Target:
+    """The tiny target with flags. more: of its file."""
     arguments = argparse.Namespace(
-        files=[str(written(folder))],
+        files=[str(written(folder, more))],
         nproc_per_node=nproc,
         at_once=1,
         fit=None,
@@ -132,6 +132,17 @@ def test_what_a_file_leaves_out_of_loads_does_not_touch_branches(tmp_path: Path)
     for rung in rungs(target(tmp_path, own, '--eval.tasks=["quiz.jsonl"]')):
         assert values(rung)["checkpoint.exclude_from_loading"] == "[]"
     assert "--eval.tasks=[]" in DEFAULTS
+
+
+def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_path: Path) -> None:
+    keys = {"enable_checkpoint": "true", "hub": '"ada/big"', "hub_every": "100"}
+    keys |= {"local_folder": '"/local"', "interval": "100", "local_interval": "50"}
+    table = "\n[checkpoint]\n" + "\n".join(f"{key} = {value}" for key, value in keys.items())
+    aim = target(tmp_path, more=table)
+    assert aim.run.checkpoint.hub == "ada/big"
+    members = [rung.member(tmp_path) for rung in rungs(aim) if rung.trunk is None]
+    for one in check_members(members, [*aim.files, *DEFAULTS, *aim.flags], tmp_path, 1):
+        assert (one.run.checkpoint.hub, one.run.checkpoint.local_folder) == ("", None)
 
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.support.checkpoints import MANIFEST
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.toml import loads, quote
 from titanlite.features.hub.branches import run_of
+from titanlite.tools.pictures import Axis, ticks
 from titanlite.tools.push.card import Card, Place, make_card, merged
 from titanlite.tools.push.curve import picture
 from titanlite.tools.push.facts import Weights, shown_config, texts, weights_in
@@ -152,3 +153,25 @@ def test_the_picture_has_both_losses_and_needs_two_points() -> None:
     # 1000 points are thinned.
     assert 300 < found.count(",") < 500
     assert picture(rows[:1], "x") is None
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.0, 2.0],
+        [0.0, 0.0],
+        [5e-324, 1e-323],
+        [1e-308, 2e-308],
+        [1e-13, 2e-13],
+        [1.0, 1.0 + 2e-16],
+        [3.0, 3.0 + 1e-9],
+        [1e15, 1e15 + 0.1],
+        [-1.7e308, 1.7e308],
+    ],
+)
+def test_losses_that_hardly_differ_have_a_picture(losses: list[float]) -> None:
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    assert "nan" not in (picture(rows, "x") or "nan")
+    lines = Axis(ticks(*losses, 6), 0, 100).lines()
+    assert 2 <= len(lines) == len(dict(lines)) <= 12
+    assert lines[-1][1] == 100

@@ -293,6 +293,10 @@ def test_a_folder_that_all_runs_would_share_is_refused(tmp_path: Path) -> None:
     above = [*CONFIG, "--checkpoint.folder=../together"]
     with pytest.raises(SweepError, match=r"checkpoint\.folder: all runs would share"):
         run_members([SMALL, LARGE], above, tmp_path / "new")
+    hub = [*CONFIG, "--checkpoint.hub=ada/tiny"]
+    with pytest.raises(ConfigError, match=r"checkpoint\.hub: all runs would push to ada/tiny"):
+        run_members([SMALL, LARGE], hub, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

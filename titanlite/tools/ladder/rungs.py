@@ -39,6 +39,9 @@ DEFAULTS = (
     "--parallelism.expert_parallel_degree=1",
     "--sample.prompts=[]",
     "--eval.tasks=[]",
+    # The run that is predicted goes there.
+    "--checkpoint.hub=",
+    "--checkpoint.local_folder=none",
 )
 _IN_A_FILE = "write it into the file: the runs of a ladder have lengths of their own"
 #: Keys that a command line cannot have beside the flags of a run → what to do instead.

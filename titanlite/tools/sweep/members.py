@@ -181,7 +181,7 @@ def _check_names(members: Sequence[Member]) -> None:
 
 
 def _check_folders(run: RunConfig, folder: Path) -> None:
-    """Refuse a path that the runs would share. folder: of this run."""
+    """Refuse a place that the runs would share. folder: of this run."""
     paths = {
         "checkpoint.folder": run.checkpoint.folder,
         "job.save_config_file": run.job.save_config_file,
@@ -196,6 +196,10 @@ def _check_folders(run: RunConfig, folder: Path) -> None:
             message = f"all runs would share {path!r}"
             hint = "give a path below job.dump_folder, as the default is: each run has its own"
             problems.append(Problem("", key, message, hint))
+    if run.checkpoint.hub:
+        message = f"all runs would push to {run.checkpoint.hub}"
+        hint = "leave it out, and give a run that is done to `titanlite push`"
+        problems.append(Problem("", "checkpoint.hub", message, hint))
     problems += _shared_ids(run)
     if problems:
         raise ConfigError(problems)
