@@ -131,7 +131,7 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return print_error(rank.message(error, code), code)
+            return print_error(rank.message(error, code), code, rank.printer())
     return exit_codes.DONE
 
 
@@ -286,7 +286,12 @@ class _Rank:
             trace_folder=traces,
         )
         with world as entered, rank_log(self.folder, self.environment.rank), self.watchdog:
+            self.watchdog.near = entered.near
             yield entered
+
+    def printer(self) -> int:
+        """Return the process that prints for the ranks here; 0: not known yet."""
+        return self.watchdog.near.get(self.environment.rank - self.environment.local_rank, 0)
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
@@ -349,18 +354,22 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     return str(error)
 
 
-def print_error(message: str, code: int) -> int:
+def print_error(message: str, code: int, printer: int = 0) -> int:
     """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
 
     The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
-    one that does.
+    one that does, until it has ended. printer: its process; 0: not known.
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _tell_sagemaker(message, code)
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(PRINT_SECONDS)
+        from titanlite.parallel.process import has_ended
+
+        until = time.monotonic() + PRINT_SECONDS
+        while time.monotonic() < until and not (printer and has_ended(printer)):
+            time.sleep(0.05)
         # Still here: the rank that prints had nothing to say, so this went wrong on this rank
         # alone.
         print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
-from titanlite import exit_codes
+from titanlite import exit_codes, main
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
@@ -444,6 +444,19 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
     assert "has been in data of step 3 for" in reports[-1].splitlines()[-1]
 
 
+def test_a_rank_that_does_not_print_waits_for_one_that_lives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr(main, "PRINT_SECONDS", 1.0)
+    for printer, shortest, longest in ((os.getpid(), 1.0, LONG), (_ended(), 0.0, 0.9)):
+        began = time.monotonic()
+        assert main.print_error("lost", exit_codes.LOST_PEER, printer) == exit_codes.LOST_PEER
+        assert shortest <= time.monotonic() - began < longest
+        assert capsys.readouterr().err == "error: [rank 5] lost\n"
+
+
 # Whole runs under torchrun
 
 _FAULTY = """
@@ -578,9 +591,9 @@ def _ended() -> int:
 def test_a_rank_whose_process_is_gone_is_named_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     dead = RankState(1, socket.gethostname(), _ended(), step=3, phase="backward")
     with _watching(silent_beats=1000.0) as (dog, _):
+        dog.near = {1: dead.pid}
         dog._store.set("beat/1", f"1 {dead.dump()}")
         dog.size = 2
         monkeypatch.setattr(dog, "_heartbeat", LONG)
@@ -592,12 +605,9 @@ def test_a_rank_whose_process_is_gone_is_named_without_a_wait(
         )
 
 
-def test_a_process_is_gone_only_where_this_rank_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    dead = RankState(1, socket.gethostname(), _ended())
+def test_a_process_is_gone_only_where_this_rank_can_tell() -> None:
     with _watching() as (dog, _):
-        assert dog._is_gone(dead)
-        assert not dog._is_gone(replace(dead, pid=os.getpid()))
-        assert not dog._is_gone(replace(dead, pid=0))
-        assert not dog._is_gone(replace(dead, host="elsewhere"))
-        assert not dog._is_gone(replace(dead, rank=2)), "of another launcher"
+        assert not dog._is_gone(1), "of another launcher"
+        dog.near = {0: _ended(), 1: os.getpid()}
+        assert dog._is_gone()
+        assert not dog._is_gone(1)

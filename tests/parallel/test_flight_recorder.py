@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
+from titanlite.parallel import flight_recorder
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 
@@ -80,3 +83,24 @@ def test_only_errors_of_collectives_leave_a_record(
 ) -> None:
     pool(2).run(_fail, str(tmp_path), text)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def _fail_beside_an_ended_rank(world: DistEnv, folder: Path) -> float:
+    """Return how long a rank waits for the record of a process that has ended."""
+    traces = str(folder / str(world.rank))
+    with subprocess.Popen(["true"]) as other:
+        other.wait()
+    with pytest.raises(RuntimeError), recording(traces, 20_000, torch.device("cpu"), 2) as near:
+        near[1 - world.rank] = other.pid
+        began = time.monotonic()
+        raise RuntimeError("Connection closed by peer")
+    for name in NAMES:
+        os.environ.pop(name, None)
+    return time.monotonic() - began
+
+
+def test_nobody_waits_for_the_record_of_a_rank_that_has_ended(pool: Pools, tmp_path: Path) -> None:
+    waits = pool(2).run(_fail_beside_an_ended_rank, tmp_path)
+    assert max(waits) < flight_recorder._QUIET_SECONDS
+    assert (tmp_path / "0" / "rank_0").exists()
+    assert (tmp_path / "1" / "rank_1").exists()

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +46,7 @@ from titanlite.config.run_sections import Comm, Stall
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, table, verdict
+from titanlite.parallel.process import has_ended
 from titanlite.start.signals import StopRequested
 from titanlite.training.bad_steps import BadStepError
 from titanlite.utils import logger
@@ -118,6 +119,7 @@ class HangWatchdog:
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
+        near: process ids of the ranks of this launcher, by rank, which a report need not wait for.
         on_peer: called in another thread with a PeerError before `end`, to record how the run
             ended.
     """
@@ -143,6 +145,7 @@ class HangWatchdog:
         self.traces = traces
         self.verdict = ""
         self.on_peer: Callable[[PeerError], None] | None = None
+        self.near: Mapping[int, int] = {}
         self._end = end
         self._host = socket.gethostname()
         #: Step, number of the phase in it, phase, and when it began.
@@ -424,7 +427,7 @@ class HangWatchdog:
         states = [self._state_since(rank, old) for rank, old in enumerate(before)]
         # A rank of a busy machine may be late: only those that seem silent are read again.
         while time.monotonic() < deadline and any(
-            state.silent and not self._is_gone(state) for state in states
+            state.silent and not self._is_gone(state.rank) for state in states
         ):
             time.sleep(self._poll)
             for rank, state in enumerate(states):
@@ -444,29 +447,14 @@ class HangWatchdog:
             state = self._state_since(rank, before[rank])
             if rank == self.rank or not state.silent:
                 continue
-            if not self._is_gone(state):
+            if not self._is_gone(rank):
                 return False
             is_gone = True
         return is_gone
 
-    def _is_rank_0_gone(self) -> bool:
-        return self._is_gone(self._state_since(0, ""))
-
-    def _is_gone(self, state: RankState) -> bool:
-        """Return whether the process of another rank has ended, where this one can tell: both are
-        of one launcher.
-        """
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        is_near = state.host == self._host and state.rank // local == self.rank // local
-        if not is_near or not state.pid:
-            return False
-        try:
-            os.kill(state.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        return False
+    def _is_gone(self, rank: int = 0) -> bool:
+        """Return whether the process of another rank has ended, where this one can tell."""
+        return rank in self.near and has_ended(self.near[rank])
 
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
@@ -487,7 +475,7 @@ class HangWatchdog:
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
         elif self.rank and self._wait_for(
-            "verdict", _TOLD_SECONDS + self._silence, unless=self._is_rank_0_gone
+            "verdict", _TOLD_SECONDS + self._silence, unless=self._is_gone
         ):
             self.verdict = self._store.get("verdict").decode()
         elif self.rank and not self._store.check(["raised"]):

@@ -13,9 +13,9 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,8 @@ class DistEnv:
     device: torch.device
     #: Collective timeout for the groups of meshes built here; None leaves torch's.
     timeout: timedelta | None = None
+    #: Process ids of the ranks of this launcher, by rank; empty where it has no store of its own.
+    near: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def open(
@@ -133,17 +135,22 @@ class DistEnv:
                 yield cls(rank, env.local_rank, size, device)
             return
         timeout = timedelta(seconds=init_timeout_seconds)
-        with recording(trace_folder, trace_buf_size, device, size), kernel_order(device_type):
+        record = recording(trace_folder, trace_buf_size, device, size)
+        with record as near, kernel_order(device_type):
             store = store or connect_store(rendezvous_seconds) or dist.HashStore()
             barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
             # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs
             # too.
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             connect(backend, store, rank, size, rendezvous_seconds)
+            if size > 1:
+                from titanlite.parallel.run_store import near_processes
+
+                near |= near_processes(store, env)
             store.set_timeout(timeout)
             _set_timeout(timeout)
             try:
-                yield cls(rank, env.local_rank, size, device, timeout)
+                yield cls(rank, env.local_rank, size, device, timeout, near)
             except BaseException:
                 # A single process cleans up for later code. With peers, leave at once. They may be
                 # stuck in a collective, and only the death of this rank lets the launcher end them.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.exit_codes import is_of_collectives
+from titanlite.parallel.process import has_ended
 from titanlite.utils import logger
 
 #: Environment variables of one meaning; torch takes the first that is set.
@@ -27,7 +28,7 @@ _PREFIX: tuple[str, ...] = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TE
 _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 #: Longest wait for the records of other ranks, and for the next one of them. A rank that was killed
-#: writes none, and a restart waits for this.
+#: on another machine writes none, and a restart waits for this.
 _PATIENCE_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
 
@@ -35,18 +36,20 @@ _QUIET_SECONDS = 1.0
 @contextlib.contextmanager
 def recording(
     folder: str, buffer_size: int, device: torch.device, world_size: int
-) -> Iterator[None]:
+) -> Iterator[dict[int, int]]:
     """Record the last `buffer_size` collectives (0: none).
 
-    Enter it before process groups, which read the environment.
+    Enter it before process groups, which read the environment. Yields a table for the process ids
+    of the ranks near by: nobody waits for the record of one that has ended.
 
     Variables that the user has set stay. When a collective fails inside, this rank writes its
     record to `folder`, one file per rank. "": torch's place on GPUs, none on CPUs. On GPUs NCCL's
     watchdog writes, also on ranks that are stuck elsewhere. With gloo a rank that is not in a
     collective leaves no record. Does nothing for one rank.
     """
+    near: dict[int, int] = {}
     if world_size == 1:
-        yield
+        yield near
         return
     wanted = {_ENTRIES: str(buffer_size)}
     if buffer_size > 0 and folder:
@@ -63,7 +66,7 @@ def recording(
     os.environ.update(ours)
     began = time.time()
     try:
-        yield
+        yield near
     except RuntimeError as error:
         if (
             is_of_collectives(error)
@@ -71,7 +74,7 @@ def recording(
             and _PREFIX in wanted
             and dist.is_initialized()
         ):
-            _leave_record(since=began)
+            _leave_record(began, near)
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:
         os.environ.pop(name, None)
@@ -101,7 +104,7 @@ def write_record(path: Path) -> None:
     aside.rename(path)
 
 
-def _leave_record(since: float) -> None:
+def _leave_record(since: float, near: dict[int, int]) -> None:
     prefix = next(os.environ[name] for name in _PREFIX if name in os.environ)
     path = Path(f"{prefix}{dist.get_rank()}")
     try:
@@ -113,10 +116,16 @@ def _leave_record(since: float) -> None:
         f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}"
     )
     # The launcher ends the others as soon as this one is gone; they may be writing theirs.
-    missing = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
+    missing = list(range(dist.get_world_size()))
     began = quiet_since = time.monotonic()
+
+    def may_come(rank: int) -> bool:
+        record = Path(f"{prefix}{rank}")
+        is_there = record.exists() and record.stat().st_mtime >= since
+        return not is_there and not (rank in near and has_ended(near[rank]))
+
     while missing and time.monotonic() - began < _PATIENCE_SECONDS:
-        still = [p for p in missing if not (p.exists() and p.stat().st_mtime >= since)]
+        still = [rank for rank in missing if may_come(rank)]
         if len(still) < len(missing):
             quiet_since = time.monotonic()
         elif time.monotonic() - quiet_since > _QUIET_SECONDS:
