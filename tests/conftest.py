@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.golden_run import GoldenRun, golden_run
 from tests.support.pool import Pools
+from tests.support.preload import preload_more
 
 if TYPE_CHECKING:  # torch is slow to import, and many tests do without
     from tests.support.compare import References
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # torch is slow to import, and many tests do without
 # that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+preload_more()
 
 
 def pytest_configure(config: pytest.Config) -> None:
