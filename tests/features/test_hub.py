@@ -5,8 +5,11 @@ uploads are processes, and the client of the hub is the real one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +19,18 @@ import pytest
 from tests.support.adapters import base_folder, run_flags
 from tests.support.checkpoints import write
 from tests.support.hub_server import HubServer
+from tests.support.processes import environment
 from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN, step_folder
-from titanlite.checkpoint.retention import unpublish
+from titanlite.checkpoint.pin import _TEXT, pinned
+from titanlite.checkpoint.retention import delete, is_pinned, unpublish
 from titanlite.config.errors import ConfigError
 from titanlite.features.hub.branches import run_of
-from titanlite.features.hub.pin import pinned
 from titanlite.start.fit import check_config
+from titanlite.tools.commands.checkpoint_folders import list_checkpoints
 from titanlite.tools.drill.ranks import Ranks
 
 INTERVAL = "--checkpoint.interval=4"
@@ -311,13 +316,6 @@ def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
         assert unpublish(folder) is None
         assert (folder / "manifest.json").is_file()
     assert not (folder / PIN).exists()
-    # A push that was killed left its pin, and the next one takes it.
-    with pinned(folder):
-        left = (folder / PIN).read_bytes()
-    (folder / PIN).write_bytes(left)
-    with pinned(folder):
-        pass
-    assert not (folder / PIN).exists()
     (folder / PIN).touch()
     with pinned(folder):
         pass
@@ -326,3 +324,54 @@ def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
     with pinned(other):
         (other / PIN).write_text("mine")
     assert (other / PIN).read_text() == "mine"
+
+
+#: Pins a folder, and says so.
+PINS = """
+import sys, time
+from pathlib import Path
+from titanlite.checkpoint.pin import _TEXT, pinned
+with pinned(Path(sys.argv[1])):
+    print("pinned", flush=True)
+    time.sleep(600)
+"""
+
+
+def _killed(folder: Path) -> None:
+    """Leave the pin of a process that was killed, which held while it lived."""
+    command = [sys.executable, "-c", PINS, str(folder)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"pinned\n"
+        assert unpublish(folder) is None
+        process.kill()
+    assert (folder / PIN).is_file()
+
+
+def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8, 12)
+    folders = [step_folder(tmp_path, step) for step in (4, 8, 12)]
+    _killed(folders[0])
+    assert [entry.pinned for entry in list_checkpoints(tmp_path)] == [False] * 3
+    left = unpublish(folders[0])
+    assert left is not None
+    assert delete(left)
+    assert not left.exists()
+    # The next push takes it.
+    _killed(folders[1])
+    with pinned(folders[1]):
+        assert unpublish(folders[1]) is None
+    assert not (folders[1] / PIN).exists()
+    _killed(folders[1])
+    (folders[1] / PIN).touch()
+    with pinned(folders[1]):
+        pass
+    assert unpublish(folders[1]) is None
+    # Of another machine it ends after a day.
+    pin = folders[2] / PIN
+    for age, is_over in ((3600, False), (90_000, True)):
+        written = int(time.time()) - age
+        holder = {"process": {"id": 1, "started": 1, "space": "elsewhere"}, "written": written}
+        pin.write_bytes(_TEXT + json.dumps(holder).encode())
+        os.utime(pin, (written, written))
+        assert is_pinned(folders[2]) != is_over

@@ -178,7 +178,7 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
 ) -> None:
     # Containers and cloned machines share host names; a process id means nothing in another PID
     # namespace.
-    space = lock_module._process(os.getpid())["space"].replace("pid:[", "pid:[9")
+    space = lock_module.process_of(os.getpid())["space"].replace("pid:[", "pid:[9")
     _abandon(place, id=4711, space=space, host=os.uname().nodename)
     began = time.monotonic()
     with _renewed(place), pytest.raises(LockedError, match="process 4711 on"), RunLock(place):
@@ -251,7 +251,7 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
 ) -> None:
     dead = _abandon(place, id=os.getpid(), started=1)
     claim = place / f".{FILE}.dead.{dead['token']}"
-    claimant = {**dead, "token": "claimant", "process": lock_module._process(os.getpid())}
+    claimant = {**dead, "token": "claimant", "process": lock_module.process_of(os.getpid())}
     claim.write_bytes(json.dumps(claimant).encode())
     with pytest.raises(
         LockedError, match=f"process {os.getpid()} on node7.* delete {re.escape(str(claim))}"

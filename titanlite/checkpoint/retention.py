@@ -48,6 +48,7 @@ from titanlite.checkpoint.paths import (
     sync_folder,
     write_new,
 )
+from titanlite.checkpoint.pin import is_over
 from titanlite.utils import atomic_write, logger
 
 if TYPE_CHECKING:
@@ -204,11 +205,14 @@ _NOWHERE = "being-deleted/nothing"
 
 
 def is_pinned(folder: AnyPath) -> bool:
-    """Return whether a folder holds something named KEEP that this module did not make."""
+    """Return whether a folder holds something named KEEP that this module did not make.
+
+    That of a process which has ended does not count.
+    """
     pin = folder / PIN
     if isinstance(pin, StorePath):
-        return pin.is_file()
-    return os.path.lexists(pin) and not _is_forbidden(pin)
+        return pin.is_file() and not is_over(pin)
+    return os.path.lexists(pin) and not _is_forbidden(pin) and not is_over(pin)
 
 
 def _is_forbidden(pin: Path) -> bool:
@@ -227,6 +231,9 @@ def _forbid_pin(folder: Path) -> bool:
     try:
         pin.symlink_to(_NOWHERE)
     except FileExistsError:
+        if is_over(pin):
+            pin.unlink(missing_ok=True)
+            return _forbid_pin(folder)
         return _is_forbidden(pin)
     except OSError:
         # A file system without links.

@@ -98,7 +98,7 @@ class RunLock:
         holder = {
             "token": self._token,
             "host": socket.gethostname(),
-            "process": _process(os.getpid()),
+            "process": process_of(os.getpid()),
         }
         self._content = (json.dumps({**holder, "since": timestamp()}) + "\n").encode()
         if isinstance(self.folder, Path):
@@ -199,7 +199,7 @@ class RunLock:
         """
         if holder.get(_RELEASED):
             return False
-        alive = _process_is_alive(holder)
+        alive = process_is_alive(holder)
         if alive is not None:
             return alive
         seen = self._last_renewal(path)
@@ -246,7 +246,7 @@ class RunLock:
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             now = _read(path)
-            if now is None or now.get(_RELEASED) or _process_is_alive(holder) is False:
+            if now is None or now.get(_RELEASED) or process_is_alive(holder) is False:
                 return True
             if now and now.get("token") != holder.get("token"):
                 # Another run was faster.
@@ -325,7 +325,7 @@ def last_sign_of_life(folder: Path) -> float | None:
         renewed = _modified(folder / FILE)
         if holder is None or renewed is None or holder.get(_RELEASED):
             return None
-        alive = _process_is_alive(holder)
+        alive = process_is_alive(holder)
         if alive is None:
             alive = time.time() - renewed <= LEASE_SECONDS
         return renewed if alive else None
@@ -373,17 +373,17 @@ def _describe(holder: dict[str, Any]) -> str:
     return f"process {process['id']} on {holder.get('host')}, since {holder.get('since')}"
 
 
-def _process_is_alive(holder: dict[str, Any]) -> bool | None:
+def process_is_alive(holder: dict[str, Any]) -> bool | None:
     """Return whether a holder's process runs; None where this machine or container cannot know."""
     process = holder.get("process")
-    space = _process(os.getpid()).get("space")
+    space = process_of(os.getpid()).get("space")
     if not isinstance(process, dict) or space is None or process.get("space") != space:
         return None
     number = process.get("id")
-    return isinstance(number, int) and 0 < number < 2**31 and _process(number) == process
+    return isinstance(number, int) and 0 < number < 2**31 and process_of(number) == process
 
 
-def _process(pid: int) -> dict[str, Any]:
+def process_of(pid: int) -> dict[str, Any]:
     """Return id, start time (clock ticks since boot) and space of a running process, else only the
     id.
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.checkpoints import MANIFEST
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.toml import loads, quote
 from titanlite.features.hub.branches import run_of
+from titanlite.features.hub.contact import HubError
 from titanlite.tools.pictures import Axis, ticks
 from titanlite.tools.push.card import Card, Place, make_card, merged
 from titanlite.tools.push.curve import picture
 from titanlite.tools.push.facts import Weights, shown_config, texts, weights_in
+from titanlite.tools.push.results import index_of
 from titanlite.tools.push.subject import Subject
 
 
@@ -142,6 +146,70 @@ def test_a_card_with_damaged_metadata_keeps_its_text() -> None:
     assert text.startswith("---\ntags:\n- titanlite\n---")
     again = merged(Card("other facts", {"tags": ["titanlite"]}, "0f"), text)
     assert again == text.replace("facts", "other facts")
+
+
+def _index(card: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(card.split("---\n")[1]).get("model-index", [])
+    return found
+
+
+def test_figures_take_the_place_of_their_own_and_those_of_others_stay() -> None:
+    theirs = {
+        "task": {"type": "text-generation", "name": "ours by hand"},
+        "dataset": {"type": "quiz", "name": "Quiz"},
+        "metrics": [
+            {"type": "acc", "value": 0.1, "verified": False},
+            {"type": "acc", "value": 0.3, "args": {"shots": 5}},
+            {"type": "f1", "value": 0.2, "own": "kept"},
+        ],
+        "source": {"url": "https://x", "name": "them"},
+    }
+    other = {**theirs, "task": {"type": "question-answering"}}
+    head = {"license": "mit", "model-index": [{"name": "Theirs", "results": [theirs, other]}]}
+    readme = f"---\n{yaml.safe_dump(head)}---\nwords\n"
+
+    def written(before: str, **tasks: float) -> str:
+        named = {name.replace("_", "/"): value for name, value in tasks.items()}
+        rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in named.items())
+        data = {"model-index": index_of("tiny", named)} if named else {}
+        return merged(Card(f"| figure | |\n|---|---|\n{rows}", data, "0f"), before)
+
+    first = written(readme, quiz_acc=0.5, arc_acc=0.25)
+    (model,) = _index(first)
+    assert model["name"] == "Theirs"
+    kept, whole, quiz, arc = model["results"]
+    assert kept == {**theirs, "metrics": theirs["metrics"][1:]}
+    assert whole == other
+    assert quiz["metrics"] == [{"type": "acc", "value": 0.5}]
+    assert arc["dataset"] == {"name": "arc", "type": "arc"}
+    # Newer weights, with a figure less.
+    second = written(first, quiz_acc=0.625)
+    assert _index(second)[0]["results"][2:] == [
+        {**quiz, "metrics": [{"type": "acc", "value": 0.625}]}
+    ]
+    assert _index(written(second))[0]["results"] == [kept, whole]
+    assert written(written(second), quiz_acc=0.625) == second
+    # Without others none is left.
+    assert _index(written(written("", quiz_acc=0.5))) == []
+    damaged = "---\nmodel-index:\n- name: x\n---\n"
+    assert _index(written(damaged)) == [{"name": "x"}]
+    assert _index(written(damaged, quiz_acc=0.5))[0]["name"] == "tiny"
+
+
+def test_the_readme_of_a_folder_is_kept_and_two_that_differ_are_refused() -> None:
+    card = Card("facts", {"tags": ["titanlite"]}, "0f")
+    own = "---\nlicense: mit\ntags: [mine]\n---\n# My words\n"
+    first = merged(card, "", own)
+    assert "license: mit" in first
+    assert "# My words" in first
+    assert yaml.safe_load(first.split("---\n")[1])["tags"] == ["mine", "titanlite"]
+    assert merged(card, first, own) == first == merged(card, first)
+    # One that came from the hub, and one without words there.
+    assert merged(card, first, first) == first == merged(card, "", first)
+    assert "# My words" in merged(card, merged(card, ""), own)
+    for other, what in (("# Others\n", "the text"), ("---\nlicense: bsd\n---\n", "license")):
+        with pytest.raises(HubError, match=f"differ in {what}: make them the same"):
+            merged(card, first, other)
 
 
 def test_the_picture_has_both_losses_and_needs_two_points() -> None:

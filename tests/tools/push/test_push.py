@@ -169,6 +169,9 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     golden: GoldenRun, hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
     export = _shards(tmp_path / "export", [4000, 5000, 6000])
+    (export / "README.md").write_text("# My words\n")
+    (export / "onnx").mkdir()
+    (export / ".cache").mkdir()
     uploads = uploads_of(hub)
     # The second file comes in whole, and its answer does not.
     hub.fail("/lfs/whole/*", method="PUT", stall=60, after=1)
@@ -183,11 +186,13 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     process.wait()
     assert len(uploads.puts) == 2
     assert list(uploads.branch("ada/parts")) == [".gitattributes"]
-    push(hub, home, export, "ada/parts")
+    said = push(hub, home, export, "ada/parts").stderr
+    assert "not uploaded, as folder or hidden file: .cache/, onnx/" in said
     assert len(uploads.puts) == len(set(uploads.puts)) == 3
     branch = uploads.branch("ada/parts")
-    for file in export.iterdir():
+    for file in export.glob("[!R]*.*"):
         assert branch[file.name] == file.read_bytes()
+    assert b"# My words" in branch["README.md"]
     assert "15,000" not in branch["README.md"].decode()
     assert "| parameters | 3,750 |" in branch["README.md"].decode()
 

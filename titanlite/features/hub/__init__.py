@@ -2,10 +2,9 @@
 
     contact.py    who asks, and whether they may write     branches.py   whose weights are there
     uploads.py    what a run uploads, a callback           record.py     what is uploaded already
-    pin.py        a pin while a checkpoint is read
 
 The key is `checkpoint.hub`. Each upload is a `titanlite push` in a process of its own, so a run
-imports nothing of the export. That command uses contact, branches, record and pin too.
+imports nothing of the export. That command uses contact, branches and record too.
 """
 
 from __future__ import annotations

@@ -37,7 +37,13 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
-from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
+from titanlite.checkpoint.retention import (
+    delete,
+    is_pinned,
+    leftover_folder,
+    leftovers,
+    unpublish,
+)
 
 VALID = "valid"
 INVALID = "invalid"
@@ -132,7 +138,7 @@ def inspect(path: AnyPath) -> Entry:
         path,
         state,
         reason,
-        PIN in files,
+        PIN in files and is_pinned(folder),
         manifest,
         sum(file.st_size for file in files.values()),
         written,

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.features.hub.branches import BEGIN, END, REGION
+from titanlite.features.hub.contact import HubError
 from titanlite.tools import render_page
 from titanlite.tools.push import facts
 from titanlite.tools.push.facts import Weights
+from titanlite.tools.push.results import INDEX, index_of, merged_index
 from titanlite.tools.push.subject import Subject
 from titanlite.utils import human_count, public
 
@@ -23,6 +25,8 @@ from titanlite.utils import human_count, public
 CONFIG_FILE = "train.toml"
 #: Beside these, metadata of an older card stays.
 _LISTS = ("tags", "datasets")
+#: A figure of a task in a card.
+_FIGURE = re.compile(r"^\| (\S+)/(\S+) \| [-\d.]+ \|$", re.MULTILINE)
 #: Characters that would begin another cell, a link, HTML or code.
 _MARKUP = re.compile(r"[|<\[`]")
 
@@ -71,34 +75,79 @@ def make_card(
     return Card(text, _metadata(subject, weights, place, tasks), subject.run_id)
 
 
-def merged(card: Card, readme: str) -> str:
-    """Return README.md with a card in it. readme: the one before; "" where there is none."""
-    from huggingface_hub import ModelCard, ModelCardData
+def merged(card: Card, readme: str, own: str = "") -> str:
+    """Return README.md with a card in it.
 
-    old: dict[str, Any] = {}
-    body = ""
-    if readme.strip():
-        try:
-            known = ModelCard(readme, ignore_metadata_errors=True)
-            old = known.data.to_dict()
-            body = known.text.strip()
-        # Of its YAML, or of metadata that the package does not know.
-        except Exception:
-            body = readme.strip()
-    if "eval_results" in card.data:
-        old.pop("model-index", None)
-    data = {**old, **card.data}
+    readme: that of the branch. own: that of the pushed folder. "": there is none. Raises HubError
+    where they differ in what people wrote.
+    """
+    from huggingface_hub import CardData
+
+    known = _read(readme)
+    given = _read(own)
+    _refuse_two(card, known, given)
+    data = {**given.data, **known.data, **card.data}
     for name in _LISTS:
-        both = [*_as_list(old.get(name)), *_as_list(card.data.get(name))]
-        if both:
-            data[name] = list(dict.fromkeys(both))
+        every: list[Any] = []
+        for one in (given.data, known.data, card.data):
+            every += [item for item in _as_list(one.get(name)) if item not in every]
+        data[name] = every or None
+    index = merged_index(given.data.get(INDEX), known.data.get(INDEX))
+    data[INDEX] = merged_index(index, card.data.get(INDEX), known.figures | given.figures)
+    body = known.body if known.words or not given.body else given.body
     region = f"{BEGIN.format(run=card.run_id)}\n{card.text}\n{END}"
     if REGION.search(body):
         body = REGION.sub(lambda _: region, body, count=1)
     else:
         body = f"{body}\n\n{region}" if body else region
-    content = ModelCardData(**data, ignore_metadata_errors=True)
-    return f"---\n{content.to_yaml()}\n---\n\n{body}\n"
+    return f"---\n{CardData(**data).to_yaml()}\n---\n\n{body}\n"
+
+
+@dataclass(frozen=True)
+class _Readme:
+    """A README.md: its metadata, and the text below."""
+
+    data: Mapping[str, Any]
+    body: str
+
+    @property
+    def words(self) -> str:
+        """What people wrote."""
+        return REGION.sub("", self.body).strip()
+
+    @property
+    def figures(self) -> set[tuple[str, str]]:
+        """Tasks and metrics that a push has written."""
+        region = REGION.search(self.body)
+        return set(_FIGURE.findall(region[0])) if region else set()
+
+
+def _read(readme: str) -> _Readme:
+    from huggingface_hub import RepoCard
+
+    if not readme.strip():
+        return _Readme({}, "")
+    try:
+        card = RepoCard(readme)
+    # Of its YAML.
+    except Exception:
+        return _Readme({}, readme.strip())
+    return _Readme(card.data.to_dict(), card.text.strip())
+
+
+def _refuse_two(card: Card, known: _Readme, given: _Readme) -> None:
+    """Raise HubError for two texts, or two values of a key: one of them would be lost."""
+    differ = []
+    if given.words and known.words and given.words != known.words:
+        differ.append("the text")
+    for key, value in given.data.items():
+        if key not in (*card.data, *_LISTS, INDEX) and known.data.get(key, value) != value:
+            differ.append(key)
+    if differ:
+        raise HubError(
+            f"README.md of the folder and that of the branch differ in {', '.join(differ)}: make "
+            "them the same, or move that of the folder away"
+        )
 
 
 def _as_list(value: object) -> list[Any]:
@@ -196,7 +245,7 @@ def _usage(place: Place, weights: Weights | None) -> str:
 def _metadata(
     subject: Subject, weights: Weights | None, place: Place, tasks: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the metadata of the card, as ModelCardData takes it."""
+    """Return the metadata of the card."""
     is_adapters = weights is not None and weights.is_adapters
     data: dict[str, Any] = {
         "library_name": "peft" if is_adapters else "transformers",
@@ -209,25 +258,5 @@ def _metadata(
     if weights is not None and weights.base_model:
         data["base_model"] = weights.base_model
     if tasks:
-        data["model_name"] = place.repository.partition("/")[2]
-        data["eval_results"] = _results(tasks)
+        data[INDEX] = index_of(place.repository.partition("/")[2], tasks)
     return data
-
-
-def _results(tasks: Mapping[str, float]) -> list[Any]:
-    """Return figures as `quiz/acc` for the table of results that the hub shows."""
-    from huggingface_hub import EvalResult
-
-    found = []
-    for name, value in tasks.items():
-        task, _, figure = name.rpartition("/")
-        found.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=task or name,
-                dataset_name=task or name,
-                metric_type=figure,
-                metric_value=round(value, 6),
-            )
-        )
-    return found

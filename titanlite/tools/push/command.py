@@ -15,7 +15,7 @@ from typing import Any
 from titanlite import __version__, exit_codes
 from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config import trust
-from titanlite.features.hub.branches import heads, read_branch, refuse_others
+from titanlite.features.hub.branches import README, heads, read_branch, refuse_others
 from titanlite.features.hub.contact import Access, HubError, check_access
 from titanlite.features.hub.record import FOLDER, note
 from titanlite.runs import ATTEMPTS
@@ -195,9 +195,33 @@ def _plan(arguments: argparse.Namespace, push: _Push, access: Access) -> str:
         there += ", private"
     place = Place(arguments.repository, push.branches[0])
     curve = picture(rows_until(subject), place.repository)
-    card = merged(make_card(subject, None, place, (), curve is not None), "")
-    first = f"{subject.path} → {arguments.repository}, {there}, branch {branches}, as {access.user}"
-    return f"{first}\n\n{card.strip()}"
+    card = make_card(subject, None, place, (), curve is not None)
+    lines = [
+        f"{subject.path} → {arguments.repository}, {there}, branch {branches}, as {access.user}"
+    ]
+    own = ""
+    if subject.manifest is None:
+        assert isinstance(subject.path, Path)
+        own = _readme_of(subject.path)
+        lines += _left_out(subject.path)
+    return "\n\n".join([*lines, merged(card, "", own).strip()])
+
+
+def _readme_of(folder: Path) -> str:
+    """Return the README.md of exported weights; "" without one."""
+    file = folder / README
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def _left_out(folder: Path) -> list[str]:
+    """Return a line with what is not uploaded of a folder; none where all is."""
+    names = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            names.append(f"{path.name}/")
+        elif path.name.startswith("."):
+            names.append(path.name)
+    return [f"not uploaded, as folder or hidden file: {', '.join(names)}"] if names else []
 
 
 def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[str, Any]]:
@@ -217,6 +241,8 @@ def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[s
     )
     staged = stage(subject, form, work)
     weights = weights_in(staged.folder)
+    for line in _left_out(staged.folder):
+        print_progress(line)
     done = []
     for branch in push.branches:
         began = time.perf_counter()
@@ -253,7 +279,7 @@ def _parcel(
 
     files: dict[str, Path | bytes] = {}
     for file in sorted(staged.folder.iterdir()):
-        if file.is_file() and not file.name.startswith("."):
+        if file.is_file() and not file.name.startswith(".") and file.name != README:
             files[file.name] = file
     files |= weights.public_files
     config = shown_config(subject)
@@ -266,4 +292,4 @@ def _parcel(
     card = make_card(subject, weights, place, staged.lines, curve is not None)
     step = "weights" if subject.step is None else f"step {subject.step:,}"
     message = arguments.message or f"Upload {step} with titanlite {__version__}"
-    return Parcel(files, card, message)
+    return Parcel(files, card, message, _readme_of(staged.folder))

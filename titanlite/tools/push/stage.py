@@ -16,7 +16,7 @@ from typing import Literal
 
 from titanlite.checkpoint.manifest import FILE, PARTIAL, Manifest, progress, read_manifest
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.features.hub.pin import pinned
+from titanlite.checkpoint.pin import pinned
 from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
 from titanlite.tools.commands.checkpoint_folders import print_progress

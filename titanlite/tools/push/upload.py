@@ -40,6 +40,8 @@ class Parcel:
     files: Mapping[str, Path | bytes]
     card: Card
     message: str
+    #: README.md of a pushed folder; "": it has none.
+    readme: str = ""
 
 
 def make_repository(repository: str, private: bool | None) -> None:
@@ -71,7 +73,7 @@ def push_branch(repository: str, branch: str, parcel: Parcel, force: bool) -> An
     if not (is_new or force):
         refuse_others(repository, branch, names, readme, parcel.card.run_id)
     files = dict(parcel.files)
-    files[README] = merged(parcel.card, readme).encode()
+    files[README] = merged(parcel.card, readme, parcel.readme).encode()
     operations = _additions(api, repository, branch, files)
     for name in names:
         if name not in files and matches(name, _OURS):
