@@ -10,7 +10,9 @@ resume the newest good checkpoint, and at the end every step must have been trai
 sequences of a run that nothing happened to, with its losses and its final weights, bit for bit. The
 kills are shared out among kinds of saves: in the foreground, in the background, with the copy in
 the background too, and to an object store (a server of moto's on loopback, which `--kinds store`
-needs). Exit status 1 when anything differs.
+needs). Two more kinds save to local folders too, one of each rank, as if each were a node: with and
+without copies on the next node. There a node may be lost with its folder, or a bit of the newest
+local save is changed. Exit status 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.local_tier import SHARED_EVERY, LocalTier, change_a_bit  # noqa: E402
 from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
@@ -51,6 +54,8 @@ class Kind:
     mode: str
     #: To an object store.
     store: bool = False
+    #: Copies of each part of a local save on other nodes; None: no local saves.
+    copies: int | None = None
 
 
 KINDS = {
@@ -58,6 +63,8 @@ KINDS = {
     "background": Kind("saves in the background", "async"),
     "pinned": Kind("copied in the background too", "async_with_pinned_mem"),
     "store": Kind("in the background to an object store", "async", store=True),
+    "local": Kind("in the background, local ones too", "async", copies=0),
+    "copied": Kind("local ones with a copy on the next node", "async", copies=1),
 }
 #: The module whose `main` a rank calls: `train.py` that logs the batches of each step.
 LOGGED = "tests.support.logged"
@@ -69,6 +76,8 @@ IN_START = 0.15
 ONE_RANK = 0.4
 #: Share of the rounds after which a bit of the newest checkpoint is changed.
 DAMAGED = 0.3
+#: Share of the rounds with local saves after which a node is lost with its folder.
+NODE_LOST = 0.25
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--model.overrides.dim=64",
@@ -101,12 +110,15 @@ class Tally:
     kills_in_the_start: int = 0
     corruptions: int = 0
     corruptions_found: int = 0
+    nodes_lost: int = 0
     starts: int = 0
     runs_finished: int = 0
     #: Steps that were trained again, for each kill after which no damage was done.
     lost: list[int] = field(default_factory=list)
     #: The same where the newest checkpoint was damaged too.
     lost_with_damage: list[int] = field(default_factory=list)
+    #: The same where a node was lost.
+    lost_with_node: list[int] = field(default_factory=list)
     #: Steps of finished runs that were left out, or recorded twice, or trained on other sequences.
     data_lost: int = 0
     tensors_unequal: int = 0
@@ -134,6 +146,15 @@ class Soak:
     #: Damaged steps that a start has told of, and how many folders of that step were set aside
     #: before; it will be one more when the step is saved again.
     _reported: dict[int, int] = field(default_factory=dict)
+    #: What befell local saves since the latest start that got through, if anything.
+    _node_lost: bool = False
+    _changed_part: Path | None = None
+
+    def __post_init__(self) -> None:
+        copies = KINDS[self.tally.kind].copies
+        self._tier: LocalTier | None = None
+        if copies is not None:
+            self._tier = LocalTier(self.interval, self.ranks, copies, self.chance)
 
     def go(self, kills: int) -> None:
         while self.tally.kills < kills:
@@ -147,22 +168,22 @@ class Soak:
         run = self.folder / f"{self.tally.kind}-{self._lives}"
         run.mkdir()
         self._reported.clear()
+        self._node_lost = False
+        self._changed_part = None
         damaged: set[int] = set()
-        last_seen: tuple[int, bool] | None = None
+        last_seen: int | None = None
         while True:
             expected = self._newest_good(run, damaged)
-            found = self._start(run, expected, last_seen, kills, damaged)
-            if found is None:
+            last_seen = self._start(run, expected, last_seen, kills, damaged)
+            if last_seen is None:
                 break
-            if self.chance.random() < DAMAGED:
-                self._damage(run, damaged)
-            last_seen = (found, bool(damaged))
+            self._trouble(run, damaged)
         self._compare(run)
         self.tally.runs_finished += 1
         shutil.rmtree(run)
 
     def _start(
-        self, run: Path, expected: int, last: tuple[int, bool] | None, kills: int, damaged: set[int]
+        self, run: Path, expected: int, last: int | None, kills: int, damaged: set[int]
     ) -> int | None:
         """One start, killed if there are kills left; the last step it recorded, None when it came
         to its end.
@@ -183,16 +204,8 @@ class Soak:
                         f"{expected}"
                     )
                 if last is not None:
-                    (tally.lost_with_damage if last[1] else tally.lost).append(last[0] - resumed)
-                passed = {
-                    int(step)
-                    for step in re.findall(r"passed over: \S+/step-(\d+)\b", ranks.output())
-                }
-                tally.corruptions_found += len(passed & damaged)
-                self._reported.update(
-                    {step: self._set_aside(run, step) for step in passed & damaged}
-                )
-                damaged -= passed
+                    self._count_lost(last - resumed, damaged)
+                self._count_found(run, ranks.output(), damaged)
                 if tally.kills < kills:
                     time.sleep(self.chance.uniform(0, self.training / 3))
             if tally.kills >= kills or all(
@@ -208,6 +221,29 @@ class Soak:
             self._kill(run, ranks, began)
         return self._last_step(run)
 
+    def _count_lost(self, steps: int, damaged: set[int]) -> None:
+        """Note how many steps are trained again, by what had happened."""
+        tally = self.tally
+        if self._node_lost:
+            tally.lost_with_node.append(steps)
+        elif damaged or self._changed_part:
+            tally.lost_with_damage.append(steps)
+        else:
+            tally.lost.append(steps)
+
+    def _count_found(self, run: Path, said: str, damaged: set[int]) -> None:
+        """Note which damage the starts since then have told of."""
+        passed = {int(step) for step in re.findall(r"passed over: \S+/step-(\d+)\b", said)}
+        self.tally.corruptions_found += len(passed & damaged)
+        self._reported.update({step: self._set_aside(run, step) for step in passed & damaged})
+        damaged -= passed
+        if self._changed_part is not None:
+            told = f"{self._changed_part} has changed since it was written"
+            # A start that was killed may have told it.
+            self.tally.corruptions_found += told in (run / "console").read_text()
+        self._changed_part = None
+        self._node_lost = False
+
     def _kill(self, run: Path, ranks: Ranks, began: bool) -> None:
         tally, one = self.tally, self.chance.random() < ONE_RANK
         victim = self.chance.randrange(self.ranks)
@@ -222,7 +258,10 @@ class Soak:
         ranks.kill()
         if self.bucket:
             time.sleep(_STORE_SETTLES)
-        tally.kills_in_a_save += any(name.startswith(".partial-") for name in self._there(run))
+        begun = any(name.startswith(".partial-") for name in self._there(run))
+        if self._tier is not None:
+            begun = begun or self._tier.has_begun(run)
+        tally.kills_in_a_save += begun
         print(f"{tally.kind}: kill {tally.kills}", file=sys.stderr, flush=True)
 
     def _root(self, run: Path) -> AnyPath:
@@ -235,8 +274,12 @@ class Soak:
     def _flags(self, run: Path) -> list[str]:
         mode = KINDS[self.tally.kind].mode
         where = [f"--checkpoint.folder={self._root(run)}"] if self.bucket else []
+        interval = self.interval
+        if self._tier is not None:
+            interval *= SHARED_EVERY
+            where = self._tier.flags(run)
         return [
-            *run_flags(run, self.steps, self.interval),
+            *run_flags(run, self.steps, interval),
             f"--checkpoint.async_mode={mode}",
             *where,
         ]
@@ -260,7 +303,31 @@ class Soak:
         return good
 
     def _newest_good(self, run: Path, damaged: set[int]) -> int:
-        return max(self._good(run, damaged), default=0)
+        newest = max(self._good(run, damaged), default=0)
+        if self._tier is not None:
+            newest = max(newest, self._tier.newest(run))
+        return newest
+
+    def _trouble(self, run: Path, damaged: set[int]) -> None:
+        """Let more happen between a kill and the next start, by chance."""
+        if self._changed_part is not None:
+            return
+        if self._tier is not None and self.chance.random() < NODE_LOST:
+            self._tier.lose_a_node(run)
+            self.tally.nodes_lost += 1
+            self._node_lost = True
+        elif self.chance.random() < DAMAGED:
+            if self._tier is None:
+                self._damage(run, damaged)
+            else:
+                self._damage_part(run, self._tier)
+
+    def _damage_part(self, run: Path, tier: LocalTier) -> None:
+        """Change one bit of the newest local save, if the next start is to take that."""
+        step = tier.newest(run)
+        if step > max(self._good(run, set()), default=0):
+            self._changed_part = tier.damage(run, step)
+            self.tally.corruptions += 1
 
     def _damage(self, run: Path, damaged: set[int]) -> None:
         """Change one bit of the newest checkpoint, if there is another good one."""
@@ -271,9 +338,7 @@ class Soak:
         file = folder / self.chance.choice(
             sorted(name for name, stat in files_in(folder).items() if stat.st_size)
         )
-        content = bytearray(file.read_bytes())
-        content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
-        file.write_bytes(bytes(content))
+        change_a_bit(file, self.chance)
         damaged.add(good[-1])
         self.tally.corruptions += 1
 
@@ -363,10 +428,14 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
         ],
         "bits flipped in the newest checkpoint": [str(t.corruptions) for t in tallies],
         "… found by the next start": [str(t.corruptions_found) for t in tallies],
+        "nodes lost with their local saves": [_of_tier(t, str(t.nodes_lost)) for t in tallies],
         f"steps trained again after a kill, at most (saved every {interval})": [
             worst(t.lost) for t in tallies
         ],
         "… after a kill and a flipped bit": [worst(t.lost_with_damage) for t in tallies],
+        f"… after a lost node (shared saves every {interval * SHARED_EVERY})": [
+            _of_tier(t, worst(t.lost_with_node)) for t in tallies
+        ],
         "seconds until the other ranks had ended, at most": [
             f"{max(t.others_gone, default=0):.1f}" for t in tallies
         ],
@@ -379,17 +448,26 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
     return [*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items())]
 
 
+def _of_tier(tally: Tally, cell: str) -> str:
+    """A cell that only kinds with local saves have."""
+    return "–" if KINDS[tally.kind].copies is None else cell
+
+
 def wrong(tally: Tally, interval: int) -> list[str]:
     """What should not be, in words."""
-    most = interval * (1 if KINDS[tally.kind].mode == "disabled" else 2)
-    found = (
-        [f"{max(tally.lost)} steps lost by one kill"] if max(tally.lost, default=0) > most else []
-    )
+    kind = KINDS[tally.kind]
+    most = interval * (1 if kind.mode == "disabled" else 2)
+    most_with_node = most if kind.copies else most * SHARED_EVERY
+    found = []
+    if max(tally.lost, default=0) > most:
+        found.append(f"{max(tally.lost)} steps lost by one kill")
+    if max(tally.lost_with_node, default=0) > most_with_node:
+        found.append(f"{max(tally.lost_with_node)} steps lost with a node")
     if tally.corruptions_found != tally.corruptions:
         found.append(f"{tally.corruptions - tally.corruptions_found} corruptions not found")
     if tally.data_lost or tally.tensors_unequal:
         found.append(f"{tally.data_lost} steps and {tally.tensors_unequal} tensors differ")
-    return [f"{KINDS[tally.kind].title}: {line}" for line in found]
+    return [f"{kind.title}: {line}" for line in found]
 
 
 def main() -> int:
@@ -401,7 +479,7 @@ def main() -> int:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of saves")
     add("--ranks", type=int, default=2)
     add("--steps", type=int, default=200, help="of each run")
-    add("--interval", type=int, default=5, help="steps between saves")
+    add("--interval", type=int, default=5, help="steps between saves; between local ones, if any")
     add("--seed", type=int, default=0)
     add("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     arguments = parser.parse_args()
@@ -464,7 +542,8 @@ def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) 
     head = (
         f"{device}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
         f"{torch.__version__}; {arguments.ranks} ranks, runs of {arguments.steps} steps, seed "
-        f"{arguments.seed}; {seconds:.0f} s for {sum(t.starts for t in tallies)} starts."
+        f"{arguments.seed}; {seconds:.0f} s for {sum(t.starts for t in tallies)} starts, load "
+        f"{os.getloadavg()[2]:.0f}."
     )
     problems = [line for tally in tallies for line in wrong(tally, arguments.interval)]
     verdict = (

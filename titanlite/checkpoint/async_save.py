@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, in_words, new_group
 from titanlite.training.bad_steps import WeightsError
@@ -59,7 +60,8 @@ class AsyncSave:
         self._copied.set()
         # Not DCP's DefaultStager: that of torch 2.11 can copy once only.
         self._stager = StateDictStager(pin_memory=pinned and device.type == "cuda")
-        self._group = new_group(_TIMEOUT)
+        #: None: this rank has left it.
+        self._group: dist.ProcessGroup | None = new_group(_TIMEOUT)
         self._thread: Thread | None = None
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._outcome: SaveOutcome | None = None
@@ -92,7 +94,9 @@ class AsyncSave:
 
         def run() -> None:
             problem = ""
+            agreed = True
             try:
+                assert self._group is not None, "prepare makes one"
                 if self._stream is not None:
                     # A new thread starts on GPU 0 and its default stream. DCP would wait for that
                     # stream.
@@ -105,8 +109,12 @@ class AsyncSave:
             except BaseException as error:
                 # DCP's own is no Exception, and no caller would see it.
                 problem = in_words(error)
+                agreed = isinstance(error, CheckpointError)
             finally:
                 self._copied.set()
+            if not agreed:
+                # Some ranks may not know of it, and wait: closed connections tell them.
+                self._leave_group()
             self.report(step, folder, time.perf_counter() - started, problem)
 
         self._jobs.put(run)
@@ -161,7 +169,7 @@ class AsyncSave:
         lost = outcome is not None and bool(outcome.problem)
         dist.all_gather_object(failed, (lost, problem), group)
         if any(lost for lost, _ in failed):
-            dist.destroy_process_group(self._group)
+            self._leave_group()
             self._group = new_group(_TIMEOUT)
         without = {rank: text for rank, (_, text) in enumerate(failed) if text}
         if without and self._thread is not None:
@@ -188,4 +196,9 @@ class AsyncSave:
         """
         if not self.in_flight:
             self._stager.close()
+            self._leave_group()
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
             dist.destroy_process_group(self._group)
+            self._group = None

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ from titanlite.utils import logger
 
 #: Bytes that are sent at a time.
 BLOCK = 32 << 20
+#: A node that takes or sends no block for so long is lost, or its link is.
+PATIENCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Copies:
         copies.
 
         All ranks call it together. written: size and hash of each rank's part. A copy that cannot
-        be kept is a warning on its rank, and the save goes on.
+        be kept is a warning on its rank, and the save goes on. Raises RuntimeError, perhaps on few
+        ranks, where a connection is lost.
         """
         arriving = {}
         for owner in self.owners:
@@ -87,7 +91,7 @@ class Copies:
                 requests.append(dist.irecv(blocks[owner], owner, group))
         for request in requests:
             assert request is not None, "all ranks are in the group"
-            request.wait()
+            request.wait(PATIENCE)
         for owner, block in blocks.items():
             arriving[owner].write(block)
 

@@ -121,6 +121,16 @@ class LocalFolder:
         for path in asides[:-_ASIDES]:
             shutil.rmtree(path, ignore_errors=True)
 
+    def drop_failed(self, step: int) -> None:
+        """Delete parts of saves before `step` that failed before they were whole.
+
+        The save of `step` is whole, and no rank is saving.
+        """
+        for folder, _ in self._steps():
+            number = step_of(folder)
+            if number is not None and number < step and not (folder / FILE).is_file():
+                remove(folder)
+
     def set_own_aside(self, created: float, reason: str) -> None:
         """Set this rank's parts aside that were saved after a time, or have a bad manifest."""
         for folder, owner in self._steps():

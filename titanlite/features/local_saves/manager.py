@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from titanlite.checkpoint.async_save import AsyncSave
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import Checkpointer, Save, async_save
 from titanlite.checkpoint.manifest import FILE, Manifest
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import describe, on_each_rank
+from titanlite.checkpoint.storage import Tensors, describe, on_each_rank
 from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
@@ -51,7 +52,9 @@ class TieredCheckpointer(Checkpointer):
         self.local = LocalFolder(root, self._world.rank)
         self._loader = TieredLoader(self._loader, self.local, self._group)
         self._bad = self._loader.bad
-        self._local_async = async_save(self.config, self._world)
+        # In a thread with a group of its own also where the loop waits: a connection that breaks
+        # is no end of the run.
+        self._local_async = async_save(self.config, self._world) or AsyncSave(self._world.device)
         self._local_hook: RemovableHandle | None = None
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
         #: No save gets an earlier time than this.
@@ -165,8 +168,8 @@ class TieredCheckpointer(Checkpointer):
     ) -> None:
         """Write the local save of `step`; with `config.async_mode`, beside the next steps.
 
-        A failure is a warning, since a shared checkpoint follows. Raises WeightsError, on all
-        ranks, as `save` does.
+        A failure, also of the network, is a warning, since a shared checkpoint follows. Raises
+        WeightsError, on all ranks, as `save` does.
         """
         assert self._group is not None, "closed"
         self.wait_for_local()
@@ -187,23 +190,27 @@ class TieredCheckpointer(Checkpointer):
             self._copies,
         )
         saving = self._local_async
-        if saving is not None and saving.prepare(self._group):
+        if saving.prepare(self._group):
             if self._local_hook is not None:
                 self._local_hook.remove()
+            if self._async is None:
+                saving.start(step, save.folder, lambda _, group: writer.write(save, _as_is, group))
+                self.wait_for_local()
+                return
             self._local_hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
             saving.start(step, save.folder, partial(writer.write, save))
             return
         began = time.perf_counter()
         problem = ""
         try:
-            writer.write(save, lambda state: state, self._group)
+            writer.write(save, _as_is, self._group)
         except CheckpointError as error:
             problem = str(error)
         self._tell(step, problem, time.perf_counter() - began)
 
     def poll_local(self) -> None:
         """Log how local saves in the background ended. It neither waits nor communicates."""
-        while self._local_async is not None and (outcome := self._local_async.poll()):
+        while outcome := self._local_async.poll():
             self._tell(outcome.step, outcome.problem, outcome.seconds)
 
     def _tell(self, step: int, problem: str, seconds: float) -> None:
@@ -222,25 +229,27 @@ class TieredCheckpointer(Checkpointer):
 
     def await_copy(self) -> None:
         super().await_copy()
-        if self._local_async is not None:
-            self._local_async.await_copy()
-            self._local_async.raise_bad()
+        self._local_async.await_copy()
+        self._local_async.raise_bad()
 
     def wait_for_local(self) -> None:
         """Wait for the local save in the background, on all ranks."""
-        if self._local_async is not None:
-            self._local_async.wait()
-            self.poll_local()
-            self._local_async.raise_bad()
+        self._local_async.wait()
+        self.poll_local()
+        self._local_async.raise_bad()
 
     def wait(self) -> None:
         self.wait_for_local()
         super().wait()
 
     def close(self) -> None:
-        if self._local_async is not None:
-            self._local_async.close()
+        self._local_async.close()
         super().close()
+
+
+def _as_is(tensors: Tensors) -> Tensors:
+    """Make no copy: the loop waits."""
+    return tensors
 
 
 def _ensure(path: Path, content: bytes) -> None:

@@ -92,6 +92,7 @@ class LocalWriter:
             raise
         # Each part is whole: from the first manifest on this is a save.
         on_each_rank(lambda: publish(folders, content), group)
+        self.folder.drop_failed(step)
         if save.proven:
             on_each_rank(lambda: self.folder.prune(self.keep), group)
 
