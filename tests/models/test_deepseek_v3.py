@@ -407,10 +407,10 @@ def test_the_published_config_json_describes_the_flavors() -> None:
         ({"model_type": "llama"}, "model_type is 'llama'"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
-        ({"num_key_value_heads": 64}, "n_kv_heads = 64 is not n_heads = 128"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads = 64 is not num_attention_heads = 128"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63 is no even number"),
         ({"v_head_dim": 256}, "v_head_dim = 256 is wider than a query"),
-        ({"topk_group": 9}, "top_groups must be between 1 and n_groups = 8"),
+        ({"topk_group": 9}, "topk_group must be between 1 and n_group = 8"),
         ({"attention_bias": True}, "attention_bias is True"),
     ],
 )
@@ -428,7 +428,7 @@ def test_another_config_json_is_refused(changes: dict[str, Any], words: str) -> 
         ),
         (
             {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9},
-            "top_groups must be between 1 and n_groups = 8",
+            "topk_group must be between 1 and n_group = 8",
         ),
         ({"norm_topk_prob": True}, "norm_topk_prob is true"),
     ],

@@ -345,7 +345,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ("gemma3", {"hidden_activation": "silu"}, "a Gemma 3 here has 'gelu_pytorch_tanh'"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("gemma3", {"query_pre_attn_scalar": 0}, "query_scalar must be positive, got 0"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
         ("gemma3", {"sliding_window": 0}, "window must be positive, got 0"),
     ],
 )

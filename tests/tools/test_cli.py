@@ -258,6 +258,11 @@ WITHOUT_TORCH = {
     "evaluate mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "import an-owner/A-1.5 there": (
+        exit_codes.CHECKPOINT,
+        "error: an-owner/A-1.5: no such folder; a model of the hub: hf download an-owner/A-1.5 "
+        "--local-dir an-owner/A-1.5",
+    ),
     "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
     "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "data prepare nowhere.txt --out there": (exit_codes.CONFIG, "nowhere.txt does not exist"),

@@ -450,7 +450,7 @@ def root_of(path: AnyPath) -> AnyPath:
             raise CheckpointError(
                 f"{path} is a file, and no run or folder of checkpoints{_about_file(path)}"
             )
-        raise CheckpointError(f"{path}: no such folder")
+        raise CheckpointError(f"{path}: no such folder{_about_name(path)}")
     for root in (path, path / "checkpoint"):
         if _holds_checkpoints(root):
             return root
@@ -462,6 +462,13 @@ def root_of(path: AnyPath) -> AnyPath:
         f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
         "folder"
     )
+
+
+def _about_name(path: AnyPath) -> str:
+    """Return how to download a model, for what may be its name on a hub: OWNER/NAME."""
+    if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
+        return ""
+    return f"; a model of the hub: hf download {path} --local-dir {path}"
 
 
 def _about_file(path: AnyPath) -> str:

@@ -176,8 +176,10 @@ def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
     _check_router(known, score)
     has_biases = is_v3 or known.get("topk_method") == _WITH_BIASES
     is_plain = known["q_lora_rank"] is None
+    # `transformers` does not read it: it is the width of the rotated part.
+    others = {name: value for name, value in known.items() if name != "head_dim"}
     return llama_hf.args_from_hf(
-        config,
+        others,
         kind,
         DeepSeekV3Args,
         q_lora_rank=0 if is_plain else entry_of(known, "q_lora_rank", int),
@@ -185,19 +187,26 @@ def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
         qk_nope_head_dim=entry_of(known, "qk_nope_head_dim", int, 128),
         qk_rope_head_dim=entry_of(known, "qk_rope_head_dim", int, 64),
         v_head_dim=entry_of(known, "v_head_dim", int, 128),
-        rope_interleave=entry_of(known, "rope_interleave", bool, True),
+        rope_interleave=_is_on(known, "rope_interleave", True),
         n_experts=entry_of(known, "n_routed_experts", int),
         top_k=entry_of(known, "num_experts_per_tok", int),
         expert_width=entry_of(known, "moe_intermediate_size", int),
         n_shared_experts=entry_of(known, "n_shared_experts", int),
         n_dense_layers=entry_of(known, "first_k_dense_replace", int),
         score=score,
-        norm_topk=entry_of(known, "norm_topk_prob", bool, is_v3),
+        norm_topk=_is_on(known, "norm_topk_prob", is_v3),
         route_scale=entry_of(known, "routed_scaling_factor", float),
         **_groups_of(known, is_v3),
         bias_update=0.001 if has_biases else 0.0,
         aux_loss=0.0 if is_v3 else entry_of(known, "aux_loss_alpha", float, 0.0),
     )
+
+
+def _is_on(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a switch; null is off, as in `transformers`. default: for a file without it."""
+    if name in config and config[name] is None:
+        return False
+    return bool(entry_of(config, name, bool, default))
 
 
 def _groups_of(config: Mapping[str, Any], is_v3: bool) -> dict[str, int]:

@@ -114,7 +114,7 @@ class ExpertArgs(LlamaArgs):
         elif self.top_k > self.top_groups * each:
             wrong.append(
                 f"top_k = {self.top_k} is more than the {self.top_groups * each} experts of "
-                f"top_groups = {self.top_groups}"
+                f"top_groups = {self.top_groups}, with n_groups = {self.n_groups}"
             )
         return wrong
 

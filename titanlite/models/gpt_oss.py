@@ -76,6 +76,10 @@ class GptOssArgs(ExpertArgs):
         return whole + self.n_experts * biases, active + self.top_k * biases
 
 
+#: Of the published models, and of a file that has none.
+_LONG = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+
+
 def _gpt_oss(dim: int, n_layers: int, n_experts: int, **rest: Any) -> GptOssArgs:
     shape: dict[str, Any] = {
         "n_heads": 64,
@@ -83,9 +87,7 @@ def _gpt_oss(dim: int, n_layers: int, n_experts: int, **rest: Any) -> GptOssArgs
         "ffn_dim": 2880,
         "vocab_size": 201088,
         "rope_theta": 150000.0,
-        "rope_scaling": YarnScaling(
-            factor=32.0, original_max_position_embeddings=4096, truncate=False
-        ),
+        "rope_scaling": _LONG,
     }
     return GptOssArgs(dim, n_layers, n_experts=n_experts, **{**shape, **rest})
 
@@ -218,6 +220,7 @@ def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
     """
     from titanlite.models import llama_hf
     from titanlite.models.hf_names import entry_of, texts_of
+    from titanlite.models.rope_hf import written_rope
 
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
@@ -235,11 +238,13 @@ def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
     }
     # Without the entries `transformers` takes its defaults.
     plain = {"rope_theta": 150000.0, **config, "attention_bias": False}
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        plain |= written_rope(_LONG, plain["rope_theta"])
     args: GptOssArgs = llama_hf.args_from_hf(plain, "gpt_oss", GptOssArgs, **experts)
     if kinds and kinds != _layer_types(args):
         raise ValueError(
-            "layer_types are not sliding_attention and full_attention in turns, as in all blocks "
-            "of the family gpt_oss here"
+            "layer_types are not sliding_attention and full_attention in turns, with a "
+            "sliding_window, as in all blocks of the family gpt_oss here"
         )
     return args
 

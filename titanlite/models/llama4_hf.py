@@ -203,8 +203,8 @@ def _read_chunk(config: Mapping[str, Any], has_rope: list[int]) -> int:
     others = {kind for kind, rotates in zip(kinds, has_rope, strict=False) if not rotates}
     if kinds and (len(kinds) != len(has_rope) or others - {_FULL} or len(rotating) > 1):
         raise ValueError(
-            f"layer_types are not {_CHUNKED} in layers with rotary positions and {_FULL} in the "
-            "others, as in the family llama4 here"
+            f"layer_types are not {_CHUNKED} where no_rope_layers has 1 and {_FULL} elsewhere, as "
+            "in the family llama4 here"
         )
     if rotating == {_FULL}:
         return 0

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import HFName, entry_of
+from titanlite.models.hf_words import in_words_of_files
 from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.rope_hf import read_scaling, rope_of, written_rope
+from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,22 +148,26 @@ def args_from_hf(
     rope = rope_of(config)
     dim = entry_of(config, "hidden_size", int)
     heads = entry_of(config, "num_attention_heads", int)
-    args = args_class(
-        dim=dim,
-        n_layers=entry_of(config, "num_hidden_layers", int),
-        n_heads=heads,
-        n_kv_heads=entry_of(config, "num_key_value_heads", int, heads),
-        ffn_dim=entry_of(config, "intermediate_size", int),
-        vocab_size=entry_of(config, "vocab_size", int),
-        norm_eps=entry_of(config, "rms_norm_eps", float),
-        rope_theta=entry_of(
-            rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)
-        ),
-        rope_scaling=read_scaling(config),
-        tied=entry_of(config, "tie_word_embeddings", bool, False),
-        max_seq_len=entry_of(config, "max_position_embeddings", int),
-        **more,
-    )
+    scaling = read_scaling(config)
+    try:
+        args = args_class(
+            dim=dim,
+            n_layers=entry_of(config, "num_hidden_layers", int),
+            n_heads=heads,
+            n_kv_heads=entry_of(config, "num_key_value_heads", int, heads),
+            ffn_dim=entry_of(config, "intermediate_size", int),
+            vocab_size=entry_of(config, "vocab_size", int),
+            norm_eps=entry_of(config, "rms_norm_eps", float),
+            rope_theta=entry_of(
+                rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)
+            ),
+            rope_scaling=scaling,
+            tied=entry_of(config, "tie_word_embeddings", bool, False),
+            max_seq_len=entry_of(config, "max_position_embeddings", int),
+            **more,
+        )
+    except ShapeError as error:
+        raise in_words_of_files(error, config) from error
     head_dim = entry_of(config, "head_dim", int, args.head_dim)
     if head_dim != args.head_dim:
         raise ValueError(

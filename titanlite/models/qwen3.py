@@ -52,8 +52,12 @@ def hf_config(args: Qwen3Args) -> dict[str, Any]:
 
 def check_no_windows(config: Mapping[str, Any]) -> None:
     """Raise ValueError for a config.json of a model whose attention has windows."""
-    has_windows = entry_of(config, "use_sliding_window", bool, False)
-    if has_windows or {*texts_of(config, "layer_types")} - {"full_attention"}:
+    other_kinds = {*texts_of(config, "layer_types")} - {"full_attention"}
+    if other_kinds:
+        raise ValueError(
+            f"layer_types has {min(other_kinds)!r}; a Qwen3 here attends to all tokens before"
+        )
+    if entry_of(config, "use_sliding_window", bool, False):
         raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
 
 
