@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,18 +66,22 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long go first: two processes that share the files end together then.
+    """Files that take long go first: the processes that share the files end together then.
 
-    Those whose tests use ranks, and of the others those with the most slow tests.
+    Tests that use ranks compute. Of the others, slow ones often wait: for time limits, or for
+    programs that start. Files of both kinds take turns, so that some wait while others compute.
     """
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        uses_ranks = item.path in ranked
-        return not uses_ranks, 0 if uses_ranks else -slow[item.path]
-
-    items.sort(key=place)
+    files = sorted({item.path: None for item in items}, key=lambda path: -slow[path])
+    computing = [path for path in files if path in ranked]
+    waiting = [path for path in files if path not in ranked and slow[path]]
+    place = {
+        path: number / len(kind)
+        for kind in (waiting, computing)
+        for number, path in enumerate(kind)
+    }
+    items.sort(key=lambda item: place.get(item.path, 1.0))
 
 
 @pytest.fixture(scope="session")

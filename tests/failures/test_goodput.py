@@ -21,7 +21,7 @@ from titanlite.tools.drill.ranks import train
 from titanlite.utils import read_lines
 
 #: Seconds between two attempts.
-PAUSE = 1.5
+PAUSE = 0.8
 MORE = ["--validation.enable", "--validation.freq=4", "--validation.steps=1"]
 
 

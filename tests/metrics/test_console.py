@@ -256,7 +256,7 @@ from titanlite import DistEnv, Trainer, build, load_config
 with DistEnv.open() as world:
     flags = ["--training.steps=2", "--training.seq_len=32", "--training.batch_size=1"]
     flags += ["--metrics.log_freq=1", "--model.overrides.n_layers=1", "--model.overrides.dim=64"]
-    flags += ["--job.dump_folder={folder}"]
+    flags += ["--job.dump_folder={folder}", "--no-validation.enable"]
     Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
 """
 #: What a notebook's server may have done: a handler for warnings, and its own module.

@@ -17,7 +17,7 @@ from titanlite import main as entry
 
 #: Seconds that each thing is made longer.
 STEP = 0.15
-FIRST_STEP = 1.0
+FIRST_STEP = 0.6
 DATA = 0.1
 SAVE = 0.3
 VALIDATION = 0.25

@@ -79,7 +79,7 @@ def test_command_line(
 
 @pytest.mark.slow
 def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
-    names = ["kill-shard", "kill-rename", "kill-purge", "dead-lock"]
+    names = ["kill-shard", "kill-purge", "dead-lock"]
     done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=tmp_path)
     assert done.returncode == exit_codes.DONE, done.stderr
     result = json.loads(done.stdout)
