@@ -100,6 +100,8 @@ def test_attempts_before_the_first_save_are_of_the_same_run(tmp_path: Path) -> N
     )
     found = parts(tmp_path)
     assert (found.trained, found.lost, found.wall) == (30, 20, 360)
+    run = read_run(tmp_path)
+    assert (run.started, run.duration, len(run.attempts)) == (EPOCH + 110, 60 + 120 + 60, 3)
     assert observed(read_run(tmp_path), nodes_by(8)).failures == 2
     changed = {"optimizer.lr": "1 -> 2"}
     written(tmp_path, *earlier, begin(2, 100, 110), begin(3, 390, 400, config_changes=changed))

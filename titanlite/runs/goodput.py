@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from titanlite.runs.attempts import Attempt, read_attempts
+from titanlite.runs.attempts import Attempt
 from titanlite.runs.read import Run
 from titanlite.runs.spent import Spent, spent_in
 
@@ -83,7 +83,7 @@ class Goodput:
 def spans_of(run: Run) -> list[Span]:
     """Return the attempts of a run in time; those without a time are left out."""
     found: list[Span] = []
-    known = [one for one in _attempts_of(run) if one.get("started") is not None]
+    known = [one for one in run.attempts if one.get("started") is not None]
     for place, one in enumerate(known):
         following = known[place + 1] if place + 1 < len(known) else None
         started = float(one["started"])
@@ -100,26 +100,6 @@ def spans_of(run: Run) -> list[Span]:
         began = max(min(launched, started), before)
         found.append(Span(one, began, max(started, began), max(ended, started, began), spent))
     return found
-
-
-def _attempts_of(run: Run) -> Sequence[Attempt]:
-    """Return the attempts of a run, and earlier ones that failed before their first save.
-
-    `Run.attempts` begins with the last start from step 0: an earlier one may be of another run. It
-    is of this one where the config is the same and nothing was saved or done.
-    """
-    every = read_attempts(run.folder, problems=[]) if run.folder.is_dir() else []
-    place = len(every) - len(run.attempts)
-    while 0 < place < len(every) and _begins_again(every[place], every[place - 1]):
-        place -= 1
-    return every[place:]
-
-
-def _begins_again(attempt: Attempt, before: Attempt) -> bool:
-    """Return whether an attempt repeats the one before, which has left no checkpoint."""
-    is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
-    kept = before.get("saved_step") or before.get("first_step")
-    return is_same and not kept and before.get("state") != "done"
 
 
 def _spent(run: Run, attempt: Attempt, following: Attempt | None) -> Spent:

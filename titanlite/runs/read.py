@@ -126,14 +126,16 @@ class Run:
 
         An attempt without a recorded end lasted until its last row, or lives.
         """
-        spans = [(attempt["started"] or 0.0, attempt.get("ended")) for attempt in self.attempts]
-        spans = spans or [(start, None) for start in self._times[:1]]
-        if not spans:
+        starts = [attempt["started"] or 0.0 for attempt in self.attempts] or self._times[:1]
+        if not starts:
             return None
         total = 0.0
-        for place, (start, ended) in enumerate(spans):
-            is_last = place + 1 == len(spans)
-            next_start = math.inf if is_last else spans[place + 1][0]
+        for place, start in enumerate(starts):
+            attempt = self.attempts[place] if self.attempts else {}
+            following = self.attempts[place + 1] if place + 1 < len(starts) else {}
+            # Its rows may be in an earlier file, if the next attempt began again.
+            ended = attempt.get("ended") or following.get("killed", {}).get("seen")
+            next_start = starts[place + 1] if following else math.inf
             total += max((ended or self._last_sign(start, next_start)) - start, 0.0)
         return total
 
@@ -213,9 +215,17 @@ def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, .
     attempts = read_attempts(folder, problems)
     begin = 0
     for place, attempt in enumerate(attempts):
-        if attempt.get("first_step") == 0 or str(attempt.get("began")).startswith("from "):
+        begins = attempt.get("first_step") == 0 or str(attempt.get("began")).startswith("from ")
+        if begins and not (place and _begins_again(attempt, attempts[place - 1])):
             begin = place
     return tuple(attempts[begin:])
+
+
+def _begins_again(attempt: Attempt, before: Attempt) -> bool:
+    """Return whether an attempt repeats the one before, which has left no checkpoint."""
+    is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
+    kept = before.get("saved_step") or before.get("first_step")
+    return is_same and not kept and before.get("state") != "done"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
