@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,19 +25,28 @@ class SlowSteps(Callback):
             time.sleep(float(os.environ.get("STEP_SECONDS", "1.5")))
 
 
-class HeldSave(Callback):
-    """Holds the save of step `HELD_SAVE` on the second machine, once. The file `held` of the run
-    folder says when.
+class Held(Callback):
+    """Holds the second machine once, until it is killed. The file `held` of the run folder says
+    when.
+
+    HELD_FILE is a pattern: it waits where a path that fits is opened. HELD_PHASE is as backward:7:
+    in that phase of the step.
     """
 
     def on_start(self, trainer: Any) -> None:
-        if os.environ["SLURM_NODEID"] == "1":
-            sys.addaudithook(self._hold)
+        if os.environ["SLURM_NODEID"] == "1" and os.environ.get("HELD_FILE"):
+            sys.addaudithook(self._open)
 
-    def _hold(self, event: str, values: tuple[Any, ...]) -> None:
-        shard = f"/step-{os.environ['HELD_SAVE']}/"
-        if event != "open" or shard not in str(values[0]):
-            return
+    def on_phase(self, trainer: Any, phase: str) -> None:
+        wanted = os.environ.get("HELD_PHASE")
+        if os.environ["SLURM_NODEID"] == "1" and f"{phase}:{trainer.step}" == wanted:
+            self._hold()
+
+    def _open(self, event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and re.search(os.environ["HELD_FILE"], str(values[0])):
+            self._hold()
+
+    def _hold(self) -> None:
         held = Path(os.environ["RUN"]) / "held"
         if not held.exists():
             held.touch()

@@ -43,7 +43,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 KillWait=20
-SlurmdTimeout=10
+SlurmdTimeout={patience}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
@@ -113,8 +113,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def cluster(root: Path) -> Iterator[Cluster]:
-    """Start a cluster below `root`, and end it."""
+def cluster(root: Path, patience: int = 10) -> Iterator[Cluster]:
+    """Start a cluster below `root`, and end it.
+
+    patience: seconds until Slurm takes a node for lost; its own default is 300.
+    """
     nodes = [f"n{number}" for number in range(1, _NODES + 1)]
     for name in ("munge", "state", "log", *(f"spool/{node}" for node in nodes)):
         (root / name).mkdir(parents=True, mode=0o755)
@@ -126,7 +129,8 @@ def cluster(root: Path) -> Iterator[Cluster]:
         _NODE.format(number=number, host=host, port=one) for number, one in enumerate(ports, 1)
     ]
     conf = root / "slurm.conf"
-    conf.write_text(_CONF.format(root=root, host=host, port=port, nodes="\n".join(lines)))
+    places = {"root": root, "host": host, "port": port, "nodes": "\n".join(lines)}
+    conf.write_text(_CONF.format(**places, patience=patience))
     path = os.environ["PATH"] + ":/usr/sbin"
     slurm = Cluster(root, {**os.environ, "PATH": path, "SLURM_CONF": str(conf)})
     try:

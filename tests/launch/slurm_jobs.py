@@ -82,6 +82,15 @@ def lose(slurm: Cluster, node: str, job: str, *, silently: bool = True) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def freeze(slurm: Cluster, node: str, job: str) -> list[int]:
+    """Stop the daemon of a node and all processes of a job there; return them."""
+    found = processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
+    frozen = [slurm.daemons[node].pid, *_supervisors(found), *found]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    return frozen
+
+
 def _supervisors(found: list[int]) -> set[int]:
     """Return the slurmstepd that started the processes."""
     parents = set()

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from msgspec.structs import replace
 
 from tests.launch.examples import EXAMPLES
 from tests.support.processes import ROOT
+from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.start.fit import check_config
+from titanlite.tools import cli
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch import sagemaker as launch_sagemaker
 from titanlite.tools.launch.launch import prepare
@@ -227,6 +230,37 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
         }[kind],
     ]:
         assert right in text and problems(text.replace(right, wrong)) != [], wrong
+
+
+_FEWER = ["--launch.nodes=4", "--launch.min_nodes=1"]
+
+
+def test_a_pytorchjob_with_fewer_pods_has_bounds_in_its_elastic_policy() -> None:
+    _skip_without("PyTorchJob")
+    text = render("llama3_1_8b", *_FEWER, "--training.global_batch_size=96")
+    assert problems(text) == []
+    (spec,) = [one["spec"] for one in yaml.safe_load_all(text) if one["kind"] == "PyTorchJob"]
+    policy = spec["elasticPolicy"]
+    assert (policy["minReplicas"], policy["maxReplicas"]) == (1, 4)
+    assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--training.global_batch_size=64"], "does not fit on 3 pods.*raise it to 4"),
+        (["--launch.kind=TrainJob", "--training.global_batch_size=96"], 'kind = "PyTorchJob"'),
+        (["--launch.min_nodes=4", "--launch.spare_nodes=1"], "kubernetes has no such jobs"),
+    ],
+)
+def test_fewer_and_spare_pods_that_no_operator_has_are_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*EXAMPLES["llama3_1_8b"].flags(), *_FEWER, *flags, "--dry-run"]
+    more = ["--launch.image=image", '--launch.volumes={"claim" = "/fsx"}']
+    folder = "--job.dump_folder=/fsx/run"
+    assert cli.main(["launch", "kubernetes", *words, *more, folder]) == exit_codes.CONFIG
+    assert re.search(f"(?s)launch.(min|spare)_nodes: .*{text}", capsys.readouterr().err)
 
 
 def test_a_sweep_is_an_indexed_job_whose_fields_are_those_of_kubernetes(tmp_path: Path) -> None:

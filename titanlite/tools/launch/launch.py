@@ -175,11 +175,20 @@ def finish(name: str, job: Job, how: How) -> str:
 
 def _refuse_flexible(name: str, job: Job) -> None:
     """Raise ConfigError for keys of spare or fewer machines where the system has none."""
-    if name == "slurm":
-        return
+    launch = job.launch
+    given = {"min_nodes": launch.min_nodes, "spare_nodes": launch.spare_nodes}
     message = f"{name} has no such jobs, only Slurm has"
     hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
-    given = {"min_nodes": job.launch.min_nodes, "spare_nodes": job.launch.spare_nodes}
+    if name == "slurm":
+        return
+    if name == "kubernetes" and job.array is None:
+        if launch.kind == "PyTorchJob":
+            del given["min_nodes"]
+        elif launch.min_nodes:
+            message = (
+                f"a {launch.kind} keeps its number of pods, and starts again when all are back"
+            )
+            hint = 'with launch.kind = "PyTorchJob" it may go on with fewer'
     problems = [Problem("", f"launch.{key}", message, hint) for key in given if given[key]]
     if problems:
         raise ConfigError(problems)
