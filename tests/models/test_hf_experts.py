@@ -452,7 +452,22 @@ def test_a_refused_config_names_the_family_that_reads_it(tmp_path: Path, name: s
             4,
             {**TWO, "training__tensor_parallel_degree": 2},
             "training.tensor_parallel_degree",
-            "divides the parameter model.layers.0.mlp.experts.gate_up_proj",
+            "experts of transformers are shared by parallelism.expert_parallel_degree alone (its "
+            "plan divides the parameter model.layers.0.mlp.experts.gate_up_proj",
+        ),
+        (
+            "mixtral",
+            2,
+            {"experimental__context_parallel_degree": 2},
+            "experimental.context_parallel_degree",
+            "is not supported by the model hf: its ModelSpec has no context_parallel",
+        ),
+        (
+            "mixtral",
+            2,
+            {"experimental__pipeline_parallel_degree": 2},
+            "experimental.pipeline_parallel_degree",
+            "is not supported by the model hf: its ModelSpec has no pipeline_costs",
         ),
         (
             "mixtral",

@@ -63,6 +63,14 @@ PIPELINE = (
             8,
             "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false",
         ),
+        # The same gradient waits for the last micro-batch, as wide as on one rank.
+        (
+            13.785,
+            "llama3_1_8b",
+            4,
+            "--training.tensor_parallel_degree=2 --training.gradient_sync=last "
+            "--training.global_batch_size=4",
+        ),
         (10.952, "llama3_1_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
         (8.720, "llama3_1_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
     ],

@@ -174,7 +174,7 @@ class GroupEvents:
         first = group.modules[0]
         if not group.trained.weights:
             return
-        whole = group.trained.numbers * self.sizes.reduced
+        whole = self._unreduced_bytes(group)
         before = yield from self._end_waiting(group)
         copy = 0
         if not before and self.sizes.reduced != self.sizes.low:
@@ -246,7 +246,16 @@ class GroupEvents:
             return 0
         self._unreduced.remove(group)
         yield Free("communication", ("unreduced", group))
-        return group.trained.numbers * self.sizes.reduced
+        return self._unreduced_bytes(group)
+
+    def _unreduced_bytes(self, group: Group) -> int:
+        """Return the bytes of a group's whole gradients that wait for the last micro-batch."""
+        numbers = group.trained.numbers
+        if "tok_embeddings" in group.modules and numbers and not self.sizes.args.tied:
+            # That of the table has the rows of all tensor-parallel ranks until it is reduced.
+            args = self.sizes.args
+            numbers += (args.n_vocab - args.n_vocab // self.run.mesh.tensor) * args.dim
+        return numbers * self.sizes.reduced
 
     def end_backward(self) -> Iterator[Event]:
         """Free what torch holds until a backward ends."""

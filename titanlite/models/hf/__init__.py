@@ -72,7 +72,11 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
     if key == "training.tensor_parallel_degree":
         from titanlite.models.hf.tensor import why_no_tensor
 
-        return why_no_tensor(args, tensor)
+        reason = why_no_tensor(args, tensor)
+        if reason and args.skeleton.mixtures:
+            expert = "parallelism.expert_parallel_degree"
+            return f"experts of transformers are shared by {expert} alone ({reason})"
+        return reason
     if key == "parallelism.expert_parallel_degree" and not args.skeleton.mixtures:
         return f"{type(args.skeleton.model).__name__} has no experts that ranks could share"
     if key == "float8.enable_float8_linear" and tensor > 1:
