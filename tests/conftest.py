@@ -7,7 +7,6 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest

@@ -12,7 +12,12 @@ import pytest
 from tests.support.processes import ROOT, environment
 
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
-SMALLER = {"STEPS = 150": "STEPS = 6", 'BUNDLED["c4_test"]': 'BUNDLED["c4_validation"]'}
+BATCH = '"--training.batch_size=8"'
+SMALLER = {
+    "STEPS = 150": "STEPS = 6",
+    'BUNDLED["c4_test"]': 'BUNDLED["c4_validation"]',
+    BATCH: f'{BATCH}, "--model.overrides.n_layers=2", "--validation.steps=2"',
+}
 
 
 def read_cells() -> list[dict[str, Any]]:
