@@ -23,6 +23,7 @@ from titanlite.utils import logger, module_name
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.start.signals import StopSignal
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -107,6 +108,13 @@ class Callback:
         """The run is over, however it ended: release what you hold.
 
         Other ranks may be gone: use no collective.
+        """
+
+    def on_exit(self, stop: StopSignal) -> None:
+        """The run is done and its ranks leave: finish here what may take long on one of them, until
+        `stop.requested`.
+
+        `titanlite.main` calls it. Other loops need not.
         """
 
 

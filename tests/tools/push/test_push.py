@@ -188,6 +188,7 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     assert list(uploads.branch("ada/parts")) == [".gitattributes"]
     said = push(hub, home, export, "ada/parts").stderr
     assert "not uploaded, as folder or hidden file: .cache/, onnx/" in said
+    assert re.search(r"main: 4 of 4: model-2.safetensors, 5.9 KiB, 5.9 KiB left", said)
     assert len(uploads.puts) == len(set(uploads.puts)) == 3
     branch = uploads.branch("ada/parts")
     for file in export.glob("[!R]*.*"):
