@@ -135,7 +135,7 @@ class Callbacks:
     def __call__(self, point: str, *args: Any) -> list[Any]:
         """Call `point` with these arguments; return the results. Raises CallbackError.
 
-        Errors with an exit code of their own, and failed collectives, pass as they are.
+        Errors with their own exit code, and failed collectives, pass as they are.
         """
         return [self._call(callback, point, *args) for callback in self._at[point]]
 

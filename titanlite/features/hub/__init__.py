@@ -4,7 +4,7 @@
     uploads.py    what a run uploads, a callback           record.py     what is uploaded already
     progress.py   whether an upload goes on
 
-The key is `checkpoint.hub`. Each upload is a `titanlite push` in a process of its own, so a run
+The key is `checkpoint.hub`. Each upload is a `titanlite push` in its own process, so a run
 imports nothing of the export. That command uses contact, branches and record too.
 """
 
