@@ -251,7 +251,7 @@ def markdown(doc: str, names: Sequence[str] = ()) -> Iterator[str]:
 def paragraph(rows: list[str], names: Sequence[str]) -> str:
     """Join the rows of a paragraph. An argument begins an item, an indented `word: ` one below it.
 
-    What is raised is a paragraph of its own.
+    What is raised is a separate paragraph.
     """
     starts = "|".join(names) or "(?!)"
     lines = [""]

@@ -496,7 +496,7 @@ STAND_INS = ("parallel/one_rank.py",)
 
 
 def traced_run(repository: Path) -> dict[str, list[str]]:
-    """Train two steps in a process of their own and return what it passed through.
+    """Train two steps in their own process and return what it passed through.
 
     frames: our files on the stack at the first `backward()`, outermost first. save: our files that
     ran during the first save. imported: files of the library that the run imported.
@@ -513,7 +513,7 @@ def plain_run(repository: Path) -> dict[str, list[str]]:
 
 
 def run_under(tracer: str, repository: Path, flags: Sequence[str]) -> dict[str, list[str]]:
-    """Run the code of a tracer in a process of its own; return what it writes: a JSON object."""
+    """Run the code of a tracer in its own process; return what it writes: a JSON object."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trace.json"
         words = [str(repository), str(out), *flags, f"--job.dump_folder={folder}/run"]

@@ -63,6 +63,7 @@ METHODS = {
     Callback: """\
 before_update(self, trainer)
 on_end(self, trainer, end)
+on_exit(self, stop)
 on_log(self, trainer, figures)
 on_phase(self, trainer, phase)
 on_rollback(self, trainer)

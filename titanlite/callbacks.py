@@ -23,6 +23,7 @@ from titanlite.utils import logger, module_name
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.start.signals import StopSignal
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -109,6 +110,13 @@ class Callback:
         Other ranks may be gone: use no collective.
         """
 
+    def on_exit(self, stop: StopSignal) -> None:
+        """The run is done and its ranks leave: finish here what may take long on one of them, until
+        `stop.requested`.
+
+        `titanlite.main` calls it. Other loops need not.
+        """
+
 
 class Callbacks:
     """Calls one point of all callbacks, in their order."""
@@ -127,7 +135,7 @@ class Callbacks:
     def __call__(self, point: str, *args: Any) -> list[Any]:
         """Call `point` with these arguments; return the results. Raises CallbackError.
 
-        Errors with an exit code of their own, and failed collectives, pass as they are.
+        Errors with their own exit code, and failed collectives, pass as they are.
         """
         return [self._call(callback, point, *args) for callback in self._at[point]]
 

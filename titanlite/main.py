@@ -123,6 +123,8 @@ def run(argv: Sequence[str]) -> int:
                     save_seed(parts)
                 else:
                     Trainer(parts, stop).train()
+            for callback in parts.callbacks:
+                callback.on_exit(stop)
         except (StopRequested, KeyboardInterrupt) as error:
             return _stopped(error)
         except SystemExit as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from titanlite.checkpoint.manifest import PIN, step_folder
 from titanlite.checkpoint.pin import _TEXT, pinned
 from titanlite.checkpoint.retention import delete, is_pinned, unpublish
 from titanlite.config.errors import ConfigError
+from titanlite.features.hub import progress
 from titanlite.features.hub.branches import run_of
 from titanlite.start.fit import check_config
 from titanlite.tools.commands.checkpoint_folders import list_checkpoints
@@ -82,6 +84,9 @@ def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(
     assert "| ranks | 2 |" in card
     assert "they differ by" in card
     assert "step 8 is on ada/tiny, step-8 and main" in said
+    # The ranks have left by then: no timeout of theirs counts.
+    assert re.search(r"waiting for \d uploads? to ada/tiny", said)
+    assert said.index("training done") < said.index("step 8 is on ada/tiny")
     assert "not uploaded" not in said
     assert not list(run.rglob(PIN))
     assert not list((run / ".hub").glob("step-*"))
@@ -375,3 +380,23 @@ def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_p
         pin.write_bytes(_TEXT + json.dumps(holder).encode())
         os.utime(pin, (written, written))
         assert is_pinned(folders[2]) != is_over
+
+
+def test_a_push_that_reads_or_computes_makes_progress_and_one_that_waits_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.5)
+    log = tmp_path / "push.log"
+    log.write_text("exporting\nmain: 1 of 2: a.safetensors, 5.0 GB, 6.0 GB left\n")
+    works = "import time\nwhile True: open('/dev/zero', 'rb').read(10); time.sleep(0.01)"
+    for script, is_still in ((works, False), ("import time; time.sleep(600)", True)):
+        with subprocess.Popen([sys.executable, "-c", script]) as process:
+            time.sleep(1)
+            found = progress.Progress(log)
+            deadline = time.monotonic() + 5
+            while not found.stands_still(process.pid, 1) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert (time.monotonic() < deadline) is is_still
+            process.kill()
+    assert found.line() == "main: 1 of 2: a.safetensors, 5.0 GB, 6.0 GB left"
+    assert not found.stands_still(process.pid, 0), "one is done"

@@ -54,7 +54,7 @@ class AsyncSave:
     """
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        # The thread's copies run beside the kernels of the next step, on a stream of their own.
+        # The thread's copies run beside the kernels of the next step, on their own stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()

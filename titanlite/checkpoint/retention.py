@@ -386,7 +386,7 @@ class Deleter:
 
     def __init__(self) -> None:
         self._threads: list[Thread] = []
-        #: Marks have names of their own: no deletion begins twice.
+        #: Each mark has its own name: no deletion begins twice.
         self._begun: set[AnyPath] = set()
 
     def delete(self, marks: Collection[AnyPath]) -> None:

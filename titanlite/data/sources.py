@@ -152,7 +152,7 @@ def columns_of(
 
 
 def _form_of(data: Data, source: DataSource) -> str | None:
-    """Return the form of records that the config asks for: of a source with fields of its own, its
+    """Return the form of records that the config asks for: of a source with its own fields, its
     own alone.
     """
     if source.record or _names_text(source) or source.messages_key:

@@ -40,7 +40,7 @@ class AttentionKind(NamedTuple):
 class LlamaArgs:
     """Everything that determines a decoder's shape and arithmetic.
 
-    A family of its own makes fields of the properties `head_dim`, `window` and `qk_norm` in a
+    Another family makes fields of the properties `head_dim`, `window` and `qk_norm` in a
     subclass, or overrides them and the methods.
     """
 

@@ -98,7 +98,7 @@ class OpPolicy:
 
     def __init__(self, narrow: int = 0) -> None:
         self._narrow = narrow
-        # Some versions of torch also ask during recomputation: a count of its own gives the same
+        # Some versions of torch also ask during recomputation: its own count gives the same
         # answers again.
         self._matmuls = {False: 0, True: 0}
 

@@ -42,7 +42,7 @@ class SkippedText(NamedTuple):
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. attempts: has lines of its own. in_epochs: the text
+    report: the lines about the run itself. attempts: has its own lines. in_epochs: the text
     decides how long the run is. source_key: as for `began`.
     """
 

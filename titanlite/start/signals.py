@@ -9,7 +9,7 @@ All ranks act on one together.
                 save(step)
                 break
 
-A loop over `TrainStep` needs no collective of its own: pass it `stop=stop.requested`, and
+A loop over `TrainStep` needs no further collective: pass it `stop=stop.requested`, and
 `FiniteGuard.poll` answers.
 """
 

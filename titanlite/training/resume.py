@@ -161,7 +161,7 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
 def _close_at_checkpoint(trainer: Trainer) -> None:
     """Do what belongs to the last step, where a rollback has left no text for another one.
 
-    The checkpoint is there. Only weights for `transformers` have a folder of their own.
+    The checkpoint is there. Only weights for `transformers` have their own folder.
     """
     texts = trainer.parts.validation
     saver = trainer.parts.checkpointer

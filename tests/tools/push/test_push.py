@@ -5,6 +5,7 @@ fails. The client of the hub is the real one.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     assert list(uploads.branch("ada/parts")) == [".gitattributes"]
     said = push(hub, home, export, "ada/parts").stderr
     assert "not uploaded, as folder or hidden file: .cache/, onnx/" in said
+    assert re.search(r"main: 4 of 4: model-2.safetensors, 5.9 KiB, 5.9 KiB left", said)
     assert len(uploads.puts) == len(set(uploads.puts)) == 3
     branch = uploads.branch("ada/parts")
     for file in export.glob("[!R]*.*"):
@@ -195,6 +197,30 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     assert b"# My words" in branch["README.md"]
     assert "15,000" not in branch["README.md"].decode()
     assert "| parameters | 3,750 |" in branch["README.md"].decode()
+
+
+def test_large_files_go_to_the_store_of_xet_where_its_client_is_installed(
+    hub: HubServer, home: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("hf_xet")
+    export = _shards(tmp_path / "export", [400_000, 300_000])
+    for file in export.glob("*.safetensors"):
+        content = file.read_bytes()
+        head = 8 + int.from_bytes(content[:8], "little")
+        file.write_bytes(content[:head] + os.urandom(len(content) - head))
+    push(hub, home, export, "ada/parts", HF_HUB_DISABLE_XET="0")
+    branch = uploads_of(hub).branch("ada/parts")
+    for file in export.iterdir():
+        assert branch[file.name] == file.read_bytes()
+    assert len(hub.of("/cas/v1/xorbs/*", "POST")) == len(uploads_of(hub).puts) == 2
+    assert not hub.of("/lfs/*", "PUT")
+    # Its logs and caches have no token; a store that refuses is told.
+    assert leaks(home) == []
+    hub.fail("/cas/*", method="POST", status=403, times=None)
+    old = (export / "model-0.safetensors").read_bytes()
+    (export / "model-0.safetensors").write_bytes(old[:-200_000] + os.urandom(200_000))
+    said = push(hub, home, export, "ada/parts", HF_HUB_DISABLE_XET="0", code=exit_codes.CONFIG)
+    assert "model-0.safetensors cannot be uploaded to ada/parts" in said.stderr
 
 
 def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(

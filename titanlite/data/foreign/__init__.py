@@ -1,4 +1,4 @@
-"""Token files of other programs: a room of its own, which a run imports when it reads such files.
+"""Token files of other programs: a room that a run imports when it reads such files.
 
 find.py       the files of a path: one, those of a pattern, of a folder, or behind URLs
 headers.py    what the first bytes and the files beside a file tell: kind, type, places

@@ -5,7 +5,7 @@
     recognition.py   which form the first record of a text has
     plain.jinja      the template of conversations where a tokenizer brings none
 
-The other forms need no code of their own: `data.text_key` and the other keys of fields name what
+The other forms need no code: `data.text_key` and the other keys of fields name what
 they have.
 """
 
@@ -73,12 +73,12 @@ def form_columns(
 
 
 def form_of(name: str) -> Form:
-    """Return the form of this name that has code of its own."""
+    """Return the form of this name that has its own code."""
     return Alpaca() if name == "alpaca" else ShareGPT()
 
 
 def fields_of(name: str, fields: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the keys of fields that a form stands for, and its name if it has code of its own.
+    """Return the keys of fields that a form stands for, and its name if it has its own code.
 
     fields: those that the config names; they go before the usual ones.
     """

@@ -14,7 +14,7 @@ MOST_LEAVING = 2
 
 
 class HostMemory:
-    """Page-locked memory beside a CUDA device, reached over a stream of its own: copies run beside
+    """Page-locked memory beside a CUDA device, reached over its own stream: copies run beside
     the computation.
 
     A fetch also begins to copy back the tensor that was sent before, which a backward needs next.

@@ -5,7 +5,7 @@
     apply_fsdp(model, groups, mesh, experts=experts)
 
 These ranks are a factor of the ranks that share the weights, times those of tensor parallelism.
-Each has its own tokens: text of its own, or a part of a sequence. It holds some of the experts,
+Each has its own tokens: its own text, or a part of a sequence. It holds some of the experts,
 sends each row to the rank of its expert, and gets the result back. No token is dropped.
 """
 

@@ -2,8 +2,9 @@
 
     contact.py    who asks, and whether they may write     branches.py   whose weights are there
     uploads.py    what a run uploads, a callback           record.py     what is uploaded already
+    progress.py   whether an upload goes on
 
-The key is `checkpoint.hub`. Each upload is a `titanlite push` in a process of its own, so a run
+The key is `checkpoint.hub`. Each upload is a `titanlite push` in its own process, so a run
 imports nothing of the export. That command uses contact, branches and record too.
 """
 
@@ -76,8 +77,7 @@ class HubFeature(Feature):
 
         run = built.run
         root = built.saves.checkpointer.root
-        patience = run.comm.init_timeout_seconds
-        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name, patience)
+        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
 
     # The start report
 

@@ -6,6 +6,7 @@ again later. Nothing here delays a step or ends a run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shlex
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,12 +29,14 @@ from titanlite.checkpoint.manifest import FILE, hf_folder, parse_manifest, step_
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.features.hub.branches import TRACKER, keep_id, own_id
+from titanlite.features.hub.progress import PATIENCE, Progress
 from titanlite.features.hub.record import FOLDER, pushed, waiting
 from titanlite.runs.read import RunError, read_run
-from titanlite.utils import human_time, is_dotted, logger
+from titanlite.utils import counted, human_time, is_dotted, logger
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
+    from titanlite.start.signals import StopSignal
     from titanlite.trainer import Trainer
 
 #: Seconds until a failed upload is tried again; doubled each time, up to the second.
@@ -45,6 +48,8 @@ _MOST_EXPORTS = 2
 _GRACE = 5.0
 #: How often the end of a run looks whether it was asked to stop, in seconds.
 _LOOK = 0.2
+#: How often it tells how far the uploads are, in seconds.
+_TELL_SECONDS = 30.0
 #: Variables of a launcher, which mean nothing to a push.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_", "TITANLITE_")
 _OF_RANKS = ("RANK", "WORLD_SIZE")
@@ -76,18 +81,15 @@ class HubUploads(Callback):
     """Uploads checkpoints as they are saved, from rank 0.
 
     folder: of the run. root: of its checkpoints. model_name: of the config; a dotted one names code
-    of the user. patience: seconds that a finished run waits for its uploads.
+    of the user.
     """
 
-    def __init__(
-        self, section: Checkpoint, folder: Path, root: AnyPath, model_name: str, patience: float
-    ) -> None:
+    def __init__(self, section: Checkpoint, folder: Path, root: AnyPath, model_name: str) -> None:
         self._section = section
         self._repository = section.hub
         self._folder = folder
         self._root = root
         self._trusts_code = is_dotted(model_name)
-        self._patience = patience
         self._changed = threading.Condition()
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
@@ -138,31 +140,44 @@ class HubUploads(Callback):
             self._add(step)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Wait for uploads if the run is done, else end them; name the missing ones."""
+        """End the uploads and name the missing ones; those of a run that is done go on."""
         with self._changed:
             self._ending = True
             for upload in self._waiting:
                 upload.due = 0.0
             self._changed.notify_all()
         if end.state == "done":
-            self._wait(trainer)
+            atexit.register(self._wait)
+            return
         self._stop()
-        self._tell(end)
+        self._tell(end.state)
 
-    def _wait(self, trainer: Trainer) -> None:
-        deadline = time.monotonic() + self._patience
-        told = False
-        while time.monotonic() < deadline and not trainer.stop.requested:
+    def on_exit(self, stop: StopSignal) -> None:
+        self._wait(lambda: stop.requested)
+
+    def _wait(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the uploads as long as they make progress, and name the missing ones."""
+        atexit.unregister(self._wait)
+        progress = Progress(self._folder / FOLDER / _LOG)
+        tell = time.monotonic()
+        while (left := self._left()) and not is_stopped():
+            process = self._process
+            if progress.stands_still(None if process is None else process.pid, left):
+                logger.warning(f"the upload has done nothing for {human_time(PATIENCE)}: it ends")
+                break
+            if time.monotonic() >= tell:
+                tell += _TELL_SECONDS
+                text = f"waiting for {counted(left, 'uploads')} to {self._repository}"
+                logger.info(": ".join(filter(None, [text, progress.line()])))
             with self._changed:
-                if not (self._waiting or self._current or self._is_looking):
-                    return
-                if not told:
-                    told = True
-                    logger.info(
-                        f"waiting for uploads to {self._repository}, at most "
-                        f"{human_time(self._patience)}"
-                    )
                 self._changed.wait(_LOOK)
+        self._stop()
+        self._tell("done")
+
+    def _left(self) -> int:
+        """Return the number of uploads that are not done, or not found yet."""
+        with self._changed:
+            return len(self._waiting) + (self._current is not None) + self._is_looking
 
     def _stop(self) -> None:
         """End the push under way, and the thread."""
@@ -179,8 +194,8 @@ class HubUploads(Callback):
         except subprocess.TimeoutExpired:
             process.kill()
 
-    def _tell(self, end: RunEnd) -> None:
-        """Name the missing uploads, and the command for them."""
+    def _tell(self, state: str) -> None:
+        """Name the missing uploads, and the command for them. state: of the run at its end."""
         with self._changed:
             left = [*self._failed, *self._waiting]
             if self._current is not None:
@@ -192,7 +207,7 @@ class HubUploads(Callback):
             lines.append(f"  {shlex.join(self.command(upload))}")
             if upload.problem:
                 lines[-1] += f"  # {upload.problem}"
-        if end.state == "preempted":
+        if state == "preempted":
             lines[0] = f"not uploaded to {self._repository}, and the resumed run goes on with it:"
         logger.warning("\n".join(lines))
 

@@ -4,7 +4,7 @@
     package.py   torchao, and what it needs of the machine
     plan_memory.py, plan_speed.py   what its products keep, need and cost
 
-It is float8 with a recipe of its own: `float8.recipe_name = "mxfp8"` or "mxfp8_floor". The keys are
+It is float8 with its own recipe: `float8.recipe_name = "mxfp8"` or "mxfp8_floor". The keys are
 `titanlite.config.sections.Float8`. Files that need torch are imported where they are used.
 """
 

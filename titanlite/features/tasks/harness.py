@@ -68,7 +68,7 @@ class HarnessTask:
         """Return the figures; those of a task within a group or tag have its name before them."""
         with _watched(scorer):
             found = self.evaluate(scorer, iterations=0)
-        # A group has figures of its own, or its tasks have.
+        # A group has figures, or its tasks have.
         results = found["results"]
         shown = {self.name: results[self.name]} if self.name in results else results
         figures: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Names of a model's tensors in files of `transformers`.
 
 `transformers` itself tells the names, by its own way to save. Files may hold each expert's matrices
-as tensors of their own: consecutive pieces of our stacks. Other forms are refused.
+as separate tensors: consecutive pieces of our stacks. Other forms are refused.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class NoPlan(ValueError):
 
 @functools.lru_cache(maxsize=8)
 def plan_of(args: HFArgs) -> dict[str, str]:
-    """Return module name → kind, of each module with parameters of its own. Raises NoPlan."""
+    """Return module name → kind, of each module with its own parameters. Raises NoPlan."""
     known = args.skeleton
     model = known.model
     name = type(model).__name__

@@ -48,7 +48,7 @@ class Options:
     part_tokens: int = PART_TOKENS
     messages_key: str | None = None
     chat: ChatTemplate | None = None
-    #: A form that has code of its own, see `titanlite.data.forms`.
+    #: A form that has its own code, see `titanlite.data.forms`.
     record: str | None = None
     format: Format | None = None
 

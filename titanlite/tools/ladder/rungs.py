@@ -2,7 +2,7 @@
 
 A trunk warms up, holds its learning rate, and falls in its last `ladder.decay_ratio`: it is the run
 of the longest horizon. It saves a checkpoint where the fall of each shorter horizon begins. A
-branch continues there with all that the checkpoint holds and a schedule of its own. A rate is a
+branch continues there with all that the checkpoint holds and its own schedule. A rate is a
 function of the step alone. So a branch is the run that was trained for its horizon from the start,
 to the last bit. Hägele et al. 2024 (arXiv:2405.18392) compare such runs with cosine schedules.
 """

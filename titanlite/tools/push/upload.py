@@ -102,9 +102,14 @@ def _additions(
         source = content if isinstance(content, bytes) else str(content)
         additions.append(CommitOperationAdd(name, source))
     large = [one for one in additions if not isinstance(one.path_or_fileobj, bytes)]
+    left = sum(one.upload_info.size for one in large)
     for number, one in enumerate(large, 1):
-        size = human_bytes(one.upload_info.size)
-        print_progress(f"{branch}: {number} of {len(large)}: {one.path_in_repo}, {size}")
+        size = one.upload_info.size
+        print_progress(
+            f"{branch}: {number} of {len(large)}: {one.path_in_repo}, {human_bytes(size)}, "
+            f"{human_bytes(left)} left"
+        )
+        left -= size
         send = functools.partial(
             api.preupload_lfs_files, repository, [one], revision=branch, free_memory=False
         )

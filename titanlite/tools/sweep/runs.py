@@ -1,4 +1,4 @@
-"""Runs the members of a sweep, some at a time, each in a process of its own.
+"""Runs the members of a sweep, some at a time, each in its own process.
 
 A sweep that was killed goes on: a member that is done is not run again. One that is half done
 resumes from its checkpoint, or starts again without one. The runs' own records decide which.
