@@ -87,8 +87,8 @@ class AsyncSave:
             self._stream.wait_stream(torch.cuda.current_stream())
 
         def copy(tensors: Tensors) -> Tensors:
-            # An operator of DTensor would leave references to Python objects with this thread,
-            # which torch 2.13 releases at its end while other threads run Python.
+            # An operator of DTensor would leave references to Python objects with this thread.
+            # torch 2.13 releases them at its end, while other threads run Python.
             parts = {name: _part(tensor) for name, tensor in tensors.items()}
             copies = cast(Tensors, self._stager.stage(parts))
             self._copied.set()
