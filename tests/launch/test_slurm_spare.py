@@ -197,8 +197,11 @@ exit "$code"
 }
 
 
-def _run(place: Path, codes: list[int], *flags: str) -> tuple[int, str]:
-    """Run a job's script with the stand-ins; return its exit code and its output."""
+def _run(place: Path, codes: list[int], *flags: str, first: str = "a") -> tuple[int, str]:
+    """Run a job's script with the stand-ins; return its exit code and its output.
+
+    first: the node on which it runs; "": none, as within salloc.
+    """
     (place / "programs").mkdir()
     for name, body in _PROGRAMS.items():
         (place / "programs" / name).write_text(f"#!/bin/bash\n{body}")
@@ -208,7 +211,7 @@ def _run(place: Path, codes: list[int], *flags: str) -> tuple[int, str]:
     (folder / "launch").mkdir(parents=True)
     script = _script(f"--job.dump_folder={folder}", "--launch.image=image", *flags)
     variables = {
-        "SLURMD_NODENAME": "a",
+        **({"SLURMD_NODENAME": first} if first else {}),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "a,b,c",
         "SLURM_JOB_NUM_NODES": "3",
@@ -237,6 +240,12 @@ def test_a_node_that_does_not_see_all_its_gpus_gets_no_ranks(tmp_path: Path) -> 
     assert code == 0, said
     assert _starts(tmp_path) == ["b,c"]
     assert "== node a is lost" in said
+
+
+def test_the_script_runs_within_salloc(tmp_path: Path) -> None:
+    code, said = _run(tmp_path, [0], "--launch.spare_nodes=1", first="")
+    assert code == 0, said
+    assert _starts(tmp_path) == ["a,b"]
 
 
 def test_without_enough_healthy_nodes_the_job_goes_back_into_the_queue(tmp_path: Path) -> None:
