@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from titanlite.parallel.local import local
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -28,7 +29,7 @@ def find_nonfinite(
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            part = local(tensor)
             devices.setdefault(part.device, {})[name] = part
     mine = ""
     failed = None
