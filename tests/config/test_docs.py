@@ -36,7 +36,9 @@ def test_python_example_runs(capsys):
 
 
 def is_word(node: ast.expr) -> bool:
-    """Match a text of one word. A message or a hint has several, or is made of parts."""
+    """Match a text of one word, or a name. A message or a hint has several, or is made of parts."""
+    if isinstance(node, ast.Name):
+        return True
     return isinstance(node, ast.Constant) and re.fullmatch(r"[\w-]+", str(node.value)) is not None
 
 

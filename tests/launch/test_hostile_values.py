@@ -422,8 +422,8 @@ def test_the_task_for_skypilot_has_the_values_and_starts_python_with_them(
     assert _shape({**found, "file_mounts": 0}) == _shape(
         {**task("plain", "plain"), "file_mounts": 0}
     )
-    assert found["envs"]["PROBE"] == found["secrets"]["A_TOKEN"] == found["resources"]["infra"]
-    assert found["resources"]["infra"] == value
+    assert found["envs"]["PROBE"] == found["resources"]["infra"] == value
+    assert found["secrets"] == {"A_TOKEN": None}  # SkyPilot asks for it at the launch
     assert found["resources"]["image_id"] == f"docker:{value}"
     assert found["file_mounts"] == {
         f"{place}/{folder}": {"source": f"s3://{folder}", "mode": "MOUNT_CACHED"}
