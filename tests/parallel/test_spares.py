@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -137,9 +138,8 @@ def _processes(word: str) -> list[str]:
     """Return the command lines that have a word."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        if file.parent.name != str(os.getpid()):
-            with open(file, "rb") as text:
-                found.append(text.read().decode(errors="replace"))
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes().decode(errors="replace"))
     return [line for line in found if word in line]
 
 
