@@ -166,7 +166,7 @@ _PROGRAMS = {
     "scontrol": """
 if [ "$1" = requeue ]; then touch requeued; exit; fi
 if [ "$2" = hostnames ]; then printf '%s\\n' a b c; exit; fi
-echo NodeAddr=10.0.0.1
+echo "NodeAddr=10.0.0.1 NodeHostName=host-$3.lab"
 """,
     "squeue": "",
     "sleep": """
@@ -188,7 +188,7 @@ while [ "$1" != bash ] && [ "$1" != true ]; do shift; done
 exec "$@"
 """,
     "python": """
-echo "$SLURM_STEP_NODELIST $*" >>started
+echo "$SLURM_STEP_NODELIST $* lost: $TITANLITE_LOST_HOSTS" >>started
 code=$(head -n 1 codes)
 sed -i 1d codes
 if [ "$code" -gt 128 ]; then touch b; fi
@@ -274,6 +274,7 @@ def test_a_job_goes_on_with_fewer_nodes_where_they_fit(tmp_path: Path) -> None:
     started = (tmp_path / "started").read_text()
     assert re.findall("--nnodes (.)", started) == ["2", "1"]
     assert re.findall("--rdzv_id (.*?) ", started) == ["7-0-0", "7-0-1"]
+    assert re.findall("lost: (.*)", started) == ["host-a", "host-a,host-b"]
     assert not (tmp_path / "requeued").exists()
 
 
