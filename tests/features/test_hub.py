@@ -331,6 +331,18 @@ def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
     assert (other / PIN).read_text() == "mine"
 
 
+def test_a_pin_goes_also_where_a_file_system_sets_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refused)
+    with pinned(tmp_path):
+        assert is_pinned(tmp_path)
+    assert not (tmp_path / PIN).exists()
+
+
 #: Pins a folder, and says so.
 PINS = """
 import sys, time

@@ -87,7 +87,8 @@ def test_attempts_before_the_first_save_are_of_the_same_run(tmp_path: Path) -> N
     """Two failed before they saved; the first of all was done, and so is another run."""
     failed = {"trained": 10, "seconds": TEN_STEPS, "saved_step": None}
     earlier = [begin(1, 0, 10), end(1, 70, 10, trained=10, seconds=TEN_STEPS)]
-    killed = {"seen": EPOCH + 330, "trained": 10, "seconds": TEN_STEPS}
+    seconds = {kind: value for kind, value in TEN_STEPS.items() if kind != "save"}
+    killed = {"seen": EPOCH + 330, "trained": 10, "seconds": seconds}
     last = end(4, 460, 10, trained=10, seconds=TEN_STEPS)
     written(
         tmp_path,
@@ -106,6 +107,9 @@ def test_attempts_before_the_first_save_are_of_the_same_run(tmp_path: Path) -> N
     changed = {"optimizer.lr": "1 -> 2"}
     written(tmp_path, *earlier, begin(2, 100, 110), begin(3, 390, 400, config_changes=changed))
     assert parts(tmp_path).wall == 10, "another config is another run"
+    saved = {"killed": {**killed, "seconds": TEN_STEPS}}
+    written(tmp_path, *earlier, begin(2, 100, 110), begin(3, 390, 400, **saved), end(3, 460, 10))
+    assert read_run(tmp_path).started == EPOCH + 400, "its checkpoints were taken away"
 
 
 def test_steps_that_the_guard_has_rolled_back_are_lost(tmp_path: Path) -> None:

@@ -34,18 +34,21 @@ def pinned(folder: AnyPath) -> Iterator[None]:
     written = int(time.time())
     holder = {"process": process_of(os.getpid()), "written": written}
     content = _TEXT + json.dumps(holder).encode() + b"\n"
+    stamp = None
     with contextlib.suppress(OSError):
         if is_over(pin):
             pin.unlink(missing_ok=True)
         write_new(pin, content)
         if isinstance(pin, Path):
-            # Another time is that of a user's touch.
-            os.utime(pin, (written, written))
+            # Another time is that of a user's touch. Not all file systems let one set it.
+            with contextlib.suppress(OSError):
+                os.utime(pin, (written, written))
+        stamp = pin.stat().st_mtime
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if pin.read_bytes() == content and not _is_touched(pin, written):
+            if pin.read_bytes() == content and pin.stat().st_mtime == stamp:
                 pin.unlink(missing_ok=True)
 
 
@@ -55,15 +58,11 @@ def is_over(pin: AnyPath) -> bool:
         text, _, rest = pin.read_bytes().partition(_TEXT)
         holder = parse_json(rest)
         written = holder["written"]
-        if text or _is_touched(pin, written):
+        if text or (isinstance(pin, Path) and pin.stat().st_mtime != written):
             return False
         alive = process_is_alive(holder)
         if alive is None:
             alive = time.time() - written < _LONGEST
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return False
     return not alive
-
-
-def _is_touched(pin: AnyPath, written: float) -> bool:
-    return isinstance(pin, Path) and pin.stat().st_mtime != written

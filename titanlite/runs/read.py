@@ -225,7 +225,9 @@ def _begins_again(attempt: Attempt, before: Attempt) -> bool:
     """Return whether an attempt repeats the one before, which has left no checkpoint."""
     is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
     kept = before.get("saved_step") or before.get("first_step")
-    return is_same and not kept and before.get("state") != "done"
+    # Of a killed one only its rows tell of saves.
+    saved = "save" in attempt.get("killed", {}).get("seconds", {})
+    return is_same and not kept and not saved and before.get("state") != "done"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:

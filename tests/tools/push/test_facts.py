@@ -194,6 +194,8 @@ def test_figures_take_the_place_of_their_own_and_those_of_others_stay() -> None:
     damaged = "---\nmodel-index:\n- name: x\n---\n"
     assert _index(written(damaged)) == [{"name": "x"}]
     assert _index(written(damaged, quiz_acc=0.5))[0]["name"] == "tiny"
+    # That of the branch is damaged, and that of the folder is not.
+    assert _index(merged(Card("facts", {}, "0f"), damaged, written("", quiz_acc=0.5)))
 
 
 def test_the_readme_of_a_folder_is_kept_and_two_that_differ_are_refused() -> None:

@@ -170,7 +170,8 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     golden: GoldenRun, hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
     export = _shards(tmp_path / "export", [4000, 5000, 6000])
-    (export / "README.md").write_text("# My words\n")
+    # With a byte order mark, as some editors write it.
+    (export / "README.md").write_text("\ufeff---\nlicense: mit\n---\n# My words\n")
     (export / "onnx").mkdir()
     (export / ".cache").mkdir()
     uploads = uploads_of(hub)
@@ -194,7 +195,12 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     branch = uploads.branch("ada/parts")
     for file in export.glob("[!R]*.*"):
         assert branch[file.name] == file.read_bytes()
+    assert branch["README.md"].startswith(b"---\nlicense: mit\n")
     assert b"# My words" in branch["README.md"]
+    # What a push would refuse, a dry run refuses.
+    (export / "README.md").write_text("# Other words\n")
+    refused = push(hub, home, export, "ada/parts", "--dry-run", code=exit_codes.CONFIG)
+    assert "differ in the text" in refused.stderr
     assert "15,000" not in branch["README.md"].decode()
     assert "| parameters | 3,750 |" in branch["README.md"].decode()
 

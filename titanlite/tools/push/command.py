@@ -204,13 +204,16 @@ def _plan(arguments: argparse.Namespace, push: _Push, access: Access) -> str:
         assert isinstance(subject.path, Path)
         own = _readme_of(subject.path)
         lines += _left_out(subject.path)
-    return "\n\n".join([*lines, merged(card, "", own).strip()])
+    known = ""
+    if access.exists and place.branch in heads(place.repository):
+        known = read_branch(place.repository, place.branch)[1]
+    return "\n\n".join([*lines, merged(card, known, own).strip()])
 
 
 def _readme_of(folder: Path) -> str:
     """Return the README.md of exported weights; "" without one."""
     file = folder / README
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return file.read_text(encoding="utf-8-sig", errors="replace") if file.is_file() else ""
 
 
 def _left_out(folder: Path) -> list[str]:

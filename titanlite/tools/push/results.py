@@ -30,9 +30,9 @@ def merged_index(index: Any, newer: Any, gone: Collection[Figure] = ()) -> Any:
     """Return an index with newer results in it; None where there are none.
 
     They take the place of those of the same task, data set and metric. gone: what a push before has
-    written. All others stay.
+    written. All others stay. The newer one alone stays where one has another form than the hub's.
     """
-    if not _is_index(index):
+    if not _is_index(index) or (newer and not _is_index(newer)):
         return newer or index
     added = [result for model in newer or [] for result in model["results"]]
     places = {place for result in added for place, _ in _metrics(result)}
