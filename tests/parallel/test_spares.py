@@ -35,9 +35,18 @@ line = {
     "handlers": [repr(signal.getsignal(one)) for one in (signal.SIGTERM, signal.SIGINT)],
     "environment": dict(os.environ),
 }
+time.sleep(1.5)
+line["spares"] = 0
+for file in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        words = file.read_bytes().decode(errors="replace")
+    except OSError:
+        continue
+    line["spares"] += "titanlite.parallel.spares" in words and sys.argv[1] in words
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps(line) + "\\n")
-time.sleep(1.5)
+while len(Path(sys.argv[1]).read_text().splitlines()) < 2 * (start + 1):
+    time.sleep(0.1)
 if start < 3 and rank == start % 2:
     os.kill(os.getpid(), signal.SIGKILL)
 if start < 3:
@@ -92,6 +101,7 @@ def test_ranks_that_are_killed_again_and_again_start_from_spares_and_are_as_thos
         assert output.count(f"err of rank 0 in start {start}\n") == 1
         (log,) = (tmp_path / "logs").glob(f"*/attempt_{start}/1/stdout.log")
         assert log.read_text() == f"out of rank 1 in start {start}\n"
+    assert lines[-1]["spares"] == 2, "the ranks themselves: the last start needs none"
     assert not _processes(str(tmp_path))
 
 
@@ -153,6 +163,16 @@ def test_a_rank_with_other_variables_or_an_ended_spare_starts_without(tmp_path: 
             spare.process.wait()
         assert not spare.become(command, {**given, **change}, [1, 2])
         assert spare.process.poll() is not None
+
+
+@pytest.mark.slow
+def test_spares_that_no_restart_would_use_are_refused_in_words(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import time; time.sleep(0.5)")
+    words = ["-m", "titanlite.torchrun", "--standalone", script]
+    done = python(*words, env={"TITANLITE_SPARES": "0"})
+    assert done.returncode == 0
+    assert done.stderr.count("TITANLITE_SPARES does nothing without --max-restarts\n") == 1
 
 
 def test_a_wrong_variable_is_named_before_anything_starts() -> None:

@@ -51,6 +51,8 @@ _MODULES = (
     "titanlite.plan.start_rows",
     "torch._dynamo",
 )
+#: torchrun's limit of restarts, in the environment of each rank.
+_MOST = "TORCHELASTIC_MAX_RESTARTS"
 _BYTES = 2**16
 
 
@@ -115,8 +117,13 @@ class _Spares:
     def start(self, handler: Any, command: Sequence[str], environment: Mapping[str, str]) -> Any:
         """Return the process of a rank, as the method of torch's handler does."""
         self._due = time.monotonic() + self._seconds
-        self._wanted[handler.local_rank_id] = (command, environment)
-        spare = self._found.pop(handler.local_rank_id, None)
+        rank = handler.local_rank_id
+        self._wanted.pop(rank, None)
+        if int(environment["TORCHELASTIC_RESTART_COUNT"]) < int(environment[_MOST]):
+            self._wanted[rank] = (command, environment)
+        elif environment[_MOST] == "0" and rank == 0:
+            print("TITANLITE_SPARES does nothing without --max-restarts", file=sys.stderr)
+        spare = self._found.pop(rank, None)
         files = (handler._stdout, handler._stderr)
         output = [number if file is None else file.fileno() for number, file in enumerate(files, 1)]
         if spare is not None and spare.become(command, environment, output):
