@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-
-from titanlite.parallel.local import local
+from torch.distributed.tensor import DTensor
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -29,7 +28,7 @@ def find_nonfinite(
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            part = local(tensor)
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             devices.setdefault(part.device, {})[name] = part
     mine = ""
     failed = None
