@@ -9,6 +9,8 @@ INDEX = "model-index"
 _TASK = "text-generation"
 #: A data set and a metric.
 Figure = tuple[str, str]
+#: What tells a metric from others: a task, a data set, a metric, and their details.
+Place = tuple[str, str, str, str]
 #: Details of a data set and of a metric: figures with other ones are other figures.
 _OF_DATASET = ("config", "split", "revision", "args")
 _OF_METRIC = ("config", "args")
@@ -37,16 +39,19 @@ def merged_index(index: Any, newer: Any, gone: Collection[Figure] = ()) -> Any:
     added = [result for model in newer or [] for result in model["results"]]
     places = {place for result in added for place, _ in _metrics(result)}
     places.update((_TASK, *figure, "") for figure in gone)
-    models = []
-    for model in index:
-        results = []
-        for result in model["results"]:
-            kept = [metric for place, metric in _metrics(result) if place not in places]
-            if kept:
-                results.append({**result, "metrics": kept})
-        models.append({**model, "results": results})
+    models = [_without(model, places) for model in index]
     models[0]["results"] += added
     return [model for model in models if model["results"]] or None
+
+
+def _without(model: Mapping[str, Any], places: Collection[Place]) -> dict[str, Any]:
+    """Return a model of an index without the metrics at some places."""
+    results = []
+    for result in model["results"]:
+        kept = [metric for place, metric in _metrics(result) if place not in places]
+        if kept:
+            results.append({**result, "metrics": kept})
+    return {**model, "results": results}
 
 
 def _is_index(index: Any) -> bool:
@@ -60,7 +65,7 @@ def _is_index(index: Any) -> bool:
     return bool(index)
 
 
-def _metrics(result: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str, str], Any]]:
+def _metrics(result: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
     """Yield each metric of a result, after what tells it from others."""
     dataset = result["dataset"]
     for metric in result["metrics"]:
