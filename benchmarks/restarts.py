@@ -4,15 +4,17 @@ phases.
     python benchmarks/restarts.py --out benchmarks/results/restarts
 
 The debug model trains on two ranks (gloo, a thread each) under titanlite's torchrun with
-`--max-restarts`, and saves every few steps. Its last rank, or `--victim`, is killed again and
-again. A phase ends when the last rank has passed its end, so the phases add up to the whole. The
-whole is compared with another clock: the time in the row of metrics.jsonl that rank 0 writes after
-its first step. Further flags, such as --model.overrides.dim=64, go to titanlite. Linux only.
+`--max-restarts`, and saves every few steps. Its last rank and rank 0 are killed in turn, and then
+the last rank of a run with spare processes (TITANLITE_SPARES). A phase ends when the last rank has
+passed its end, so the phases add up to the whole. The whole is compared with another clock: the
+time in the row of metrics.jsonl that rank 0 writes after its first step. Further flags, such as
+--model.overrides.dim=64, go to titanlite. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -22,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +57,16 @@ PHASES = {
 }
 #: Steps between saves. A kill comes when so many more are done.
 INTERVAL = 5
+FIRST_KIND = "first"
+SPARE_KIND = "spare"
+#: What is killed, by its name on the command line.
+KINDS = {
+    "last": "kill of the last rank",
+    FIRST_KIND: "kill of rank 0",
+    SPARE_KIND: "kill of the last rank, with spares",
+}
+#: Module of a spare process.
+SPARE = "titanlite.parallel.spares"
 #: Limit of one restart.
 PATIENCE_SECONDS = 300.0
 #: The two clocks may differ by what rank 0 does between a step and its record: seconds, or this
@@ -66,9 +78,12 @@ CLOCKS_SHARE = 0.02
 class Job:
     """A run under torchrun, of which a rank can be killed."""
 
-    def __init__(self, folder: Path, ranks: int, restarts: int, flags: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, restarts: int, spares: bool, flags: Sequence[str]
+    ) -> None:
         self.folder = folder
         self.ranks = ranks
+        self.spares = spares
         self.marks = folder / "marks.jsonl"
         self.marks.touch()
         self.console = folder / "console.log"
@@ -83,7 +98,10 @@ class Job:
         ]
         words = [*torchrun, *marks[1:], "rank", str(self.marks), *run]
         command = [*marks, "launcher", str(self.marks), *words]
-        self.process = start(command, self.console, training_environment("cpu"))
+        environment = training_environment("cpu")
+        if spares:
+            environment["TITANLITE_SPARES"] = "0"
+        self.process = start(command, self.console, environment)
 
     def restart(self, attempt: int, rank: int) -> dict[str, Any]:
         """Kill a rank of an attempt; return the seconds of the phases until the first step
@@ -91,6 +109,9 @@ class Job:
         """
         victim = self.started(attempt)[rank]
         self.until("steps and a checkpoint", lambda: self.may_be_killed(attempt))
+        if self.spares:
+            taken = {line["pid"] for line in self.lines() if "pid" in line}
+            self.until("spare for each rank", lambda: self.spares_wait(taken))
         os.kill(victim["pid"], signal.SIGKILL)
         killed = time.time()
         ranks = self.started(attempt + 1)
@@ -118,6 +139,22 @@ class Job:
         began = max(line["times"]["launched"] for line in self.started(attempt))
         steps = [row["step"] for row in self.rows() if row["time"] > began]
         return len(steps) > INTERVAL and bool(steps_in(self.folder / "run" / "checkpoint"))
+
+    def spares_wait(self, taken: Container[int]) -> bool:
+        """Return whether there is a spare process for each rank that has imported all.
+
+        taken: those that have become ranks.
+        """
+        waiting = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            # It may have ended.
+            with contextlib.suppress(OSError):
+                words = file.read_bytes().decode(errors="replace").split("\0")
+                # Waiting in the kernel, for a socket.
+                is_spare = SPARE in words and str(self.marks) in words
+                if is_spare and int(file.parent.name) not in taken:
+                    waiting.append("unix_stream" in (file.parent / "wchan").read_text())
+        return len(waiting) == self.ranks and all(waiting)
 
     def recorded(self, ranks: Sequence[dict[str, Any]]) -> float | None:
         """Return the time of the first row of an attempt; None: it is not there yet."""
@@ -176,31 +213,50 @@ def phase_ends(
     return ends
 
 
-def measure(ranks: int, victim: int, repeats: int, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the figures of each restart of one run."""
-    with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
-        job = Job(Path(folder), ranks, repeats, flags)
-        found = []
-        try:
-            for attempt in range(repeats):
-                found.append(job.restart(attempt, victim))
-                print(f"restart {attempt + 1}: {found[-1]['whole']:.2f} s", file=sys.stderr)
-        finally:
-            end_all([job.process])
-        return found
+def measure(
+    kinds: Sequence[str], ranks: int, repeats: int, flags: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the figures of each restart, kinds without spares in turn in one run."""
+    cold = [kind for kind in kinds if kind != SPARE_KIND]
+    warm = [kind for kind in kinds if kind == SPARE_KIND]
+    found = []
+    for group in (cold, warm):
+        order = group * repeats
+        if not order:
+            continue
+        with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
+            job = Job(Path(folder), ranks, len(order), group == warm, flags)
+            try:
+                for attempt, kind in enumerate(order):
+                    victim = 0 if kind == FIRST_KIND else ranks - 1
+                    found.append({"kind": kind, **job.restart(attempt, victim)})
+                    print(f"{KINDS[kind]}: {found[-1]['whole']:.2f} s", file=sys.stderr)
+            finally:
+                end_all([job.process])
+    return found
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| phase | median, s | range, s |", "|---|---|---|"]
+    kinds = [kind for kind in KINDS if any(one["kind"] == kind for one in found)]
+    names = [KINDS[kind] for kind in kinds]
+    lines = [f"| phase, s | {' | '.join(names)} |", "|---" * (1 + len(kinds)) + "|"]
     for mark, name in PHASES.items():
-        lines.append(_row(name, [one["seconds"][mark] for one in found]))
-    lines.append(_row("**from the kill to the end of the first step**", wholes(found)))
+        lines.append(_row(name, [[o["seconds"][mark] for o in _of(found, k)] for k in kinds]))
+    whole = "**from the kill to the end of the first step**"
+    lines.append(_row(whole, [wholes(_of(found, kind)) for kind in kinds]))
     return lines
 
 
-def _row(name: str, seconds: Sequence[float]) -> str:
-    middle = statistics.median(seconds)
-    return f"| {name} | {middle:.2f} | {min(seconds):.2f} to {max(seconds):.2f} |"
+def _of(found: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [one for one in found if one["kind"] == kind]
+
+
+def _row(name: str, columns: Sequence[Sequence[float]]) -> str:
+    cells = [
+        f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+        for seconds in columns
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def wholes(found: Sequence[dict[str, Any]]) -> list[float]:
@@ -227,35 +283,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=5, help="restarts, all of one run")
+    parser.add_argument("--repeats", type=int, default=5, help="restarts of each kind")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--victim", type=int, metavar="RANK", help="default: the last")
+    parser.add_argument(
+        "--kinds",
+        default=",".join(KINDS),
+        help="what is killed, of last, first and spare (the last one, which has a spare)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     arguments, flags = parser.parse_known_args()
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
-    victim = arguments.ranks - 1 if arguments.victim is None else arguments.victim
-    if not 0 <= victim < arguments.ranks:
-        parser.error(f"--victim must be a rank from 0 to {arguments.ranks - 1}")
-    found = measure(arguments.ranks, victim, arguments.repeats, flags)
+    kinds = arguments.kinds.split(",")
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"--kinds must be of {', '.join(KINDS)}")
+    load = os.getloadavg()[0]
+    found = measure(kinds, arguments.ranks, arguments.repeats, flags)
     import torch
 
     from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
-    words = ["python", "benchmarks/restarts.py", f"--repeats={arguments.repeats}"]
-    words += [f"--ranks={arguments.ranks}", f"--victim={victim}", *flags]
-    command = shlex.join(words)
+    command = shlex.join(["python", "benchmarks/restarts.py", *sys.argv[1:]])
     head = (
-        f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, torch {torch.__version__}; {arguments.ranks} ranks under "
-        f"torchrun --max-restarts, {len(found)} kills of rank {victim}; `{command}`."
+        f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, load {load:.1f} before, "
+        f"{os.getloadavg()[0]:.1f} after; Python {platform.python_version()}, torch "
+        f"{torch.__version__}; {arguments.ranks} ranks under torchrun --max-restarts, "
+        f"{arguments.repeats} kills of each kind; medians, and ranges in parentheses; `{command}`."
     )
     words, good = verdict(found)
-    lines = [head, "", *table(found), "", words]
+    lines = ["# Restarts", "", head, "", *table(found), "", words]
     print("\n".join(lines))
     if arguments.out:
-        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         record = {
             "head": head,
             "command": command,
@@ -264,6 +323,7 @@ def main() -> int:
             "found": found,
         }
         arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return 0 if good else 1
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +27,8 @@ from titanlite.start.signals import exit_on_signals, line_break
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Names the seconds from a start of the ranks to that of their spares.
+_SPARES = "TITANLITE_SPARES"
 _CLOSED = (
     "error: the machines met at the rendezvous of an earlier start, which is about to end. Start "
     "again\n"
@@ -156,6 +159,7 @@ def main() -> NoReturn:
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for
     # that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    spares = _spares()
     # Every rank of the run connects to the store, which the first torchrun serves.
     raise_file_limit(2**16)
     # Until torchrun has its own handlers; SIGUSR1 stays ignored if it is.
@@ -173,7 +177,8 @@ def main() -> NoReturn:
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
-        end = _run(torchrun)
+        with spares:
+            end = _run(torchrun)
         # The workers have ended, and their code counts.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -191,6 +196,19 @@ def main() -> NoReturn:
         end.code = worst_code(text, end.failed) or end.code
     _explain(end, text)
     sys.exit(code_for_scheduler(end.code, end.failed))
+
+
+def _spares() -> AbstractContextManager[None]:
+    """Return what keeps spare processes for the ranks, where `TITANLITE_SPARES` asks for them."""
+    text = os.environ.get(_SPARES)
+    if text is None:
+        return nullcontext()
+    if not text.isdecimal():
+        print(f"error: {_SPARES} is {text!r}, expected seconds, as 60", file=sys.stderr)
+        sys.exit(exit_codes.CONFIG)
+    from titanlite.parallel.spares import spares
+
+    return spares(int(text))
 
 
 def _run(torchrun: Callable[[], None]) -> _End:

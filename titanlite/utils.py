@@ -273,6 +273,13 @@ def progress_text(done: float, total: float, seconds: float) -> str:
     return f"about {done / total:.0%}, {human_time(seconds * (total - done) / done)} left"
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def timestamp() -> str:
     """Return the time now, in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

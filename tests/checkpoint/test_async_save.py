@@ -15,6 +15,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._dispatch import OpDispatcher
 
 from tests.support.checkpoints import PRINTS, RUN, names, options
 from tests.support.harness import build_tiny, full, stepper
@@ -47,8 +48,19 @@ def _overwrite_while_saving(
 ) -> tuple[bool, bool, dict[str, torch.Tensor]]:
     """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the
     weights before.
+
+    No operator of DTensor may run in another thread: torch 2.13 has references to Python objects
+    with it, and releases them unguarded.
     """
     held = threading.Event()
+    elsewhere: list[str] = []
+    real = OpDispatcher._propagate_op_sharding_dispatch_slow_path
+
+    # A new thread knows no operator yet, so each comes by here.
+    def propagate(self: OpDispatcher, operator: Any, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            elsewhere.append(str(operator))
+        return real(self, operator, *args)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert held.wait(300)
@@ -57,6 +69,7 @@ def _overwrite_while_saving(
     with (
         _saver(world, folder) as (saver, model, optimizer),
         patch.object(manager.dcp, "save", late),
+        patch.object(OpDispatcher, real.__name__, propagate),
     ):
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
@@ -68,6 +81,7 @@ def _overwrite_while_saving(
                 parameter.fill_(9.0)
         held.set()
         saver.wait()
+    assert not elsewhere
     return in_flight, published, before
 
 

@@ -393,7 +393,7 @@ def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
     whole = manifest.read_bytes()
-    flip(manifest)
+    manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)[0]
     assert any("manifest.json is damaged" in line for line in found["notices"])
     assert manifest.read_bytes() == whole

@@ -58,7 +58,7 @@ def _train_beside_a_later_start(world: DistEnv, run: Run, folder: Path) -> None:
     def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
         if step == 6 and world.rank == 0:
             created = parse_manifest(shared / "step-4").created
-            write_past(shared, read_past(shared).go_on(created, 4))
+            write_past(shared, read_past(shared).go_on(created, 4, None))
         real(saver, step, *more)
 
     with patch.object(TieredCheckpointer, "save_local", save_local):
@@ -86,6 +86,104 @@ def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int)
             saver.save(last, model, optimizer, {"next_sequence": 8 * last})
     finally:
         saver.close()
+
+
+@pytest.mark.parametrize("last", [4, 8], ids=["it saved nothing", "its save was deleted"])
+def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(
+    pool: Pools, tmp_path: Path, last: int
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(_train_without_local_saves, RUN, tmp_path, last)
+    shutil.rmtree(tmp_path / "shared" / "step-8", ignore_errors=True)
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    assert any("tell nothing of the start that wrote it" in line for line in found["notices"])
+
+
+def _train_without_local_saves(world: DistEnv, run: Run, folder: Path, last: int) -> None:
+    """Go on to `last` by shared checkpoints alone; with one at the end, if there was a step."""
+    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
+    saver = Checkpointer(options(folder / "shared"), world, PRINTS)
+    try:
+        loaded = saver.load(model, optimizer)
+        assert loaded is not None
+        for step in range(loaded.step + 1, last + 1):
+            take(step, run.rates[step - 1], step - 1)
+        if last > loaded.step:
+            saver.save(last, model, optimizer, {"next_sequence": 8 * last})
+    finally:
+        saver.close()
+
+
+@pytest.mark.parametrize("last", [8, 9])
+def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(
+    pool: Pools, tmp_path: Path, last: int
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, last, [0, 1])
+    shutil.rmtree(tmp_path / "shared" / "step-8")
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    said = [line for line in found["notices"] if "the shared checkpoint of step 8, which" in line]
+    assert said[0].endswith("is gone")
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
+
+
+@pytest.mark.parametrize("harm", ["set aside", "damaged"])
+def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(
+    pool: Pools, tmp_path: Path, harm: str
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1])
+    step = tmp_path / "shared" / "step-8"
+    if harm == "damaged":
+        (step / "manifest.json").write_bytes(b"{")
+    else:
+        step.rename(step.with_name("step-8.invalid-0"))
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
+
+
+def test_a_shared_folder_from_a_backup_brings_no_later_local_save_back(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(_train_beside_a_backup, RUN, tmp_path)
+    shutil.rmtree(tmp_path / "shared")
+    shutil.copytree(tmp_path / "backup", tmp_path / "shared")
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    assert any("checkpoint of step 8, which the run had" in line for line in found["notices"])
+    # A start that the backup knows nothing of.
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    shutil.rmtree(tmp_path / "shared")
+    shutil.copytree(tmp_path / "backup", tmp_path / "shared")
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 4)
+    shutil.rmtree(tmp_path / "shared")
+    shutil.copytree(tmp_path / "backup", tmp_path / "shared")
+    pool(2).run(train_both, RUN, tmp_path, 4, [0, 1], 4)
+
+
+def _train_beside_a_backup(world: DistEnv, run: Run, folder: Path) -> None:
+    """Steps to 9. At step 5 somebody copies the shared folder."""
+    real = TieredCheckpointer.save_local
+
+    def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
+        if step == 5 and world.rank == 0:
+            shutil.copytree(folder / "shared", folder / "backup")
+        real(saver, step, *more)
+
+    with patch.object(TieredCheckpointer, "save_local", save_local):
+        train_both(world, run, folder, 9, [0, 1])
+
+
+def test_a_run_folder_that_is_renamed_and_gets_its_name_back(pool: Pools, tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    other = tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        for node in (0, 1):
+            (tmp_path / f"disk-{node}").mkdir(exist_ok=True)
+            (folder / f"node-{node}").symlink_to(tmp_path / f"disk-{node}")
+    pool(2).run(train_both, RUN, one, 7, [0, 1])
+    (one / "shared").rename(other / "shared")
+    pool(2).run(train_both, RUN, other, 6, [0, 1], 4)
+    (other / "shared").rename(one / "shared")
+    pool(2).run(train_both, RUN, one, 4, [0, 1], 4)
 
 
 def test_a_train_state_that_is_passed_on_makes_no_local_save_of_a_shared_one(

@@ -235,6 +235,10 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
         assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
         assert slurm.field(job, "Restarts") == "0"
         assert "srun" not in read_log(folder, job)
+    words = ["srun", "--partition=aside", "--nodes=2", "bash", str(script)]
+    done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == exit_codes.CONFIG
+    assert "error: srun cannot run this script" in done.stderr
 
 
 @pytest.mark.slow

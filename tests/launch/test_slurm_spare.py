@@ -166,7 +166,7 @@ _PROGRAMS = {
     "scontrol": """
 if [ "$1" = requeue ]; then touch requeued; exit; fi
 if [ "$2" = hostnames ]; then printf '%s\\n' a b c; exit; fi
-echo NodeAddr=10.0.0.1
+echo "NodeAddr=10.0.0.1 NodeHostName=host-$3.lab"
 """,
     "squeue": "",
     "sleep": """
@@ -188,7 +188,7 @@ while [ "$1" != bash ] && [ "$1" != true ]; do shift; done
 exec "$@"
 """,
     "python": """
-echo "$SLURM_STEP_NODELIST $*" >>started
+echo "$SLURM_STEP_NODELIST $* lost: $TITANLITE_LOST_HOSTS" >>started
 code=$(head -n 1 codes)
 sed -i 1d codes
 if [ "$code" -gt 128 ]; then touch b; fi
@@ -197,8 +197,11 @@ exit "$code"
 }
 
 
-def _run(place: Path, codes: list[int], *flags: str) -> tuple[int, str]:
-    """Run a job's script with the stand-ins; return its exit code and its output."""
+def _run(place: Path, codes: list[int], *flags: str, first: str = "a") -> tuple[int, str]:
+    """Run a job's script with the stand-ins; return its exit code and its output.
+
+    first: the node on which it runs; "": none, as within salloc.
+    """
     (place / "programs").mkdir()
     for name, body in _PROGRAMS.items():
         (place / "programs" / name).write_text(f"#!/bin/bash\n{body}")
@@ -208,7 +211,7 @@ def _run(place: Path, codes: list[int], *flags: str) -> tuple[int, str]:
     (folder / "launch").mkdir(parents=True)
     script = _script(f"--job.dump_folder={folder}", "--launch.image=image", *flags)
     variables = {
-        "SLURMD_NODENAME": "a",
+        **({"SLURMD_NODENAME": first} if first else {}),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "a,b,c",
         "SLURM_JOB_NUM_NODES": "3",
@@ -239,6 +242,12 @@ def test_a_node_that_does_not_see_all_its_gpus_gets_no_ranks(tmp_path: Path) -> 
     assert "== node a is lost" in said
 
 
+def test_the_script_runs_within_salloc(tmp_path: Path) -> None:
+    code, said = _run(tmp_path, [0], "--launch.spare_nodes=1", first="")
+    assert code == 0, said
+    assert _starts(tmp_path) == ["a,b"]
+
+
 def test_without_enough_healthy_nodes_the_job_goes_back_into_the_queue(tmp_path: Path) -> None:
     (tmp_path / "gpu-a").touch()
     code, said = _run(tmp_path, [137, 0], "--launch.spare_nodes=1")
@@ -265,6 +274,7 @@ def test_a_job_goes_on_with_fewer_nodes_where_they_fit(tmp_path: Path) -> None:
     started = (tmp_path / "started").read_text()
     assert re.findall("--nnodes (.)", started) == ["2", "1"]
     assert re.findall("--rdzv_id (.*?) ", started) == ["7-0-0", "7-0-1"]
+    assert re.findall("lost: (.*)", started) == ["host-a", "host-a,host-b"]
     assert not (tmp_path / "requeued").exists()
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -166,6 +167,31 @@ def test_reading_a_stack_keeps_no_object_of_it_alive() -> None:
         assert made[0]() is None
     finally:
         gc.enable()
+
+
+def test_no_garbage_is_collected_while_a_stack_is_read() -> None:
+    """Python 3.11 would let the thread run on meanwhile, and read frames that have ended."""
+    within: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            within.append(frame.f_code.co_name)
+            frame = frame.f_back
+
+    usual = gc.get_threshold()
+    main = threading.get_ident()
+    reader = threading.Thread(target=lambda: [_stack(main) for _ in range(20)])
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 1, 1)
+    try:
+        reader.start()
+        reader.join()
+        assert gc.get_threshold() == (1, 1, 1)
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.remove(note)
+    assert "_stack" in within and "_look" not in within
 
 
 # Ranks that stand still

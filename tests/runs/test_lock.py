@@ -33,6 +33,7 @@ from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,
     LEASE_SECONDS,
+    LOST_HOSTS,
     LockedError,
     LockLostError,
     OwnershipCheck,
@@ -190,6 +191,22 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
     with RunLock(place):
         assert "taken over: process 4711 on" in said[-1]
         assert time.monotonic() - began > 0.7
+    assert _names(place) == []
+
+
+def test_a_lock_of_a_host_that_the_job_has_lost_is_taken_over_at_once(
+    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOST_HOSTS, "node6,node7")
+    for host in ("node", ""):
+        _abandon(place, id=4711, space="elsewhere", host=host)
+        with _renewed(place), pytest.raises(LockedError), RunLock(place):
+            pytest.fail("it is another host's")
+        (place / FILE).unlink()
+    _abandon(place, id=4711, space="elsewhere", host="node7.lab")
+    said.clear()
+    with RunLock(place):
+        assert "taken over: process 4711 on node7.lab" in said[0]
     assert _names(place) == []
 
 

@@ -40,6 +40,8 @@ from typing import Any
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.drill.ranks import start_fork_server
 
+#: Seconds of one wait for answers.
+_WAIT = 1.0
 #: Seconds in which the other ranks may answer when one has failed.
 _AFTER_A_FAILURE = 10
 #: Seconds in which the other ranks may answer when one has succeeded: jobs end together.
@@ -195,24 +197,22 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers: dict[int, tuple[bool, Any]] = {}
-        limit = time.monotonic() + timeout
-        answered = 0
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while len(answers) < self.size:
+        # In seconds that passed here: a machine that was stopped meanwhile has not run the ranks.
+        patience = timeout
+        while len(answers) < self.size and patience > 0:
             waiting = [pipe for pipe, rank in ranks.items() if rank not in answers]
-            for pipe in wait(waiting, timeout=max(limit - time.monotonic(), 0)):
+            ready = wait(waiting, timeout=_WAIT)
+            if not ready:
+                patience -= _WAIT
+            for pipe in ready:
                 try:
                     answers[ranks[pipe]] = pipe.recv()
                 except EOFError:
                     answers[ranks[pipe]] = (False, self._death(ranks[pipe]))
-            failed = [rank for rank, (fine, _) in answers.items() if not fine]
-            if len(answers) > answered:
-                answered = len(answers)
-                # The others may be stuck, perhaps waiting for the one that failed.
-                rest = _AFTER_A_FAILURE if failed else self.after_an_answer
-                limit = min(limit, time.monotonic() + rest)
-            if time.monotonic() >= limit:
-                break
+                # The others may be stuck, perhaps waiting for this one, which has failed.
+                fine = answers[ranks[pipe]][0]
+                patience = min(patience, self.after_an_answer if fine else _AFTER_A_FAILURE)
         silent = [rank for rank in range(self.size) if rank not in answers]
         problems = [
             f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from titanlite import main as entry
 
 #: Seconds that each thing is made longer.
-STEP = 0.15
+STEP = 0.25
 FIRST_STEP = 0.6
 DATA = 0.1
 SAVE = 0.3

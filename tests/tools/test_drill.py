@@ -21,6 +21,15 @@ from titanlite.tools.cli import main
 from titanlite.tools.drill.config import tiny_config
 from titanlite.tools.drill.drill import SCENARIOS
 
+#: `titanlite`, whose ranks start as those of other tests.
+PRELOADED = """
+import sys
+from tests.support.preload import preload_more
+from titanlite.tools.cli import main
+preload_more()
+sys.exit(main())
+"""
+
 
 def drill(
     *words: str, package: Path = ROOT, folder: Path | str = ""
@@ -33,14 +42,14 @@ def drill(
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     variables |= {
-        "PYTHONPATH": str(package),
+        "PYTHONPATH": f"{package}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
         **({"TMPDIR": str(folder)} if folder else {}),
     }
     command = [
         sys.executable,
-        "-m",
-        "titanlite.tools.cli",
+        "-c",
+        PRELOADED,
         "drill",
         str(ROOT / "train_configs" / "debug_model.toml"),
     ]

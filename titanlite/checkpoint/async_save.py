@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
@@ -88,9 +89,12 @@ class AsyncSave:
             self._stream.wait_stream(torch.cuda.current_stream())
 
         def copy(tensors: Tensors) -> Tensors:
-            copies = cast(Tensors, self._stager.stage(tensors))
+            # An operator of DTensor would leave references to Python objects with this thread.
+            # torch 2.13 releases them at its end, while other threads run Python.
+            parts = {name: _part(tensor) for name, tensor in tensors.items()}
+            copies = cast(Tensors, self._stager.stage(parts))
             self._copied.set()
-            return copies
+            return {name: _like(tensors[name], part) for name, part in copies.items()}
 
         def run() -> None:
             problem = ""
@@ -202,3 +206,15 @@ class AsyncSave:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a tensor as the ranks share that."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 _DELETE_SECONDS = 3.0
 #: Ranks wait so long for each other in a save that blocks training.
 _SAVE_TIMEOUT = timedelta(minutes=30)
+#: File with what local saves may come back.
+LOCAL_PAST = "local-saves.past"
 T = TypeVar("T")
 
 
@@ -149,7 +151,7 @@ class Checkpointer:
         if self._base is not None:
             self._base(model)
         loaded = self._loader.load(model, optimizer, expected)
-        self._on_rank_0(lambda: self._deleter.delete(leftovers(self.root)))
+        self._on_rank_0(self._clean_up)
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
         return loaded
@@ -161,6 +163,12 @@ class Checkpointer:
             put_back_pinned(self.root)
         except OSError as error:
             logger.warning(f"a pinned checkpoint cannot be put back: {error}")
+
+    def _clean_up(self) -> None:
+        """On rank 0: delete leftovers, and let no local save from before this start come back."""
+        self._deleter.delete(leftovers(self.root))
+        if (self.root / LOCAL_PAST).is_file():
+            (self.root / LOCAL_PAST).write_bytes(b"")
 
     def load_newest(
         self,

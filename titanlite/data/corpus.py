@@ -24,7 +24,7 @@ from titanlite.data.records import Record
 from titanlite.data.rows import FilePlace
 from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, logger, progress_text
+from titanlite.utils import cores, counted, logger, progress_text
 
 if TYPE_CHECKING:
     from titanlite.data.token_checks import HashCheck
@@ -294,14 +294,8 @@ def workers_of(wanted: int | None, alone: bool = False) -> int:
             f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of ranks of "
             "this node; torchrun sets it"
         )
-    share = _cores() // max(int(text), 1)
+    share = cores() // max(int(text), 1)
     return min(share, 8) if share > 1 else 0
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _add_text(digest: hashlib._Hash, record: Record) -> int:

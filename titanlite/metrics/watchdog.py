@@ -20,6 +20,7 @@ one run stand still together.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -80,6 +81,8 @@ _ENDING = 2.0
 _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
+#: Held by the thread that looks at frames.
+_looks = threading.Lock()
 #: All ranks raise these together.
 _TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -537,6 +540,18 @@ def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
     """Return the innermost frame of a thread, those around it that are not torch's, and if it is in
     a collective.
     """
+    # Python 3.11 may collect garbage within one look at another thread's frames, and let that
+    # thread run meanwhile. Then the look reads and writes freed memory, or all stand still.
+    with _looks:
+        usual = gc.get_threshold()
+        gc.set_threshold(0)
+        try:
+            return _look(thread)
+        finally:
+            gc.set_threshold(*usual)
+
+
+def _look(thread: int) -> tuple[tuple[str, ...], bool]:
     frame = sys._current_frames().get(thread)
     own: list[FrameType] = []
     if frame is not None:

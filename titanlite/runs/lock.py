@@ -31,6 +31,9 @@ FILE = "run.lock"
 RENEW_SECONDS = 15.0
 #: A lock that was not renewed for so long is abandoned, where its process cannot be looked up.
 LEASE_SECONDS = 180.0
+#: Names hosts that the job of this run has lost, with commas between them: their locks are
+#: abandoned.
+LOST_HOSTS = "TITANLITE_LOST_HOSTS"
 _POLL_SECONDS = 0.5
 #: A live run that was asked to stop has so long for its last save before another start is refused.
 ENDING_SECONDS = 240.0
@@ -197,7 +200,7 @@ class RunLock:
         """Return whether a lock's holder lives; a lock that is released meanwhile counts as
         dead.
         """
-        if holder.get(_RELEASED):
+        if holder.get(_RELEASED) or _is_lost(holder):
             return False
         alive = process_is_alive(holder)
         if alive is not None:
@@ -371,6 +374,12 @@ def _describe(holder: dict[str, Any]) -> str:
     if not isinstance(process, dict) or "id" not in process:
         return "its lock does not name its holder"
     return f"process {process['id']} on {holder.get('host')}, since {holder.get('since')}"
+
+
+def _is_lost(holder: dict[str, Any]) -> bool:
+    """Return whether a holder ran on a host that this job has lost."""
+    host = str(holder.get("host")).partition(".")[0]
+    return bool(host) and host in os.environ.get(LOST_HOSTS, "").split(",")
 
 
 def process_is_alive(holder: dict[str, Any]) -> bool | None:

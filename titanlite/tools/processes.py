@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
 import titanlite
+from titanlite.utils import escape
 
 #: Time for torchrun to end; it gives its workers 10 seconds less.
 GRACE_SECONDS = 40
@@ -232,3 +234,8 @@ def last_lines(console: Path, count: int = 15) -> list[str]:
         if number and _TORCHRUN.match(line):
             return lines[:number][-count:]
     return lines[-count:]
+
+
+def tell(text: str) -> None:
+    """Write progress to standard error: standard output holds the table."""
+    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)

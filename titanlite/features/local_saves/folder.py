@@ -25,7 +25,7 @@ from titanlite.checkpoint.retention import quarantine
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,
-#: "line": of the run's past}.
+#: "line" and "shared": see `past.py`}.
 ABOUT = "local_save"
 _RANK = re.compile(r"(?:rank|copy)-(\d+)")
 _ID = re.compile(r"[0-9a-f]{16}")

@@ -180,7 +180,8 @@ class TieredLoader(Loader):
         dist.all_gather_object(places, digest_of(layout(gather(model)).encode()), self._group)
         self.layout = digest_of("\n".join(places).encode())
         self.past = on_rank_0(self.world, lambda: read_past(self.chooser.root), self._group)
-        found = survey(self._folder, self.layout, self.past, self.world, self._group)
+        shared = self.chooser.root
+        found = survey(self._folder, self.layout, self.past, shared, self.world, self._group)
         self.chooser.offers = found.offers
         self.chooser.notes = found.notes
 

@@ -19,14 +19,15 @@ from titanlite.checkpoint.async_save import AsyncSave
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import Checkpointer, Save, async_save
-from titanlite.checkpoint.manifest import FILE, Manifest
+from titanlite.checkpoint.manifest import FILE, Manifest, find
+from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import Tensors, describe, on_each_rank
 from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
 from titanlite.features.local_saves.name import local_root
-from titanlite.features.local_saves.past import write_past
+from titanlite.features.local_saves.past import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.write import LocalWriter
 from titanlite.utils import atomic_write, human_time, logger
 
@@ -132,9 +133,8 @@ class TieredCheckpointer(Checkpointer):
         seen = [offer.manifest.created for offer in self._loader.chooser.offers]
         self._clock = max([created, *seen, self._clock]) + _TICK
         group = self._loader.checked_group()
-        past = self._loader.past.go_on(max(created, -1.0), 0 if manifest is None else manifest.step)
-        self._on_rank_0(lambda: write_past(self.root, past))
-        self._loader.past = past
+        step = 0 if manifest is None else manifest.step
+        self._loader.past = self._on_rank_0(lambda: self._begin_line(max(created, -1.0), step))
         if manifest is not None:
             on_each_rank(lambda: self._complete(manifest), group)
         on_each_rank(lambda: self.local.set_own_aside(created, reason), group)
@@ -143,6 +143,28 @@ class TieredCheckpointer(Checkpointer):
         self._loader.chooser.rejected.clear()
         if manifest is not None:
             on_each_rank(lambda: self.local.prune(self.config.local_keep_latest_k), group)
+
+    def _begin_line(self, created: float, step: int) -> Past:
+        """On rank 0: begin a new line of the run, from one save."""
+        shared = find(self.root, known_bad=self._bad).manifest
+        newest = None if shared is None else Shared(shared.step, shared.created)
+        past = self._loader.past.go_on(created, step, newest)
+        write_past(self.root, past)
+        return past
+
+    def _clean_up(self) -> None:
+        self._deleter.delete(leftovers(self.root))
+
+    def _publish(self, save: Save, manifest: Manifest) -> None:
+        super()._publish(save, manifest)
+        past = self._loader.past._replace(newest=Shared(manifest.step, manifest.created))
+        try:
+            if read_past(self.root).line == past.line:
+                write_past(self.root, past)
+                self._loader.past = past
+        except (OSError, CheckpointError) as error:
+            # The checkpoint is there.
+            logger.warning(f"{self.root} does not tell of step {manifest.step}: {error}")
 
     def _complete(self, manifest: Manifest) -> None:
         """Give this rank's part of the save that was taken what it lacks, such as the manifest."""
@@ -186,7 +208,7 @@ class TieredCheckpointer(Checkpointer):
             config.local_keep_latest_k,
             config.verify_saves,
             self._loader.layout,
-            self._loader.past.line,
+            self._loader.past,
             self._copies,
         )
         saving = self._local_async

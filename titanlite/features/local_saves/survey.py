@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.storage import on_each_rank
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.storage import on_each_rank, on_rank_0
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
 from titanlite.features.local_saves.past import Past
 from titanlite.parallel.dist_env import DistEnv
@@ -36,20 +37,26 @@ class Survey(NamedTuple):
 
 
 def survey(
-    folder: LocalFolder, layout: str, past: Past, world: DistEnv, group: dist.ProcessGroup | None
+    folder: LocalFolder,
+    layout: str,
+    past: Past,
+    shared: AnyPath,
+    world: DistEnv,
+    group: dist.ProcessGroup | None,
 ) -> Survey:
     """Look for local saves on all nodes. All ranks call it together.
 
-    layout: hash of where all ranks' tensors lie now.
+    layout: hash of where all ranks' tensors lie now. shared: folder of the shared checkpoints.
     """
     assert group is not None, "closed"
     seen, problems = on_each_rank(folder.seen, group)
     mine = {one.save: one.manifest for one in seen}
     manifests, notes = _manifests(mine, problems, world, group)
+    gone = on_rank_0(world, lambda: past.gone(manifests.values(), shared), group)
     offers = []
     ordered = sorted(manifests.items(), key=lambda pair: (pair[1].created, pair[0]), reverse=True)
     for save, manifest in ordered:
-        reason = past.abandoned(manifest) or _of_another_layout(manifest, layout, world)
+        reason = past.abandoned(manifest) or gone or _of_another_layout(manifest, layout, world)
         if reason:
             notes.append(f"the local save of step {manifest.step}: {reason}")
             continue

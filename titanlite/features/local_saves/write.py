@@ -31,7 +31,7 @@ from titanlite.features.local_saves.folder import (
     remove,
 )
 from titanlite.features.local_saves.part import bytes_of, local_of, write_part
-from titanlite.features.local_saves.past import LINE
+from titanlite.features.local_saves.past import LINE, SHARED, Past
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_bytes
 
@@ -44,7 +44,7 @@ class LocalWriter:
     """Writes local saves. All ranks make one and call it together.
 
     keep: saves that stay on a node. read_back: compare each file with its hash after the write.
-    layout: hash of where all ranks' tensors lie. line: of the run's past.
+    layout: hash of where all ranks' tensors lie.
     """
 
     world: DistEnv
@@ -52,7 +52,7 @@ class LocalWriter:
     keep: int
     read_back: bool
     layout: str
-    line: int
+    past: Past
     copies: Copies
 
     def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
@@ -76,7 +76,8 @@ class LocalWriter:
             parts = self._exchange(written, local_of(rows), group)
             generators = b"".join(row for _, row in parts)
             files = [file for file, _ in parts]
-            about = {"save": identity, "layout": self.layout, LINE: self.line}
+            past = {LINE: self.past.line, SHARED: self.past.newest}
+            about = {"save": identity, "layout": self.layout, **past}
             manifest = _manifest(save.draft, about, files, generators)
             content = on_rank_0(self.world, lambda: manifest.to_json().encode(), group)
             own = self.folder.step(step)

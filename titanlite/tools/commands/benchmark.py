@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ from titanlite.tools.commands.benchmark_levels import (
 )
 from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.processes import Stopped, last_lines, stoppable, train
-from titanlite.utils import atomic_write, escape, render
+from titanlite.tools.processes import Stopped, last_lines, stoppable, tell, train
+from titanlite.utils import atomic_write, render
 
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
@@ -219,14 +218,14 @@ class Benchmark:
         """Make the missing runs. Return the exit code. Raises OSError."""
         slots = self.in_turn()
         if self.finished:
-            _log(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
+            tell(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
         try:
             with stoppable():
                 for level, repeat in slots:
                     if (level.name, repeat) not in self.finished and not self._make(level, repeat):
                         return exit_codes.ERROR
         except Stopped as stop:
-            _log(f"stopped by {stop}; the same command makes the missing runs")
+            tell(f"stopped by {stop}; the same command makes the missing runs")
             return 128 + stop.number
         return exit_codes.DONE
 
@@ -237,7 +236,7 @@ class Benchmark:
         label = f"run {number} of {len(self.levels) * self.repeats}: {level.name}, repeat {repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
-        _log(f"{label} starts; its output: {console}")
+        tell(f"{label} starts; its output: {console}")
         config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
         device_type = "cuda" if self.machine.gpus else "cpu"
@@ -250,15 +249,15 @@ class Benchmark:
             why = f"left no metrics of {self.steps} steps in {folder}"
             if code:
                 why = f"failed with exit code {code}"
-            _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
-            _log(
+            tell("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
+            tell(
                 f"the whole output: {console}; the same command tries again, --skip {level.name} "
                 "leaves it out"
             )
             return False
         self.finished[level.name, repeat] = done
         figures = report.measure(done, level.name, repeat, self.warmup)
-        _log(
+        tell(
             f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss "
             f"{figures.losses[self.steps]:.4f}"
         )
@@ -418,8 +417,3 @@ def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("titanlite", "torch")
     }
     return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
-
-
-def _log(text: str) -> None:
-    """Write progress to standard error: standard output holds the table."""
-    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from titanlite.config import trust
 from titanlite.config.data_sections import RecordForm, TextFormat
 from titanlite.data import DataError
 from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group, no_flags
-from titanlite.utils import Style
+from titanlite.utils import Style, cores
 
 if TYPE_CHECKING:
     from titanlite.tools.commands.look import Run
@@ -77,15 +76,9 @@ def _add_prepare(actions: Commands) -> None:
     template = "as data.chat_template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=template)
     workers = "cores to use (default: all)"
-    add("--workers", type=int, default=_cores(), metavar="N", help=workers)
+    add("--workers", type=int, default=cores(), metavar="N", help=workers)
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _add_verify(actions: Commands) -> None:
@@ -98,7 +91,7 @@ def _add_verify(actions: Commands) -> None:
     folder = "prepared folder, or files of Megatron-LM or numpy"
     add("folder", type=Path, metavar="FOLDER", help=folder)
     workers = "threads (default: cores, 8 at most)"
-    add("--workers", type=int, default=min(_cores(), 8), metavar="N", help=workers)
+    add("--workers", type=int, default=min(cores(), 8), metavar="N", help=workers)
     add("--json", action="store_true", help="print JSON")
 
 

@@ -33,7 +33,7 @@ from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
 from titanlite.start.supported import accelerator_warning
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style, counted, human_bytes
+from titanlite.utils import Style, cores, counted, human_bytes
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
@@ -331,7 +331,7 @@ def _gpu(fields: list[str]) -> _Found:
 
 def _limits() -> _Found:
     efa = bool(_efa_devices())
-    cpus = len(os.sched_getaffinity(0))
+    cpus = cores()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if locked == resource.RLIM_INFINITY else human_bytes(locked)

@@ -110,7 +110,8 @@ def add_command(commands: Commands) -> None:
         "rest of the config is checked for their ranks. The job and the resolved "
         "config go to launch/ in job.dump_folder, which all machines must see. "
         f"{FLAGS}",
-        epilog="docs/launch/ has a page for each system.",
+        epilog="docs/launch/ has a page for each system, docs/config-keys.md every key of "
+        "[launch], as --launch.nodes 2 --launch.spare_nodes 1.",
         allow_abbrev=False,
     )
     parser.add_argument("system", choices=list(_SYSTEMS), help="the scheduler")

@@ -13,12 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from titanlite import torchrun
 from titanlite.runs.lock import RunLock, last_sign_of_life
-from titanlite.tools.processes import Stopped, end_all, start, stoppable, training_environment
+from titanlite.tools.processes import (
+    Stopped,
+    end_all,
+    start,
+    stoppable,
+    tell,
+    training_environment,
+)
 from titanlite.tools.sweep.members import (
     CONSOLE,
     CheckedMember,
@@ -30,17 +36,12 @@ from titanlite.tools.sweep.members import (
     result_of,
     write_record,
 )
-from titanlite.utils import counted, escape, human_time
+from titanlite.utils import counted, human_time
 
 #: Seconds that the runs have for their last save after Ctrl-C.
 GRACE_SECONDS = 240.0
 _POLL_SECONDS = 0.1
 _CHANGES_SHOWN = 5
-
-
-def tell(text: str) -> None:
-    """Write progress to standard error: standard output holds the table."""
-    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)
 
 
 def run_members(
