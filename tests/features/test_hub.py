@@ -11,11 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.support.adapters import base_folder, run_flags
 from tests.support.checkpoints import write
@@ -29,8 +33,9 @@ from titanlite.checkpoint.manifest import PIN, step_folder
 from titanlite.checkpoint.pin import _TEXT, pinned
 from titanlite.checkpoint.retention import delete, is_pinned, unpublish
 from titanlite.config.errors import ConfigError
-from titanlite.features.hub import progress
+from titanlite.features.hub import company, progress
 from titanlite.features.hub.branches import run_of
+from titanlite.features.hub.company import Company
 from titanlite.start.fit import check_config
 from titanlite.tools.commands.checkpoint_folders import list_checkpoints
 from titanlite.tools.drill.ranks import Ranks
@@ -392,6 +397,28 @@ def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_p
         pin.write_bytes(_TEXT + json.dumps(holder).encode())
         os.utime(pin, (written, written))
         assert is_pinned(folders[2]) != is_over
+
+
+def test_other_machines_leave_after_rank_0_or_when_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    other = threading.Thread(target=Company(store).on_exit, args=(SimpleNamespace(requested=0),))
+    monkeypatch.setattr(company, "_SILENCE", 1.0)
+    other.start()
+    for _ in range(15):
+        store.add(company.ALIVE, 1)
+        other.join(0.1)
+    assert other.is_alive()
+    store.add(company.DONE, 1)
+    other.join(2)
+    assert not other.is_alive()
+    lost: Any = SimpleNamespace(requested=False)
+    began = time.monotonic()
+    Company(HashStore()).on_exit(lost)
+    assert 1 < time.monotonic() - began < 5
+    lost.requested = True
+    Company(HashStore()).on_exit(lost)
 
 
 def test_a_push_that_reads_or_computes_makes_progress_and_one_that_waits_does_not(

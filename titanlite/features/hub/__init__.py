@@ -2,7 +2,7 @@
 
     contact.py    who asks, and whether they may write     branches.py   whose weights are there
     uploads.py    what a run uploads, a callback           record.py     what is uploaded already
-    progress.py   whether an upload goes on
+    progress.py   whether an upload goes on        company.py    the other machines wait, too
 
 The key is `checkpoint.hub`. Each upload is a `titanlite push` in its own process, so a run
 imports nothing of the export. That command uses contact, branches and record too.
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
+    from titanlite.callbacks import Callback
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
-    from titanlite.features.hub.uploads import HubUploads
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.start.derive import RunConfig
     from titanlite.start.report import Row, Setup
@@ -69,15 +69,20 @@ class HubFeature(Feature):
 
     # The run: `titanlite.start.callbacks` calls this
 
-    def callback(self, built: Built) -> HubUploads | None:
-        """Return what uploads checkpoints; None on all ranks but the first."""
-        if built.world.rank != 0 or built.saves is None:
+    def callback(self, built: Built) -> Callback | None:
+        """Return what uploads checkpoints from rank 0, and what waits for it on other machines."""
+        world = built.world
+        if built.saves is None or world.local_rank != 0:
             return None
+        from titanlite.features.hub.company import Company, own_store
         from titanlite.features.hub.uploads import HubUploads
 
+        store = own_store() if world.size > 1 else None
+        if world.rank != 0:
+            return Company(store) if store else None
         run = built.run
         root = built.saves.checkpointer.root
-        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
+        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name, store)
 
     # The start report
 

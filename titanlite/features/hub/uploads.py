@@ -29,12 +29,15 @@ from titanlite.checkpoint.manifest import FILE, hf_folder, parse_manifest, step_
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.features.hub.branches import TRACKER, keep_id, own_id
+from titanlite.features.hub.company import ALIVE, DONE
 from titanlite.features.hub.progress import PATIENCE, Progress
 from titanlite.features.hub.record import FOLDER, pushed, waiting
 from titanlite.runs.read import RunError, read_run
 from titanlite.utils import counted, human_time, is_dotted, logger
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from titanlite.config.sections import Checkpoint
     from titanlite.start.signals import StopSignal
     from titanlite.trainer import Trainer
@@ -81,15 +84,23 @@ class HubUploads(Callback):
     """Uploads checkpoints as they are saved, from rank 0.
 
     folder: of the run. root: of its checkpoints. model_name: of the config; a dotted one names code
-    of the user.
+    of the user. store: tells other machines that this one uploads.
     """
 
-    def __init__(self, section: Checkpoint, folder: Path, root: AnyPath, model_name: str) -> None:
+    def __init__(
+        self,
+        section: Checkpoint,
+        folder: Path,
+        root: AnyPath,
+        model_name: str,
+        store: Store | None = None,
+    ) -> None:
         self._section = section
         self._repository = section.hub
         self._folder = folder
         self._root = root
         self._trusts_code = is_dotted(model_name)
+        self._store = store
         self._changed = threading.Condition()
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
@@ -161,6 +172,7 @@ class HubUploads(Callback):
         progress = Progress(self._folder / FOLDER / _LOG)
         tell = time.monotonic()
         while (left := self._left()) and not is_stopped():
+            self._show(ALIVE)
             process = self._process
             if progress.stands_still(None if process is None else process.pid, left):
                 logger.warning(f"the upload has done nothing for {human_time(PATIENCE)}: it ends")
@@ -173,6 +185,13 @@ class HubUploads(Callback):
                 self._changed.wait(_LOOK)
         self._stop()
         self._tell("done")
+        self._show(DONE)
+
+    def _show(self, sign: str) -> None:
+        if self._store is not None:
+            # Of a store whose machine has left.
+            with contextlib.suppress(RuntimeError):
+                self._store.add(sign, 1)
 
     def _left(self) -> int:
         """Return the number of uploads that are not done, or not found yet."""
