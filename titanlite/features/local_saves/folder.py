@@ -22,6 +22,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import sync_folder, write_new
 from titanlite.checkpoint.retention import quarantine
 
+#: File beside the shared checkpoints: what the run's local folders are called by.
+RUN_ID = "local-saves.id"
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,

@@ -53,8 +53,7 @@ class TieredCheckpointer(Checkpointer):
         self.local = LocalFolder(root, self._world.rank)
         self._loader = TieredLoader(self._loader, self.local, self._group)
         self._bad = self._loader.bad
-        # In a thread with a group of its own also where the loop waits: a connection that breaks
-        # is no end of the run.
+        # Where the loop waits too: its group is its own. A broken connection is no end of the run.
         self._local_async = async_save(self.config, self._world) or AsyncSave(self._world.device)
         self._local_hook: RemovableHandle | None = None
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)

@@ -14,14 +14,13 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, to_path, write_new
 from titanlite.checkpoint.storage import on_each_rank, on_rank_0
+from titanlite.features.local_saves.folder import RUN_ID
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.launch_env import this_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
 
-#: File beside the shared checkpoints: what the run's local folders are called by.
-RUN_ID = "local-saves.id"
 _LETTERS = 16
 
 
@@ -55,11 +54,16 @@ def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | No
 def _run_name(shared: AnyPath) -> str:
     """On rank 0: return the name of a run's local folders. The first start makes its id."""
     path = shared / RUN_ID
-    place = str(shared)
     if isinstance(shared, Path):
-        place = os.path.realpath(shared)
         shared.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         write_new(path, uuid.uuid4().hex.encode())
-    identity = path.read_bytes().decode(errors="replace")
+    return name_of(shared, path.read_bytes().decode(errors="replace"))
+
+
+def name_of(shared: AnyPath, identity: str) -> str:
+    """Return the name of the local folders of the run whose shared checkpoints lie in a folder."""
+    place = str(shared)
+    if isinstance(shared, Path):
+        place = os.path.realpath(shared)
     return "run-" + digest_of(f"{identity} {place}".encode()).partition(":")[2][:_LETTERS]

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ from titanlite.tools.parser import BASE, EMA, add_group, no_flags
 from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render
 
 if TYPE_CHECKING:
+    from titanlite.features.local_saves.listing import LocalSave
     from titanlite.tools.hub.tensors import TensorDifference
 
 Answer = tuple[str, int]
@@ -100,7 +101,8 @@ def _add_ls(actions: Any) -> None:
         "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
         "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
         "renamed when its step was saved again; partial: a save under way or cut short; pinned: "
-        "holds a file KEEP, and no run deletes it."
+        "holds a file KEEP, and no run deletes it. Local saves of this machine stand below, with "
+        "what a restart takes."
     )
     add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
     add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
@@ -175,10 +177,54 @@ def _add_rm(actions: Any) -> None:
 def _ls(arguments: argparse.Namespace) -> str:
     listed = {root: list_checkpoints(root) for root in roots_of(arguments.path)}
     if arguments.json:
-        return json.dumps(
-            [entry.to_dict() for found in listed.values() for entry in found], indent=1
-        )
-    return "\n\n".join(_listing(root, found) for root, found in listed.items())
+        rows = []
+        for root, found in listed.items():
+            rows += [entry.to_dict() for entry in found]
+            rows += [one.to_dict() for one in _local_saves(root, found)]
+        return json.dumps(rows, indent=1)
+    texts = []
+    for root, found in listed.items():
+        texts.append("\n".join([_listing(root, found), *_local_listing(root, found)]))
+    return "\n\n".join(texts)
+
+
+def _local_saves(root: AnyPath, found: Sequence[Entry]) -> Sequence[LocalSave]:
+    """Return the local saves of a run on this machine, where its newest checkpoint tells of any."""
+    from titanlite.features.local_saves.checks import KEY
+    from titanlite.features.local_saves.folder import RUN_ID
+
+    manifests = [entry.manifest for entry in found if entry.manifest is not None]
+    if not manifests or not (root / RUN_ID).is_file():
+        return []
+    from titanlite.features.local_saves.listing import list_local_saves
+    from titanlite.runs.provenance import config_values
+
+    folder = config_values(str(manifests[-1].config.get("toml", ""))).get(KEY)
+    return list_local_saves(root, folder) if isinstance(folder, str) else []
+
+
+def _local_listing(root: AnyPath, found: Sequence[Entry]) -> Iterator[str]:
+    """Yield a table of local saves, and which checkpoint a restart takes."""
+    saves = _local_saves(root, found)
+    if not saves:
+        return
+    from titanlite.features.local_saves.listing import taken
+
+    rows = []
+    for one in saves:
+        age = human_age(time.time() - one.manifest.created)
+        size = human_bytes(one.manifest.size)
+        ranks = str(one.manifest.world_size)
+        rows.append((f"step-{one.manifest.step}", one.state, size, ranks, age))
+    yield render(
+        Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)),
+        sys.stdout.isatty(),
+    )
+    for one in saves:
+        if one.reason:
+            yield f"note: step-{one.manifest.step}: {one.reason}"
+    valid = [entry.manifest for entry in found if entry.state == VALID]
+    yield taken(saves, valid[-1] if valid else None)
 
 
 def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
