@@ -53,7 +53,7 @@ PLAIN_FLAGS = [
 ]
 #: Tokens of the files that it imports, and the share of the lines of their functions that do not
 #: run, in percent: what a run does not turn on is not imported.
-PLAIN_TOKENS, PLAIN_IDLE = 135_300, 26.4
+PLAIN_TOKENS, PLAIN_IDLE = 135_800, 26.4
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -206,7 +206,7 @@ def density_figures(source: Source) -> list[Figure]:
     top = len(list(source.library.glob("*.py")))
     limits = {"comprehensions": 22.2, "ternaries": 14.3, "tuple = tuple": 2.0}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 500_000}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 506_000}),
         Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.51}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),

@@ -22,7 +22,7 @@ import prose
 REFERENCE = {"config-keys.md", "cli.md", "metrics.md", "model-shapes.md", "api.md"}
 #: Pages of the past, for maintainers.
 NO_PAGES = {"log.md", "CHANGELOG.md"}
-MOST_WORDS = 52_000
+MOST_WORDS = 52_500
 
 
 @dataclass
