@@ -11,6 +11,7 @@
     collect.py   each rank gets its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
     manager.py   a `Checkpointer` with both
+    listing.py   those on this machine, for people
 
 The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds:
 
