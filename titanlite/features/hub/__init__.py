@@ -74,12 +74,17 @@ class HubFeature(Feature):
         world = built.world
         if built.saves is None or world.local_rank != 0:
             return None
-        from titanlite.features.hub.company import Company, own_store
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        from titanlite.features.hub.company import Company
         from titanlite.features.hub.uploads import HubUploads
 
-        store = own_store() if world.size > 1 else None
+        store: Any = None
+        if world.size > 1:
+            # Its own connection outlives the process group.
+            store = _get_default_store().clone()  # type: ignore[attr-defined]
         if world.rank != 0:
-            return Company(store) if store else None
+            return Company(store)
         run = built.run
         root = built.saves.checkpointer.root
         return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name, store)

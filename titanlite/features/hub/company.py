@@ -10,8 +10,6 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch.distributed.distributed_c10d import _get_default_store
-
 from titanlite.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -23,12 +21,6 @@ ALIVE = "titanlite_hub/alive"
 DONE = "titanlite_hub/done"
 #: Seconds without a sign of rank 0 after which it is lost.
 _SILENCE = 60.0
-
-
-def own_store() -> Store:
-    """Return a connection to the store of the run that outlives the process group."""
-    found: Store = _get_default_store().clone()  # type: ignore[attr-defined]
-    return found
 
 
 class Company(Callback):
