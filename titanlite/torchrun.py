@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -195,7 +195,14 @@ def main() -> NoReturn:
     elif end.code and text is not None:
         end.code = worst_code(text, end.failed) or end.code
     _explain(end, text)
-    sys.exit(code_for_scheduler(end.code, end.failed))
+    code = code_for_scheduler(end.code, end.failed)
+    for stream in (sys.stdout, sys.stderr):
+        # Its reader may be gone.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # A thread may still talk to the store. Python ends such a thread at its own end, and torch
+    # aborts the process then.
+    os._exit(code)
 
 
 def _spares() -> AbstractContextManager[None]:

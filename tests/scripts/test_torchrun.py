@@ -310,3 +310,17 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     assert (
         "[default0]:stopped" if launched else "SIGINT: stopping as soon as this step is done"
     ) in lines
+
+
+def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path: Path) -> None:
+    """Where Python ends such a thread, torch aborts the process, with code 134."""
+    script = tmp_path / "rank.py"
+    script.write_text("print('done')")
+    words = [
+        "import atexit",
+        "atexit.register(print, 'late')",
+        "from titanlite.torchrun import main",
+    ]
+    done = python("-c", "; ".join([*words, "main()"]), "--standalone", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
