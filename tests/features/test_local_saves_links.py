@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,16 +19,18 @@ from tests.support.local_saves import parts_of, same_end, straight, train_both
 from tests.support.pool import Pools
 from titanlite.checkpoint import async_save
 from titanlite.features.local_saves.copies import Copies
+from titanlite.features.local_saves.write import LocalWriter
 from titanlite.parallel.dist_env import DistEnv
 
 #: The step in whose local save a connection breaks.
 BROKEN = 6
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("mode", "minutes"), [("disabled", 30), ("async", 120)])
 def test_a_connection_that_breaks_in_mid_copy_ends_nothing(
-    pool: Pools, tmp_path: Path, mode: str
+    pool: Pools, tmp_path: Path, mode: str, minutes: int
 ) -> None:
+    """minutes: ranks wait so long for each other, and longer where nothing waits for the save."""
     nodes = [0, 1, 2, 3]
     found = pool(4).run(_train_until_a_connection_breaks, RUN, tmp_path, nodes, mode)
     same_end(found, straight(pool, RUN, tmp_path, 4, 7))
@@ -35,21 +38,32 @@ def test_a_connection_that_breaks_in_mid_copy_ends_nothing(
     assert len(told) == 1, found[0]["said"]
     assert f"step {BROKEN}: " in told[0]
     assert parts_of(tmp_path, 1, 1, BROKEN) == []
+    assert found[0]["minutes"] == {minutes}
     pool(4).run(train_both, RUN, tmp_path, 7, nodes, 7, local_copies=1)
 
 
 def _train_until_a_connection_breaks(
     world: DistEnv, run: Run, folder: Path, nodes: list[int], mode: str
 ) -> dict[str, Any]:
-    """Steps to 7. In the save of step 6 the connection of ranks 0 and 1 is shut as rank 0 sends."""
+    """Steps to 7. In the save of step 6 the connection of ranks 0 and 1 is shut as rank 0 sends.
+
+    What that save leaves must not take the space of the next.
+    """
     new_group = async_save.new_group
     exchange = Copies.exchange
+    check_space = LocalWriter._check_space
+    minutes = set()
     #: Of the latest group.
     numbers: list[int] = []
 
-    def noting(*arguments: Any) -> dist.ProcessGroup:
+    def check_without_the_broken(writer: LocalWriter, *more: Any) -> None:
+        assert not writer.folder.step(BROKEN).exists()
+        check_space(writer, *more)
+
+    def noting(timeout: timedelta) -> dist.ProcessGroup:
+        minutes.add(timeout.total_seconds() / 60)
         before = _connections()
-        group = new_group(*arguments)
+        group = new_group(timeout)
         numbers[:] = _connections().keys() - before.keys()
         return group
 
@@ -64,8 +78,13 @@ def _train_until_a_connection_breaks(
                         sock.shutdown(socket.SHUT_RDWR)
         return exchange(copies, part, written, step, *more)
 
-    with patch.object(async_save, "new_group", noting), patch.object(Copies, "exchange", breaking):
-        return train_both(world, run, folder, 7, nodes, async_mode=mode, local_copies=1)
+    with (
+        patch.object(async_save, "new_group", noting),
+        patch.object(Copies, "exchange", breaking),
+        patch.object(LocalWriter, "_check_space", check_without_the_broken),
+    ):
+        done = train_both(world, run, folder, 7, nodes, async_mode=mode, local_copies=1)
+    return {**done, "minutes": minutes}
 
 
 def _connections() -> dict[int, tuple[int, int]]:

@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -173,6 +175,19 @@ def test_spares_that_no_restart_would_use_are_refused_in_words(tmp_path: Path) -
     done = python(*words, env={"TITANLITE_SPARES": "0"})
     assert done.returncode == 0
     assert done.stderr.count("TITANLITE_SPARES does nothing without --max-restarts\n") == 1
+
+
+def test_ranks_train_on_where_no_spare_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = spares._Spares(0, lambda *_: "rank")
+    handler = SimpleNamespace(local_rank_id=0, _stdout=None, _stderr=None)
+    command = (sys.executable, "-u", "-m", "none")
+    with patch.object(spares.subprocess, "Popen", side_effect=BlockingIOError(11, "full")) as popen:
+        for _ in range(2):
+            assert kept.start(handler, command, {}) == "rank"
+            kept.prepare()
+            kept.prepare()
+    assert popen.call_count == 2, "one try for each start"
+    assert "no spare processes are kept: [Errno 11] full" in capsys.readouterr().err
 
 
 def test_a_wrong_variable_is_named_before_anything_starts() -> None:

@@ -52,17 +52,21 @@ class AsyncSave:
     rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
+    timeout: ranks wait so long for each other.
     """
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, pinned: bool = False, timeout: timedelta = _TIMEOUT
+    ) -> None:
         # The thread's copies run beside the kernels of the next step, on their own stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()
         # Not DCP's DefaultStager: that of torch 2.11 can copy once only.
         self._stager = StateDictStager(pin_memory=pinned and device.type == "cuda")
+        self._timeout = timeout
         #: None: this rank has left it.
-        self._group: dist.ProcessGroup | None = new_group(_TIMEOUT)
+        self._group: dist.ProcessGroup | None = new_group(timeout)
         self._thread: Thread | None = None
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._outcome: SaveOutcome | None = None
@@ -174,7 +178,7 @@ class AsyncSave:
         dist.all_gather_object(failed, (lost, problem), group)
         if any(lost for lost, _ in failed):
             self._leave_group()
-            self._group = new_group(_TIMEOUT)
+            self._group = new_group(self._timeout)
         without = {rank: text for rank, (_, text) in enumerate(failed) if text}
         if without and self._thread is not None:
             self._jobs.put(lambda: None)

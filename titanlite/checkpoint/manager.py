@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 #: continues it.
 _DELETE_SECONDS = 3.0
 #: Ranks wait so long for each other in a save that blocks training.
-_SAVE_TIMEOUT = timedelta(minutes=30)
+SAVE_TIMEOUT = timedelta(minutes=30)
 #: File with what local saves may come back.
 LOCAL_PAST = "local-saves.past"
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Checkpointer:
         #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made
         #: now, because a save must succeed also when torchrun has been killed, whose store a new
         #: group needs.
-        self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
+        self._group: dist.ProcessGroup | None = new_group(SAVE_TIMEOUT)
         self._async = async_save(config, world)
         self._hook: RemovableHandle | None = None
 

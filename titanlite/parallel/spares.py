@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import socket
@@ -136,8 +137,15 @@ class _Spares:
             return
         for rank, (command, environment) in self._wanted.items():
             # torchrun's command for a module or a script of Python.
-            if rank not in self._found and command[:2] == (sys.executable, "-u"):
+            if rank in self._found or command[:2] != (sys.executable, "-u"):
+                continue
+            try:
                 self._found[rank] = _Spare(command, environment)
+            except OSError as error:
+                # The ranks train on. Their next start tries again.
+                print(f"warning: no spare processes are kept: {error}", file=sys.stderr)
+                self._due = math.inf
+                return
 
     def end(self) -> None:
         for spare in self._found.values():

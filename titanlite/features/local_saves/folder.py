@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -123,14 +123,17 @@ class LocalFolder:
         for path in asides[:-_ASIDES]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def drop_failed(self, step: int) -> None:
-        """Delete parts of saves before `step` that failed before they were whole.
+    def published(self) -> set[int | None]:
+        """Return the steps with a manifest on this node."""
+        return {step_of(folder) for folder, _ in self._steps() if (folder / FILE).is_file()}
 
-        The save of `step` is whole, and no rank is saving.
+    def drop_failed(self, published: Container[int | None]) -> None:
+        """Delete parts of saves that failed before they were whole. No rank may be saving.
+
+        published: steps with a manifest on any node.
         """
         for folder, _ in self._steps():
-            number = step_of(folder)
-            if number is not None and number < step and not (folder / FILE).is_file():
+            if step_of(folder) not in published:
                 remove(folder)
 
     def set_own_aside(self, created: float, reason: str) -> None:

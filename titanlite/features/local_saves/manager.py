@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.async_save import AsyncSave
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.manager import Checkpointer, Save, async_save
+from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async_save
 from titanlite.checkpoint.manifest import FILE, Manifest, find
 from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
@@ -54,7 +54,9 @@ class TieredCheckpointer(Checkpointer):
         self._loader = TieredLoader(self._loader, self.local, self._group)
         self._bad = self._loader.bad
         # Where the loop waits too: its group is its own. A broken connection is no end of the run.
-        self._local_async = async_save(self.config, self._world) or AsyncSave(self._world.device)
+        self._local_async = async_save(self.config, self._world) or AsyncSave(
+            self._world.device, timeout=SAVE_TIMEOUT
+        )
         self._local_hook: RemovableHandle | None = None
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
         #: No save gets an earlier time than this.

@@ -62,6 +62,8 @@ class LocalWriter:
         on all ranks, where one fails: then no rank has a new manifest, or all parts are there.
         """
         check_finite(save, group)
+        # They would take the space of this one.
+        self._drop_failed(group)
         if save.proven:
             # Saves that were not proven may have left more than `keep`.
             on_each_rank(lambda: self.folder.prune(self.keep), group)
@@ -93,9 +95,15 @@ class LocalWriter:
             raise
         # Each part is whole: from the first manifest on this is a save.
         on_each_rank(lambda: publish(folders, content), group)
-        self.folder.drop_failed(step)
         if save.proven:
             on_each_rank(lambda: self.folder.prune(self.keep), group)
+
+    def _drop_failed(self, group: dist.ProcessGroup) -> None:
+        """Delete parts of saves of which no rank has a manifest."""
+        published: list[Any] = [None] * self.world.size
+        mine = on_each_rank(self.folder.published, group)
+        dist.all_gather_object(published, mine, group)
+        on_each_rank(lambda: self.folder.drop_failed(set().union(*published)), group)
 
     def _check_space(self, state: Tensors, group: dist.ProcessGroup) -> None:
         """Raise CheckpointError, on all ranks, where a node has too little space for its parts."""
