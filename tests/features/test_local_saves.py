@@ -20,7 +20,7 @@ from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
 from titanlite.checkpoint.retention import republish
-from titanlite.features.local_saves import write
+from titanlite.features.local_saves import manager, write
 from titanlite.features.local_saves.copies import keepers_of, places_of
 from titanlite.features.local_saves.manager import TieredCheckpointer
 from titanlite.parallel.dist_env import DistEnv
@@ -95,6 +95,21 @@ def test_one_manifest_proves_a_save(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
     assert (part.parent / "manifest.json").is_file()
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
+
+
+def test_a_full_disk_keeps_no_run_from_its_start(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    (part_of(tmp_path, 1, 1, 7).parent / "manifest.json").unlink()
+    found = pool(2).run(_start_on_a_full_disk, RUN, tmp_path)
+    assert any("stays incomplete: [Errno 28]" in line for line in found[1]["said"])
+    assert parts_of(tmp_path, 1, 1, 7) == []
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
+
+
+def _start_on_a_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+    full_disk = OSError(28, "No space left on device")
+    with patch.object(manager, "atomic_write", side_effect=full_disk):
+        return train_both(world, run, folder, 7, [0, 1], 7)
 
 
 def test_a_part_without_a_whole_save_is_deleted(pool: Pools, tmp_path: Path) -> None:

@@ -175,8 +175,12 @@ class TieredCheckpointer(Checkpointer):
         folder = self.local.step(manifest.step)
         if not part_path(folder, reader.collector.offer.save).is_file():
             return
-        _ensure(folder / GENERATORS, reader.collector.generators)
-        _ensure(folder / FILE, manifest.to_json().encode())
+        try:
+            _ensure(folder / GENERATORS, reader.collector.generators)
+            _ensure(folder / FILE, manifest.to_json().encode())
+        except OSError as error:
+            # It is loaded, and the run can go on.
+            logger.warning(f"the local save of step {manifest.step} stays incomplete: {error}")
 
     # Saving
 
