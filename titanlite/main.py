@@ -372,9 +372,10 @@ def print_error(message: str, code: int, printer: int = 0) -> int:
         until = time.monotonic() + PRINT_SECONDS
         while time.monotonic() < until and not (printer and has_ended(printer)):
             time.sleep(0.05)
-        # Still here: the rank that prints had nothing to say, so this went wrong on this rank
-        # alone.
-        print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
+        # A rank that ended by this code has told why. That of memory is noted before.
+        if code == exit_codes.OUT_OF_MEMORY or exit_codes.report_code(code):
+            rank = os.environ.get("RANK")
+            print(f"error: [rank {rank}] {message}", file=sys.stderr, flush=True)
     return code
 
 

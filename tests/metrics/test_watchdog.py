@@ -471,7 +471,7 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_print_waits_for_one_that_lives(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "5")
@@ -481,6 +481,10 @@ def test_a_rank_that_does_not_print_waits_for_one_that_lives(
         assert main.print_error("lost", exit_codes.LOST_PEER, printer) == exit_codes.LOST_PEER
         assert shortest <= time.monotonic() - began < longest
         assert capsys.readouterr().err == "error: [rank 5] lost\n"
+    monkeypatch.setenv(exit_codes.VARIABLE, str(tmp_path / "codes"))
+    for words in ("error: [rank 5] lost\n", ""):
+        main.print_error("lost", exit_codes.LOST_PEER, _ended())
+        assert capsys.readouterr().err == words, "a rank has told the same"
 
 
 # Whole runs under torchrun

@@ -177,13 +177,38 @@ def test_spares_that_no_restart_would_use_are_refused_in_words(tmp_path: Path) -
     assert done.stderr.count("TITANLITE_SPARES does nothing without --max-restarts\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("safe", [{}, {"PYTHONSAFEPATH": "1"}])
+def test_a_spare_looks_for_modules_where_the_rank_does(
+    safe: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "rank.py").write_text("import sys; print(sys.path)")
+    command = (sys.executable, "-u", str(tmp_path / "rank.py"))
+    given = environment(PYTHONPATH=str(ROOT), **safe)
+    spare = spares._Spare(command, given)
+    with (tmp_path / "out").open("w") as file:
+        assert spare.become(command, given, [file.fileno(), file.fileno()])
+    assert spare.process.wait(120) == 0
+    cold = python(command[2], env=given).stdout
+    assert (tmp_path / "out").read_text() == cold
+
+
+@pytest.mark.parametrize(
+    ("words", "good"), [("-u -m none", True), ("-u a.py -m", True), ("-u -X dev a.py", False)]
+)
+def test_only_commands_of_torchrun_get_spares(words: str, good: bool) -> None:
+    assert spares._is_python((sys.executable, *words.split())) == good
+    assert not spares._is_python(("./rank.sh",))
+
+
 def test_ranks_train_on_where_no_spare_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
     kept = spares._Spares(0, lambda *_: "rank")
     handler = SimpleNamespace(local_rank_id=0, _stdout=None, _stderr=None)
     command = (sys.executable, "-u", "-m", "none")
+    given = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"}
     with patch.object(spares.subprocess, "Popen", side_effect=BlockingIOError(11, "full")) as popen:
         for _ in range(2):
-            assert kept.start(handler, command, {}) == "rank"
+            assert kept.start(handler, command, given) == "rank"
             kept.prepare()
             kept.prepare()
     assert popen.call_count == 2, "one try for each start"

@@ -105,6 +105,13 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _CHANGING}
 
 
+def _is_python(command: Sequence[str]) -> bool:
+    """Return whether this is torchrun's command for a module or a script of Python."""
+    if command[:2] != (sys.executable, "-u"):
+        return False
+    return command[2] == "-m" or not command[2].startswith("-")
+
+
 class _Spares:
     """The spares of one torchrun, by local rank. popen: starts a rank without a spare."""
 
@@ -136,8 +143,7 @@ class _Spares:
         if time.monotonic() < self._due:
             return
         for rank, (command, environment) in self._wanted.items():
-            # torchrun's command for a module or a script of Python.
-            if rank in self._found or command[:2] != (sys.executable, "-u"):
+            if rank in self._found or not _is_python(command):
                 continue
             try:
                 self._found[rank] = _Spare(command, environment)
@@ -185,7 +191,7 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     command = sys.argv[2:]
     is_module = command[0] == "-m"
-    if not is_module and sys.path[0] == os.getcwd():
+    if not is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(command[0]).resolve().parent)
     _import()
     with channel:
