@@ -60,11 +60,10 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
-# Files go to several processes, each with ranks of its own, the long ones first (tests/conftest.py). Many slow tests
-# wait: a third process keeps two cores busy then. Whoever gives arguments may want a debugger, or one test.
-processes=3
-[ "$tier" != "quick" ] || processes=2
-spread=(-n "$processes" --dist loadfile --no-loadscope-reorder)
+# Files go to two processes, each with ranks of its own, the long ones first (tests/conftest.py). A third one was no
+# gain: ranks keep memory, and three times theirs is more than 24 GB. Whoever gives arguments may want a debugger, or
+# one test.
+spread=(-n 2 --dist loadfile --no-loadscope-reorder)
 [ "${#arguments[@]}" -eq 0 ] || spread=()
 
 # Last, so that pytest's closing line ends the output.
