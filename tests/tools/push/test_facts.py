@@ -137,6 +137,12 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="model.safetensors is no safetensors file"):
             weights_in(tmp_path)
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for text in ("[]", "[" * 100_000, "{"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="config.json cannot be read"):
+            weights_in(tmp_path)
 
 
 def test_a_card_with_damaged_metadata_keeps_its_text() -> None:

@@ -174,6 +174,7 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     (export / "README.md").write_text("\ufeff---\nlicense: mit\n---\n# My words\n")
     (export / "onnx").mkdir()
     (export / ".cache").mkdir()
+    (export / "vocab").symlink_to("nowhere")
     uploads = uploads_of(hub)
     # The second file comes in whole, and its answer does not.
     hub.fail("/lfs/whole/*", method="PUT", stall=60, after=1)
@@ -189,7 +190,7 @@ def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
     assert len(uploads.puts) == 2
     assert list(uploads.branch("ada/parts")) == [".gitattributes"]
     said = push(hub, home, export, "ada/parts").stderr
-    assert "not uploaded, as folder or hidden file: .cache/, onnx/" in said
+    assert "not uploaded, as folder, hidden or broken link: .cache/, onnx/, vocab" in said
     assert re.search(r"main: 4 of 4: model-2.safetensors, 5.9 KiB, 5.9 KiB left", said)
     assert len(uploads.puts) == len(set(uploads.puts)) == 3
     branch = uploads.branch("ada/parts")

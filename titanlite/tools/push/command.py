@@ -222,9 +222,9 @@ def _left_out(folder: Path) -> list[str]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             names.append(f"{path.name}/")
-        elif path.name.startswith("."):
+        elif path.name.startswith(".") or not path.is_file():
             names.append(path.name)
-    return [f"not uploaded, as folder or hidden file: {', '.join(names)}"] if names else []
+    return [f"not uploaded, as folder, hidden or broken link: {', '.join(names)}"] if names else []
 
 
 def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[str, Any]]:

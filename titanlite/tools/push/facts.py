@@ -19,6 +19,7 @@ from titanlite.features.hub.contact import without_token
 from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS, Row
 from titanlite.tools.push.subject import Subject
+from titanlite.utils import parse_json
 
 #: A quoted text of TOML, or a comment, which tells where a value comes from.
 _QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|[ \t]*#.*""")
@@ -96,7 +97,9 @@ def weights_in(folder: Path) -> Weights:
     is_adapters = (folder / PEFT_CONFIG).is_file()
     file = folder / (PEFT_CONFIG if is_adapters else HF_CONFIG)
     try:
-        config = json.loads(file.read_bytes())
+        config = parse_json(file.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is no table")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     by_count = sorted(dtypes, key=lambda name: -dtypes[name])
