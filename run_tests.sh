@@ -60,8 +60,8 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
-# Files go to two processes, each with ranks of its own, the long ones first (tests/conftest.py). A third one was no
-# gain: ranks keep memory, and three times theirs is more than 24 GB. Whoever gives arguments may want a debugger, or
+# Files go to two processes, each with its own ranks, the long ones first (tests/conftest.py). A third one was no
+# gain: ranks keep memory, and three times theirs is more than 24 GB. A call with arguments may want a debugger, or
 # one test.
 spread=(-n 2 --dist loadfile --no-loadscope-reorder)
 [ "${#arguments[@]}" -eq 0 ] || spread=()

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODES = ("disabled", "async", "async_with_pinned_mem")
 #: For the page; docs/log.md has the whole measurement.
 WHY = """\
-**Why a thread writes.** A process of its own was tried on two cores, in turn with the thread. Steps
+**Why a thread writes.** A separate process was tried on two cores, in turn with the thread. Steps
 meanwhile took so many times as long, thread and process: 1.63 and 1.32 on one rank, 1.81 and 1.74
 on two, 2.02 and 2.07 on four. Its saves took 1.4 times as long, and 0.22 GB more memory a rank. A
 lower priority of the thread (niceness + 10, one rank) gave 1.37 instead of 1.64, but saves took 2.5

@@ -32,7 +32,7 @@ class LocalTier:
     chance: random.Random
 
     def flags(self, run: Path) -> list[str]:
-        """Return keys with which each rank of this machine has a disk of its own."""
+        """Return keys with which each rank of this machine has its own disk."""
         return [
             f"--checkpoint.local_folder={run}/node-{{local_rank}}",
             f"--checkpoint.local_interval={self.interval}",

@@ -8,7 +8,7 @@ Each job of `titanlite launch slurm` has two nodes with a rank each (gloo), and 
 saves to a folder of each node, with a copy on the other node, and less often to a shared folder.
 Its second node stops at a moment of a save, or of a step. There its daemon and all processes of the
 job get SIGKILL, and its folder is deleted. An allocation of Slurm never gets a lost node back, so
-each loss has a job of its own.
+each loss has its own job.
 
 The job must go on in its allocation, and name the node. It must lose no more steps than the local
 interval. Its losses and final weights must be those of an undisturbed run, bit for bit. Exit status

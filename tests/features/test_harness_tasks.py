@@ -80,7 +80,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def _without_shipped_tasks() -> Iterator[None]:
-    """Let the harness know the tasks of a test alone: it reads the files of its own, some
+    """Let the harness know the tasks of a test alone: it reads its shipped files, some
     thousands, for seconds in each rank.
     """
     from lm_eval import tasks

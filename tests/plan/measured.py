@@ -179,16 +179,20 @@ def measure(world: DistEnv, case: str) -> RankMemory:
     Every rank calls it.
     """
     with second_step(world, case) as (run, parts, batches):
-        meter = MemoryMeter(
-            parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head
-        )
-        parts.train_step.phase = meter.phase
-        for tensor in (t for batch in batches for t in batch if t is not None):
-            meter.track(tensor)
-        meter.restart()
-        with meter:
-            parts.train_step(batches, 2, 1e-3)
-        return RankMemory(world.rank, meter.moments())
+        return measure_step(world, run, parts, batches)
+
+
+def measure_step(world: DistEnv, run: RunConfig, parts: Any, batches: list[Batch]) -> RankMemory:
+    """Train one step, and measure it. parts: of the run, built."""
+    blocks = run.spec.block_names(parts.args)
+    meter = MemoryMeter(parts.model, parts.optimizer, blocks, run.spec.head)
+    parts.train_step.phase = meter.phase
+    for tensor in (t for batch in batches for t in batch if t is not None):
+        meter.track(tensor)
+    meter.restart()
+    with meter:
+        parts.train_step(batches, 2, 1e-3)
+    return RankMemory(world.rank, meter.moments())
 
 
 def allocated(world: DistEnv, case: str) -> int:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.plan.measured import measure_step
 from tests.support.hf import TOML
 from tests.support.hf_compare import flags_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
-from titanlite.data.loader import Batch, to_device
+from titanlite.data.loader import to_device
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory
-from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
-from titanlite.tools.plan.memory_meter import MemoryMeter
 from titanlite.tools.plan.trace import trace
 
 SIZES = {"model__vocab_size": 2304, "training__seq_len": 128, "training__batch_size": 2}
@@ -45,18 +44,6 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
         return min(steps, key=lambda step: step.peak.total)
     finally:
         parts.close()
-
-
-def measure_step(world: DistEnv, run: RunConfig, parts: Any, batches: list[Batch]) -> RankMemory:
-    blocks = run.spec.block_names(parts.args)
-    meter = MemoryMeter(parts.model, parts.optimizer, blocks, run.spec.head)
-    parts.train_step.phase = meter.phase
-    for tensor in (t for batch in batches for t in batch if t is not None):
-        meter.track(tensor)
-    meter.restart()
-    with meter:
-        parts.train_step(batches, 2, 1e-3)
-    return RankMemory(world.rank, meter.moments())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`train.py` whose copies of local saves go over a link of their own, named by the variable LINK.
+"""`train.py` whose copies of local saves go over their own link, named by the variable LINK.
 
 Only the first group of the local saves uses it: one that is made after a failure takes the same way
 as all else. The file `copying` of the run folder has the steps whose copies have begun.

@@ -72,7 +72,7 @@ class DistEnv:
     device: torch.device
     #: Collective timeout for the groups of meshes built here; None leaves torch's.
     timeout: timedelta | None = None
-    #: Process ids of the ranks of this launcher, by rank; empty where it has no store of its own.
+    #: Process ids of the ranks of this launcher, by rank; empty where the launcher serves no store.
     near: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     @classmethod

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import sync_folder, write_new
 from titanlite.checkpoint.retention import quarantine
 
-#: File beside the shared checkpoints: what the run's local folders are called by.
+#: File beside the shared checkpoints: the name of the run's local folders.
 RUN_ID = "local-saves.id"
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"
