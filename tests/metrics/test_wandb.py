@@ -69,6 +69,7 @@ def offline(folder: Path) -> dict[str, Any]:
                 name: getattr(record.run, name)
                 for name in ("run_id", "display_name", "project", "notes")
             }
+            found["tags"] = list(record.run.tags)
             found["config"] |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         elif kind == "history":
             row = {
@@ -124,6 +125,35 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
     assert (folder / "wandb-run-id").read_text().strip() == run["run_id"]
 
 
+def _two_runs(world: DistEnv, folder: str) -> None:
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
+    for project in ("first", "second"):
+        os.environ.update(WANDB_PROJECT=project, WANDB_TAGS=f"{project},both")
+        WandbTracker(TrackedRun(Path(folder) / project, {})).close()
+    del os.environ["WANDB_PROJECT"], os.environ["WANDB_TAGS"]
+    WandbTracker(TrackedRun(Path(folder) / "ours", {})).close()
+
+
+@pytest.mark.slow
+def test_each_run_of_a_process_takes_the_environment_of_its_time(
+    pool: Pools, tmp_path: Path
+) -> None:
+    for name in ("first", "second", "ours"):
+        (tmp_path / name).mkdir()
+    pool(1).run(_two_runs, str(tmp_path))
+    assert [offline(tmp_path / name)["project"] for name in ("first", "second", "ours")] == [
+        "first",
+        "second",
+        "titanlite",
+    ]
+    assert offline(tmp_path / "second")["tags"] == ["second", "both"]
+
+
+class Settings(types.SimpleNamespace):
+    def update_from_env_vars(self, environ: dict[str, str]) -> None:
+        """Leave the environment alone: the real library reads it in the tests above."""
+
+
 class Backend(types.ModuleType):
     """Stands in for wandb where the library itself cannot be made to fail."""
 
@@ -156,7 +186,7 @@ class Backend(types.ModuleType):
 
         self.init = begin
         self.setup = lambda settings: None
-        self.Settings = types.SimpleNamespace
+        self.Settings = Settings
 
 
 def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(

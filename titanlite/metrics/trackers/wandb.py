@@ -31,8 +31,13 @@ class WandbTracker(Tracker):
 
         # Silent, it does not ask for a login on the terminal either.
         wandb.setup(settings=wandb.Settings(silent=True))
+        settings = wandb.Settings()
+        # `wandb.setup` reads the environment once per process; a later run may have another one.
+        settings.update_from_env_vars(dict(os.environ))
+        settings.silent = True
         # If wandb captured the console, the thread that writes a line of the log would wait for it.
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_SECONDS)
+        settings.console = "off"
+        settings.finish_timeout = _FINISH_SECONDS
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _INIT_SECONDS
         run = wandb.init(
