@@ -42,7 +42,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.features.experts.sharding import apply_ep, expert_mesh
 from titanlite.models import mixtral
-from titanlite.models.moe import MoE
+from titanlite.models.experts.layer import MoE
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder

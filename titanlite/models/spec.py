@@ -135,9 +135,9 @@ class ModelSpec:
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call
     #: takes `positions`.
     context_parallel: bool = False
-    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts; empty
-    #: where these arguments have none. For expert parallelism the module that holds their
-    #: parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
+    #: Name of each mixture of experts (`titanlite.models.experts.layer.MoE`) → number of its
+    #: experts; empty where these arguments have none. For expert parallelism the module that holds
+    #: their parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}

@@ -9,8 +9,8 @@ moment by moment.
     plan_memory.py   what mixtures keep, need and hold
 
 The key is `parallelism.expert_parallel_degree`. Files that need torch are imported where they are
-used. Mixtures themselves are models: `titanlite.models.moe`. Every run of one has the figures, the
-memory of the plan, and the check of what is resharded.
+used. Mixtures themselves are models: `titanlite.models.experts`. Every run of one has the figures,
+the memory of the plan, and the check of what is resharded.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.models.grouped import EXPERT_KEY, inverse
+from titanlite.models.experts.grouped import EXPERT_KEY, inverse
 
 
 class Route(NamedTuple):

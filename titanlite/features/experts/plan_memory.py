@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite.features.experts.ranks import expert_shards
-from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.weights import Weight
 

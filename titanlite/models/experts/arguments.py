@@ -11,7 +11,7 @@ from titanlite.models.spec import Misfit, ShapeError, Size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Their numbers are keys of 16 bits (`titanlite.models.grouped.EXPERT_KEY`).
+#: Their numbers are keys of 16 bits (`titanlite.models.experts.grouped.EXPERT_KEY`).
 MOST_EXPERTS = 32767
 #: How a router makes scores of its logits.
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
