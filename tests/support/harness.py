@@ -115,7 +115,7 @@ class Run:
     float8: Float8 = Float8()
     #: Pieces of the tokens in which the loss is computed.
     loss_chunks: int = 1
-    #: Ranks that share the experts of a mixture.
+    #: Ranks that share the experts of an MoE layer.
     expert: int = 1
 
     def mesh(self, ranks: int) -> Degrees:

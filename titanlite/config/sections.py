@@ -376,7 +376,7 @@ class Parallelism(Section, frozen=True):
     """Parallelism that the older sections have no name for."""
 
     expert_parallel_degree: Count = 1
-    """Ranks that share the experts of a mixture: a divisor of data_parallel_shard *
+    """Ranks that share the experts of an MoE layer: a divisor of data_parallel_shard *
     context_parallel * tensor_parallel.
     """
 

@@ -121,7 +121,7 @@ class GptOssExperts(Experts):
 
 
 class GptOssMoE(MoE):
-    """A mixture of experts with biases."""
+    """An MoE layer whose experts have biases."""
 
     def make_experts(self, args: ExpertArgs) -> nn.Module:
         return GptOssExperts(args.n_experts, args.dim, args.expert_width)

@@ -110,7 +110,7 @@ def halves(x: Tensor, interleaved: bool) -> Tensor:
 
 
 class DeepSeekV3Block(MoEBlock):
-    """A block with latent attention; its feed-forward is a mixture of experts, or dense."""
+    """A block with latent attention; its feed-forward is an MoE layer, or dense."""
 
     attention_class = LatentAttention
 

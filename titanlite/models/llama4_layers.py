@@ -156,14 +156,14 @@ class Llama4Experts(Experts):
 
 
 class Llama4MoE(MoE):
-    """A mixture of such experts, beside a shared one."""
+    """An MoE layer of such experts, beside a shared one."""
 
     def make_experts(self, args: ExpertArgs) -> nn.Module:
         return Llama4Experts(args.n_experts, args.dim, args.expert_width)
 
 
 def feed_forward(args: ExpertArgs) -> nn.Module:
-    """Return the feed-forward of a block: a mixture, or a dense one where it has no experts."""
+    """Return the feed-forward of a block: an MoE layer, or a dense one where it has no experts."""
     return Llama4MoE(args) if args.n_experts else FeedForward(args)
 
 

@@ -135,9 +135,9 @@ class ModelSpec:
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call
     #: takes `positions`.
     context_parallel: bool = False
-    #: Name of each mixture of experts (`titanlite.models.experts.layer.MoE`) → number of its
-    #: experts; empty where these arguments have none. For expert parallelism the module that holds
-    #: their parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
+    #: Name of each MoE layer (`titanlite.models.experts.layer.MoE`) → number of its experts; empty
+    #: where these arguments have none. For expert parallelism the module that holds their
+    #: parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
@@ -162,8 +162,8 @@ class ModelSpec:
     #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
     why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
 
-    def mixtures(self, args: Any) -> dict[str, int]:
-        """Return name → number of experts of each mixture; empty for a model without."""
+    def moe_layers(self, args: Any) -> dict[str, int]:
+        """Return name → number of experts of each MoE layer; empty for a model without."""
         return {} if self.experts is None else self.experts(args)
 
     def build_on_meta(self, args: Any) -> nn.Module:

@@ -74,7 +74,7 @@ class ModelBuilder:
     float8: Float8 = Float8()
     #: (logits [tokens, vocab], labels [tokens]) → the summed loss. None: cross-entropy.
     own_loss: LossFunction | None = None
-    #: Ranks that share the experts of a mixture.
+    #: Ranks that share the experts of an MoE layer.
     ep: int = 1
     lora: Lora = Lora()
     mup: Mup = Mup()

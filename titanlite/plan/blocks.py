@@ -222,9 +222,9 @@ def attention_ops(s: Shape) -> list[Op]:
 
 
 def feed_forward_ops(s: Shape, x: str) -> list[Op]:
-    """Return the operators of SwiGLU or of a mixture of such, from x to the last one's output.
+    """Return the operators of SwiGLU or of an MoE layer, from x to the last one's output.
 
-    A mixture begins with a norm, "n2".
+    An MoE layer begins with a norm, "n2".
     """
     if s.experts is not None:
         # Tensor-parallel ranks give their part of the sequence to whole experts.

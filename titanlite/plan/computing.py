@@ -72,8 +72,8 @@ def block_forward(step: StepSizes) -> Pass:
 
 
 def _products(step: StepSizes) -> float:
-    # Tensor-parallel ranks give mixtures their part of the sequence.
-    parts = step.mesh.tensor if step.mixtures else 1
+    # Tensor-parallel ranks give MoE layers their part of the sequence.
+    parts = step.mesh.tensor if step.moe_layers else 1
     seconds = step.experts.flops * step.tokens / parts / (step.rates.sustained * _EXPERTS)
     for linear in step.linears:
         size = linear.size

@@ -109,9 +109,9 @@ class StepSizes:
         found = 0.0
         for linear in self.linears:
             found += linear.size.out_features * len(linear.names) * self.part(linear)
-        if self.mixtures:
+        if self.moe_layers:
             per_expert = 2 * self.expert_width + 2 * self.width
-            rows = len(self.mixtures) * self.experts_per_token
+            rows = len(self.moe_layers) * self.experts_per_token
             found += rows * per_expert / self.mesh.tensor
         return found
 
@@ -121,14 +121,14 @@ class StepSizes:
         return 1 / self.mesh.tensor if divides else 1.0
 
     @cached_property
-    def mixtures(self) -> dict[str, int]:
-        """The experts of each mixture; empty for a dense model."""
-        return self.spec.mixtures(self.args)
+    def moe_layers(self) -> dict[str, int]:
+        """The experts of each MoE layer; empty for a dense model."""
+        return self.spec.moe_layers(self.args)
 
     @cached_property
     def experts(self) -> Experts:
         """Products outside of `linears`."""
-        if not self.mixtures and self.spec.linears is not None:
+        if not self.moe_layers and self.spec.linears is not None:
             return Experts()
         # Of the whole model: tensor-parallel ranks divide some of them.
         linears = 0
@@ -136,9 +136,9 @@ class StepSizes:
             sizes = self.spec.linears(self.args).values()
             linears = sum(size.in_features * size.out_features for size in sizes)
         flops = max(self.base_flops / 3 - 2 * linears, 0.0)
-        if not self.mixtures:
+        if not self.moe_layers:
             return Experts(flops=flops)
-        count = min(self.mixtures.values())
+        count = min(self.moe_layers.values())
         return Experts(flops / 2 * count / self.experts_per_token, flops)
 
     @cached_property
@@ -150,8 +150,8 @@ class StepSizes:
         for name, size in self.spec.linears(self.args).items():
             if name != self.spec.head:
                 found[size] += 1
-        if self.mixtures:
-            experts = sum(self.mixtures.values())
+        if self.moe_layers:
+            experts = sum(self.moe_layers.values())
             found[Size(self.width, self.expert_width)] += 3 * experts
         return found
 
@@ -291,7 +291,7 @@ class StepSizes:
     @cached_property
     def repeated(self) -> float:
         """Share of a block's products that recomputation by operator repeats: every second one."""
-        if not self.linears or self.mixtures:
+        if not self.linears or self.moe_layers:
             return 0.5
         sizes = [linear.weights for linear in self.linears]
         return sum(sizes[1::2]) / sum(sizes)

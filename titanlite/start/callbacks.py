@@ -115,7 +115,7 @@ def _figures(built: Built) -> list[Any]:
         if mixture is not None and isinstance(losses, RowLosses):
             factors = built.model.factors
             found.append(SourceFigures(mixture, losses, built.loaders.share, factors))
-    experts = run.spec.mixtures(built.model.args)
+    experts = run.spec.moe_layers(built.model.args)
     if experts:
         from titanlite.features.experts.figures import ExpertFigures
 

@@ -44,7 +44,7 @@ class MeshSizes:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
-    #: Ranks that share the experts of a mixture; no factor of the world size.
+    #: Ranks that share the experts of an MoE layer; no factor of the world size.
     expert: int = 1
 
     @property

@@ -35,7 +35,7 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     shape = asdict(args)
     # The length of the RoPE tables changes no weight.
     shape.pop("max_seq_len")
-    # Of a mixture's router, they change no output.
+    # Of an MoE layer's router, they change no output.
     for name in ("aux_loss", "z_loss"):
         shape.pop(name, None)
     if is_dotted(model):

@@ -249,7 +249,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += tensor_misfits(args, run)
-        if run.spec.mixtures(args):
+        if run.spec.moe_layers(args):
             from titanlite.features.experts.checks import reshard_misfits
 
             found += reshard_misfits(run, args)

@@ -136,9 +136,9 @@ def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossF
 
 
 def tell_experts(run: RunConfig, args: Any, model: nn.Module, tokens: int) -> None:
-    """Tell each mixture of experts the tokens of a step, by which its loss is divided."""
+    """Tell each MoE layer the tokens of a step, by which its loss is divided."""
     modules: dict[str, Any] = dict(model.named_modules())
-    for name in run.spec.mixtures(args):
+    for name in run.spec.moe_layers(args):
         if name in modules:  # a pipeline stage has some of them
             modules[name].step_tokens = tokens
 
@@ -166,7 +166,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
         train_step.guard.applied = True
     # Beside adapters the biases are frozen, as all that no checkpoint holds.
     moves = 0.0 if run.lora.rank else getattr(parts.args, "bias_update", 0.0)
-    experts = run.spec.mixtures(parts.args) if moves else {}
+    experts = run.spec.moe_layers(parts.args) if moves else {}
     if experts:
         from titanlite.features.experts.balance import ExpertBalance
 

@@ -1,16 +1,16 @@
-"""Expert parallelism (EP), ranks that share the experts of a mixture: what titanlite knows of it,
-moment by moment.
+"""Expert parallelism (EP), ranks that share the experts of an MoE layer: what titanlite knows of
+it, moment by moment.
 
     checks.py        other keys, ranks, model
     ranks.py         numbers of ranks that have experts
     sharding.py      experts divided over ranks, and over those that shard them
     exchange.py      rows on their way to the ranks of their experts, and back
     figures.py       load of experts and losses of routers, a callback
-    plan_memory.py   what mixtures keep, need and hold
+    plan_memory.py   what MoE layers keep, need and hold
 
 The key is `parallelism.expert_parallel_degree`. Files that need torch are imported where they are
-used. Mixtures themselves are models: `titanlite.models.experts`. Every run of one has the figures,
-the memory of the plan, and the check of what is resharded.
+used. The layers themselves are in `titanlite.models.experts`. Every run of one has the figures, the
+memory of the plan, and the check of what is resharded.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ExpertParallel(Feature):
     def apply(self, model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
         """Divide the experts of a model or pipeline stage on the meta device, in place.
 
-        mesh: of `mesh`. names: of the mixtures in the whole model. Raises ParallelismError for one
-        that cannot be divided.
+        mesh: of `mesh`. names: of the MoE layers in the whole model. Raises ParallelismError for
+        one that cannot be divided.
         """
         from titanlite.features.experts.sharding import apply_ep, has_exchange
 

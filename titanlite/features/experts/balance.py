@@ -22,8 +22,8 @@ class ExpertBalance:
     counts. So it does not matter that recomputed blocks, or ranks with the same tokens, count all
     rows of a layer several times.
 
-    experts: number of each mixture's in the whole model, by name, the same in all. A pipeline stage
-    has some of the mixtures. step: by which a bias moves.
+    experts: number of each MoE layer's in the whole model, by name, the same in all. A pipeline
+    stage has some of the layers. step: by which a bias moves.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class ExpertBalance:
     ) -> None:
         self.step = step
         (self._experts,) = set(experts.values())
-        #: [mixtures, experts]: rows of this step.
+        #: [MoE layers, experts]: rows of this step.
         self._loads = torch.zeros(len(experts), self._experts, dtype=torch.int64, device=device)
-        #: Mixtures on this rank, by their row of `_loads`.
-        self._mixtures: dict[int, Any] = {}
+        #: MoE layers on this rank, by their row of `_loads`.
+        self._layers: dict[int, Any] = {}
         modules = dict(model.named_modules())
         for row, name in enumerate(experts):
             if name in modules:
-                self._mixtures[row] = modules[name]
-                self._mixtures[row].load = self._loads[row]
+                self._layers[row] = modules[name]
+                self._layers[row].load = self._loads[row]
 
     def begin(self) -> None:
         """Forget all rows: a step begins."""
@@ -59,5 +59,5 @@ class ExpertBalance:
         # A common shift changes no choice: without it biases stay near zero.
         moves = self.step * (moves - moves.mean(1, keepdim=True))
         moves = torch.where(ok, moves, 0.0)
-        for row, mixture in self._mixtures.items():
-            mixture.expert_bias += moves[row]
+        for row, layer in self._layers.items():
+            layer.expert_bias += moves[row]

@@ -18,8 +18,8 @@ _TP = "training.tensor_parallel_degree"
 
 def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     """Check that ranks with different tokens can share the experts."""
-    mixtures = run.spec.mixtures(args)
-    if not mixtures:
+    layers = run.spec.moe_layers(args)
+    if not layers:
         return
     ranks = run.mesh.expert
     if run.mesh.tensor > 1 and run.spec.whole_activations:
@@ -34,7 +34,7 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
             "compiled"
         )
         yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
-    experts = math.gcd(*mixtures.values())
+    experts = math.gcd(*layers.values())
     most = most_ranks(run.mesh)
     if most % ranks or experts % ranks:
         message = (
@@ -67,10 +67,10 @@ def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
     """
     reshard = run.training.reshard_after_forward
-    mixtures = run.spec.mixtures(args)
-    if not mixtures or not isinstance(reshard, int):
+    layers = run.spec.moe_layers(args)
+    if not layers or not isinstance(reshard, int):
         return
-    experts = math.gcd(*mixtures.values())
+    experts = math.gcd(*layers.values())
     ranks = run.mesh.expert
     if most_ranks(run.mesh) % ranks or experts % ranks:
         return

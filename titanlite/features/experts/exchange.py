@@ -1,4 +1,4 @@
-"""Rows of a mixture on their way to the ranks of their experts, and back.
+"""Rows of an MoE layer on their way to the ranks of their experts, and back.
 
 A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients.
 The host reads the number of rows, since the size of the tensors depends on it. So it waits for the

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ExpertFigures(Callback):
     """Tells how even the load of experts has been since the last log. It must run before the log.
 
-    experts: of each mixture in the whole model, by name. The model may be a part, as with a
-    pipeline. has_losses: whether mixtures record the losses of their routers.
+    experts: of each MoE layer in the whole model, by name. The model may be a part, as with a
+    pipeline. has_losses: whether the layers record the losses of their routers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the place of the blocks' feed-forwards, for `titanlite.plan.memory`.
+"""MoE layers in the place of the blocks' feed-forwards, for `titanlite.plan.memory`.
 
 titanlite/plan/FORMULAS.md derives the numbers. No torch here.
 """

@@ -249,11 +249,11 @@ def _sizes(block: Any) -> Mapping[str, Size]:
         **block.attention_linears(),
         **found,
         **block.feed_forward_linears(),
-        **_mixture_sizes(block),
+        **_moe_sizes(block),
     }
 
 
-def _mixture_sizes(block: Any) -> Mapping[str, Size]:
+def _moe_sizes(block: Any) -> Mapping[str, Size]:
     """Return the sizes of a block's router and of each of its experts."""
     experts = getattr(block, "n_experts", 0)
     if not experts:

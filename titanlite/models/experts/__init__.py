@@ -1,9 +1,9 @@
-"""Mixtures of experts as models: what the families that have them share.
+"""Experts in models: what the families that have MoE layers share.
 
     arguments.py   arguments of such a decoder, their checks and their counts
     family.py      initial weights, their division over ranks, `expert_spec`
     hf_names.py    Hugging Face's names of experts
-    layer.py       the mixture in place of a feed-forward, with its block and decoder
+    layer.py       the MoE layer in place of a feed-forward, with its block and decoder
     router.py      which experts a token goes to, and the losses that balance them
     grouped.py     rows sorted by expert, and products of each expert's rows with its matrix
 

@@ -252,7 +252,7 @@ class ExpertArgs(LlamaArgs):
 
 
 def experts_of(args: ExpertArgs) -> dict[str, int]:
-    """Return name of each mixture → number of its experts."""
+    """Return name of each MoE layer → number of its experts."""
     found = {}
     for index, block in enumerate(block_names(args)):
         number = args.of_block(index).n_experts

@@ -35,9 +35,9 @@ def init_rule(name: str, args: ExpertArgs) -> Init:
     return llama.linear_init(int(match[1]) if is_residual else None)
 
 
-#: How the mixture of a block is divided: each rank has all experts. They take its part of the
+#: How the MoE layer of a block is divided: each rank has all experts. They take its part of the
 #: sequence.
-_MIXTURE = {
+_MOE_LAYER = {
     "feed_forward": "tokens",
     "feed_forward.gate": "heads",
     "feed_forward.experts": "whole",
@@ -51,7 +51,7 @@ def feed_forward_plan(args: ExpertArgs) -> dict[str, str]:
     """
     if args.n_experts:
         shared = dict.fromkeys(args.feed_forward_linears(), "heads")
-        return {**_MIXTURE, **shared}
+        return {**_MOE_LAYER, **shared}
     dense = llama.block_plan(args)
     return {name: kind for name, kind in dense.items() if name.startswith("feed_forward")}
 

@@ -113,12 +113,12 @@ class MoE(nn.Module):
 
 
 def feed_forward(args: ExpertArgs) -> nn.Module:
-    """Return the feed-forward of a block: a mixture, or a dense one where it has no experts."""
+    """Return the feed-forward of a block: an MoE layer, or a dense one where it has no experts."""
     return MoE(args) if args.n_experts else FeedForward(args)
 
 
 class MoEBlock(Block):
-    """A block whose feed-forward is a mixture of experts, or dense where it has none."""
+    """A block whose feed-forward is an MoE layer, or dense where it has none."""
 
     feed_forward_class = staticmethod(feed_forward)
 

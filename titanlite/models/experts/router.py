@@ -1,5 +1,5 @@
-"""The router of a mixture: which experts a token goes to, with which weights, and the losses that
-balance them.
+"""The router of an MoE layer: which experts a token goes to, with which weights, and the losses
+that balance them.
 """
 
 from __future__ import annotations

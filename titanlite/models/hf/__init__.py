@@ -73,11 +73,11 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
         from titanlite.models.hf.tensor import why_no_tensor
 
         reason = why_no_tensor(args, tensor)
-        if reason and args.skeleton.mixtures:
+        if reason and args.skeleton.moe_layers:
             expert = "parallelism.expert_parallel_degree"
             return f"experts of transformers are shared by {expert} alone ({reason})"
         return reason
-    if key == "parallelism.expert_parallel_degree" and not args.skeleton.mixtures:
+    if key == "parallelism.expert_parallel_degree" and not args.skeleton.moe_layers:
         return f"{type(args.skeleton.model).__name__} has no experts that ranks could share"
     if key == "float8.enable_float8_linear" and tensor > 1:
         return "tensor parallelism of a model of transformers has no float8"

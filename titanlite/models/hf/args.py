@@ -64,12 +64,12 @@ class HFArgs:
     @property
     def top_k(self) -> int:
         """Experts of a token; 1 in a model without."""
-        return max((mixture.top_k for mixture in self.skeleton.mixtures.values()), default=1)
+        return max((layer.top_k for layer in self.skeleton.moe_layers.values()), default=1)
 
     @property
     def expert_width(self) -> int:
         """Numbers between the products of an expert; 0 in a model without."""
-        return max((mixture.width for mixture in self.skeleton.mixtures.values()), default=0)
+        return max((layer.width for layer in self.skeleton.moe_layers.values()), default=0)
 
     def deciding(self) -> dict[str, Any]:
         """Return the entries of config.json that decide tensors or logits, nested ones by dotted

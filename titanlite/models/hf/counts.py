@@ -51,17 +51,17 @@ def linears(args: HFArgs) -> dict[str, Size]:
 def _routers(args: HFArgs) -> set[str]:
     """Return the names of linears beside experts that have an output for each of them."""
     found = set()
-    for name, mixture in args.skeleton.mixtures.items():
+    for name, layer in args.skeleton.moe_layers.items():
         block = name.rpartition(".")[0]
         for leaf, module in args.skeleton.model.get_submodule(block).named_children():
-            if getattr(module, "out_features", 0) == mixture.experts:
+            if getattr(module, "out_features", 0) == layer.experts:
                 found.add(f"{block}.{leaf}")
     return found
 
 
 def experts(args: HFArgs) -> dict[str, int]:
-    """Return name → number of experts, of each mixture."""
-    return {name: mixture.experts for name, mixture in args.skeleton.mixtures.items()}
+    """Return name → number of experts, of each MoE layer."""
+    return {name: layer.experts for name, layer in args.skeleton.moe_layers.items()}
 
 
 def count_parameters(args: HFArgs) -> int:
@@ -86,9 +86,9 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     tables -= {known.model.get_parameter(name) for name in known.tied.values()}
     multiplied = [weight for weight in known.model.parameters() if weight not in tables]
     weights = sum(weight.numel() for weight in multiplied)
-    for mixture in known.mixtures.values():
-        unused = mixture.experts - mixture.top_k
-        weights -= mixture.parameters // mixture.experts * unused
+    for layer in known.moe_layers.values():
+        unused = layer.experts - layer.top_k
+        weights -= layer.parameters // layer.experts * unused
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     key_width = getattr(config, "qk_head_dim", None) or width
     value_width = getattr(config, "v_head_dim", None) or width

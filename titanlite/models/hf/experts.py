@@ -35,7 +35,7 @@ _MULTIPLE = 8
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_selected_experts")
 
 
-class Mixture(NamedTuple):
+class MoELayer(NamedTuple):
     """The experts of one block."""
 
     experts: int
@@ -96,8 +96,8 @@ def _names_of(module: Any) -> list[str]:
 # What a model has
 
 
-def mixtures_of(model: Any) -> dict[str, Mixture]:
-    """Return the mixtures of a model on the meta device, by the name of their experts.
+def moe_layers_of(model: Any) -> dict[str, MoELayer]:
+    """Return the MoE layers of a model on the meta device, by the name of their experts.
 
     Raises ShapeError for experts that cannot be computed here.
     """
@@ -114,7 +114,7 @@ def mixtures_of(model: Any) -> dict[str, Mixture]:
     for name, module in stacks.items():
         if name not in chosen:
             raise refused(f"{name} of {type(model).__name__} never runs")
-        found[name] = _mixture(name, module, chosen[name])
+        found[name] = _moe_layer(name, module, chosen[name])
     return found
 
 
@@ -132,7 +132,7 @@ def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
 
 
 def _check_top_k(config: Any, stacks: dict[str, Any]) -> None:
-    """Raise ShapeError for a number of experts of each token that these mixtures cannot choose."""
+    """Raise ShapeError for a number of experts of each token that these layers cannot choose."""
     for name in _TOP_K:
         top_k = getattr(config, name, None)
         if not isinstance(top_k, int):
@@ -146,7 +146,7 @@ def _check_top_k(config: Any, stacks: dict[str, Any]) -> None:
 
 
 def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
-    """Run the model; return the number of each token's experts, by mixture."""
+    """Run the model; return the number of each token's experts, by MoE layer."""
     found: dict[str, int] = {}
 
     def look(name: str) -> Callable[..., None]:
@@ -178,8 +178,8 @@ def _index_of(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return index
 
 
-def _mixture(name: str, module: Any, top_k: int) -> Mixture:
-    """Return the facts of a mixture. Raises ShapeError for shapes that are not understood."""
+def _moe_layer(name: str, module: Any, top_k: int) -> MoELayer:
+    """Return the facts of an MoE layer. Raises ShapeError for shapes that are not understood."""
     own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
     names = _names_of(module)
     experts = module.num_experts
@@ -194,7 +194,7 @@ def _mixture(name: str, module: Any, top_k: int) -> Mixture:
         message = f"{name} has matrices of {width} x {dim}"
         raise refused(message, f"take widths that are multiples of {_MULTIPLE}")
     parameters = sum(math.prod(one.shape) for one in own.values())
-    return Mixture(experts, top_k, width, parameters)
+    return MoELayer(experts, top_k, width, parameters)
 
 
 # The forward

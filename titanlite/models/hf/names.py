@@ -36,7 +36,7 @@ def hf_names(args: HFArgs) -> dict[str, HFName]:
             dimensions[name] = tensor.ndim
     mapping = get_model_conversion_mapping(known.model)
     has_other_form = any(isinstance(found, WeightConverter) for found in mapping)
-    if has_other_form or known.mixtures:
+    if has_other_form or known.moe_layers:
         return _followed(args, dimensions)
     return {name: name for name in dimensions}
 
@@ -78,8 +78,8 @@ def _small_shape(args: HFArgs, name: str, dimensions: int) -> torch.Size:
     """Return the shape of a small tensor with as many dimensions, no two of them alike: of as many
     experts, if it is a stack of them.
     """
-    mixture = args.skeleton.mixtures.get(name.rpartition(".")[0])
-    first = mixture.experts if mixture is not None else _ROWS + 1
+    layer = args.skeleton.moe_layers.get(name.rpartition(".")[0])
+    first = layer.experts if layer is not None else _ROWS + 1
     more = range(_COLUMNS + 1, _COLUMNS + dimensions)
     return torch.Size([first, _ROWS, _COLUMNS, *more][:dimensions])
 

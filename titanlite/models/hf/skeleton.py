@@ -16,7 +16,7 @@ from titanlite.models.spec import Init
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.models.hf.experts import Mixture
+    from titanlite.models.hf.experts import MoELayer
 
 #: Name of the linear that computes the logits, in all but a few models.
 HEAD = "lm_head"
@@ -36,8 +36,8 @@ class Skeleton:
     #: Names of the embedding of tokens and of the head.
     embedding: str
     head: str
-    #: The mixtures of experts, by the name of their experts.
-    mixtures: dict[str, Mixture]
+    #: The MoE layers, by the name of their experts.
+    moe_layers: dict[str, MoELayer]
 
 
 @functools.lru_cache(maxsize=8)
@@ -48,7 +48,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
     """
     import torch
 
-    from titanlite.models.hf.experts import mixtures_of
+    from titanlite.models.hf.experts import moe_layers_of
 
     config = read_config({**json.loads(content), "vocab_size": vocab_size})
     try:
@@ -80,7 +80,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
         tied,
         embedding=paths[model.get_input_embeddings()],
         head=paths.get(model.get_output_embeddings(), ""),
-        mixtures=mixtures_of(model),
+        moe_layers=moe_layers_of(model),
     )
 
 

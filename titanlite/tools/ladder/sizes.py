@@ -1,9 +1,9 @@
 """The models of a ladder: small ones of the target's proportions. No torch.
 
 N is what `titanlite.models.counts.count_multiplied_parameters` counts: the parameters that a token
-is multiplied by. The head is among them, the embedding is not, of mixtures the chosen experts are.
-A count without the head bends the laws of small models, whose largest part it is (Porian et al.
-2024, arXiv:2406.19146; Pearce and Song 2024, arXiv:2406.12907).
+is multiplied by. The head is among them, the embedding is not, of MoE layers the chosen experts
+are. A count without the head bends the laws of small models, whose largest part it is (Porian et
+al. 2024, arXiv:2406.19146; Pearce and Song 2024, arXiv:2406.12907).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _IN_BLOCKS = {
     "feed-forward": "ffn_post_norm",
     "router": "feed_forward.gate",
 }
-#: The kinds in their order; only mixtures have a router.
+#: The kinds in their order; only MoE layers have a router.
 KINDS = ("embedding", "attention", "feed-forward", "router", "residual", "target logits")
 
 

@@ -103,9 +103,9 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
     tensors = _powers(cluster.gpus_per_node)
     contexts = _powers(max(length // LEAST_TOKENS, 1))
     experts = [1]
-    mixtures = spec.mixtures(args)
-    if mixtures:
-        experts = divisors(math.gcd(*mixtures.values()))
+    layers = spec.moe_layers(args)
+    if layers:
+        experts = divisors(math.gcd(*layers.values()))
     for pipeline, tensor, context, expert in itertools.product(
         pipelines, tensors, contexts, experts
     ):
