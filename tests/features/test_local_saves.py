@@ -227,22 +227,26 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
     assert "has no valid checkpoint" in text
 
 
-def test_a_local_save_that_fails_ends_nothing(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_train_with_full_disk, RUN, tmp_path)[0]
+@pytest.mark.parametrize("file", ["part", "manifest"])
+def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
+    pool: Pools, tmp_path: Path, file: str
+) -> None:
+    found = pool(2).run(_train_with_full_disk, RUN, tmp_path, file)[0]
     assert any("no local save was written: rank 1" in line for line in found["said"])
     assert [path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")] == []
     pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
 
-def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    real = write.write_part
+def _train_with_full_disk(world: DistEnv, run: Run, folder: Path, file: str) -> dict[str, Any]:
+    name = {"part": "write_part", "manifest": "publish"}[file]
+    real = getattr(write, name)
 
-    def full_disk(path: Path, tensors: Any) -> Any:
+    def full_disk(*arguments: Any) -> Any:
         if world.rank == 1:
-            raise OSError(28, "No space left on device", str(path))
-        return real(path, tensors)
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
 
-    with patch.object(write, "write_part", full_disk):
+    with patch.object(write, name, full_disk):
         return train_both(world, run, folder, 4, [0, 1])
 
 

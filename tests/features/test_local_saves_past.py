@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,12 +19,13 @@ from tests.support.checkpoints import PRINTS, RUN, options
 from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
+from titanlite.checkpoint import manager as checkpoint_manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.features.local_saves import manager, write
 from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
-from titanlite.features.local_saves.past import read_past, write_past
+from titanlite.features.local_saves.past import Past, read_past, write_past
 from titanlite.parallel.dist_env import DistEnv
 
 
@@ -124,6 +125,41 @@ def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(
     said = [line for line in found["notices"] if "the shared checkpoint of step 8, which" in line]
     assert said[0].endswith("is gone")
     pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
+
+
+@pytest.mark.parametrize("note", ["written", "failed"])
+def test_the_shared_checkpoint_that_is_noted_is_there_at_any_moment(
+    pool: Pools, tmp_path: Path, note: str
+) -> None:
+    pool(2).run(_train_beside_a_deletion, RUN, tmp_path, note)
+    shutil.rmtree(tmp_path / "shared")
+    (tmp_path / "moment").rename(tmp_path / "shared")
+    (tmp_path / "shared" / "step-8" / ".metadata").unlink()
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
+
+
+def _train_beside_a_deletion(world: DistEnv, run: Run, folder: Path, note: str) -> None:
+    """Steps to 8, with a copy of the shared folder right after one checkpoint replaced another."""
+    prune = checkpoint_manager.prune
+    save = TieredCheckpointer.save
+
+    def copy_after(root: Path, step: int, *more: Any) -> Any:
+        marks = prune(root, step, *more)
+        if step == 8:
+            shutil.copytree(root, folder / "moment")
+        return marks
+
+    def write_unless_full(shared: Path, past: Past) -> None:
+        if note == "failed" and past.newest is not None and past.newest.step == 8:
+            raise OSError(28, "No space left on device")
+        write_past(shared, past)
+
+    with (
+        patch.object(checkpoint_manager, "prune", copy_after),
+        patch.object(manager, "write_past", write_unless_full),
+        patch.object(TieredCheckpointer, "save", partialmethod(save, validation_loss=1.0)),
+    ):
+        train_both(world, run, folder, 8, [0, 1], keep_latest_k=1)
 
 
 @pytest.mark.parametrize("harm", ["set aside", "damaged"])

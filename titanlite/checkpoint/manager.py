@@ -115,7 +115,8 @@ class Checkpointer:
         self._tokenizer_files = tokenizer_files
         # Rank 0 writes the manifest.
         self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}
-        self._resumed: int | None = None
+        #: Why → step; checkpoints that stay at any age.
+        self._stay: dict[str, int] = {}
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
         self._averages = averages or {}
@@ -153,7 +154,7 @@ class Checkpointer:
         loaded = self._loader.load(model, optimizer, expected)
         self._on_rank_0(self._clean_up)
         if loaded is not None and loaded.origin == "resume":
-            self._resumed = loaded.step
+            self._stay["resumed"] = loaded.step
         return loaded
 
     def _look_around(self) -> None:
@@ -189,7 +190,7 @@ class Checkpointer:
         from titanlite.checkpoint.go_back import load_newest
 
         loaded = load_newest(self._loader, self._on_rank_0, model, optimizer, suspect)
-        self._resumed = loaded.step
+        self._stay["resumed"] = loaded.step
         return loaded
 
     def save(  # noqa: PLR0913
@@ -393,13 +394,13 @@ class Checkpointer:
         seconds = round(time.perf_counter() - self._began, 3)
         publish(save.folder, replace(manifest, seconds=seconds))
         self._bad.pop(manifest.step, None)
-        if not save.proven:
-            return
+        if save.proven:
+            self._prune(manifest.step)
+
+    def _prune(self, step: int) -> None:
         try:
-            keep = () if self._resumed is None else (self._resumed,)
-            marks = prune(
-                self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints
-            )
+            keep = self._stay.values()
+            marks = prune(self.root, step, self.config, keep, tuple(self._bad), self._fingerprints)
             self._deleter.delete(marks)
         except (RuntimeError, OSError) as error:
             # Also where no thread can be started.

@@ -115,7 +115,7 @@ class TieredCheckpointer(Checkpointer):
         except CheckpointError:
             del rejected[save]
             loaded = self._loader.load_newest(model, optimizer)
-        self._resumed = loaded.step
+        self._stay["resumed"] = loaded.step
         return loaded
 
     def _settle(self, loaded: LoadedState | None) -> None:
@@ -157,15 +157,24 @@ class TieredCheckpointer(Checkpointer):
         self._deleter.delete(leftovers(self.root))
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
-        super()._publish(save, manifest)
+        super()._publish(replace(save, proven=False), manifest)
+        self._note(manifest)
+        # Not before: where the newest one that is noted is gone, no local save may come back.
+        if save.proven:
+            self._prune(manifest.step)
+
+    def _note(self, manifest: Manifest) -> None:
         past = self._loader.past._replace(newest=Shared(manifest.step, manifest.created))
         try:
             if read_past(self.root).line == past.line:
                 write_past(self.root, past)
                 self._loader.past = past
         except (OSError, CheckpointError) as error:
-            # The checkpoint is there.
+            # The checkpoint is there, and the one that is noted stays.
             logger.warning(f"{self.root} does not tell of step {manifest.step}: {error}")
+        noted = self._loader.past.newest
+        if noted is not None:
+            self._stay["noted"] = noted.step
 
     def _complete(self, manifest: Manifest) -> None:
         """Give this rank's part of the save that was taken what it lacks, such as the manifest."""

@@ -59,7 +59,7 @@ class LocalWriter:
         """Write the parts of all ranks, then the manifest beside each.
 
         Raises WeightsError, on all ranks, for a value that is not finite. Raises CheckpointError,
-        on all ranks, where one fails: then no rank has a new manifest, or all parts are there.
+        on all ranks, where one fails: then no rank keeps its part.
         """
         check_finite(save, group)
         # They would take the space of this one.
@@ -86,15 +86,15 @@ class LocalWriter:
             path = part_path(own, identity)
             folders = [own, *self.copies.exchange(path, files, step, self.read_back, group)]
             on_each_rank(lambda: self._finish(folders, path, written, generators), group)
+            # Each part is whole: from the first manifest on this is a save.
+            on_each_rank(lambda: publish(folders, content), group)
         except CheckpointError:
-            # All ranks know of it. Where a rank is lost, others may have gone on to publish: the
-            # next start decides.
+            # All ranks know of it, also where some have published: a part without a manifest would
+            # keep its space. Where a rank is lost, the next start decides.
             remove(self.folder.step(step))
             for owner in self.copies.owners:
                 remove(self.folder.copy(owner, step))
             raise
-        # Each part is whole: from the first manifest on this is a save.
-        on_each_rank(lambda: publish(folders, content), group)
         if save.proven:
             on_each_rank(lambda: self.folder.prune(self.keep), group)
 
