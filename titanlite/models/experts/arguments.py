@@ -239,6 +239,27 @@ class ExpertArgs(LlamaArgs):
             "feed_forward.shared.w3": Size(self.dim, self.shared_width),
         }
 
+    def feed_forward_extras(self) -> dict[str, Size]:
+        """Return the router and each expert."""
+        if not self.n_experts:
+            return {}
+        found = {"feed_forward.gate": Size(self.dim, self.n_experts)}
+        if self.router_bias:
+            found["feed_forward.gate.bias"] = Size(1, self.n_experts)
+        stack = "feed_forward.experts"
+        width = self.expert_width
+        if self.expert_biases:
+            found[f"{stack}.gate_up_bias"] = Size(1, 2 * width)
+            found[f"{stack}.down_bias"] = Size(1, self.dim)
+        if self.expert_biases or self.joined_experts:
+            found[f"{stack}.gate_up"] = Size(self.dim, 2 * width)
+            found[f"{stack}.down"] = Size(width, self.dim)
+            return found
+        found[f"{stack}.w1"] = Size(self.dim, width)
+        found[f"{stack}.w2"] = Size(width, self.dim)
+        found[f"{stack}.w3"] = Size(self.dim, width)
+        return found
+
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of a block's experts and router, and those of them that one token
         is multiplied by.
