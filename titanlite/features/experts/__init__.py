@@ -7,10 +7,11 @@ it, moment by moment.
     exchange.py      rows on their way to the ranks of their experts, and back
     figures.py       load of experts and losses of routers, a callback
     plan_memory.py   what MoE layers keep, need and hold
+    plan_speed.py    what their products and the exchange of rows cost
 
 The key is `parallelism.expert_parallel_degree`. Files that need torch are imported where they are
 used. The layers themselves are in models: `titanlite.models.moe`. Every run of one has the figures,
-the memory of the plan, and the check of what is resharded.
+the terms of the plan, and the check of what is resharded.
 """
 
 from __future__ import annotations
@@ -82,9 +83,6 @@ class ExpertParallel(Feature):
 
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""
-        mesh = step.mesh
-        tokens = step.tokens / mesh.tensor
-        rows = tokens * step.experts_per_token * step.itemsize * step.width
-        again = 0 if step.by_op else 2 * step.recomputed
-        one = step.rates.collective(rows, mesh.expert, 1)
-        return {"expert traffic": step.blocks * (4 + again) * one}
+        from titanlite.features.experts.plan_speed import exchange_seconds
+
+        return {"expert traffic": exchange_seconds(step)}
