@@ -8,6 +8,7 @@ with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
     balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
     plan_memory.py   what MoE layers keep, need and hold
+    plan_speed.py    what their products and the exchange of rows cost
 
 The layers as modules, their arguments and names are in `titanlite.models.experts`, which lists its
 files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
@@ -154,9 +155,6 @@ class ExpertParallel(Feature):
 
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""
-        mesh = step.mesh
-        tokens = step.tokens / mesh.tensor
-        rows = tokens * step.experts_per_token * step.itemsize * step.width
-        again = 0 if step.by_op else 2 * step.recomputed
-        one = step.rates.collective(rows, mesh.expert, 1)
-        return {"expert traffic": step.blocks * (4 + again) * one}
+        from titanlite.features.experts.plan_speed import exchange_seconds
+
+        return {"expert traffic": exchange_seconds(step)}
