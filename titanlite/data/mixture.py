@@ -26,10 +26,12 @@ from msgspec.structs import replace as replace_fields
 from titanlite.data import DataError, EndOfData
 from titanlite.data.mixture_state import check_mixture
 from titanlite.data.rows import Row, Rows
+from titanlite.data.token_paths import is_of_tokens
 from titanlite.data.turns import Segment, Turns, Weights
 
 if TYPE_CHECKING:
-    from titanlite.config.sections import Training
+    from titanlite.config.data_sections import DataSource
+    from titanlite.data.course import Course
     from titanlite.data.text import TextReader
 
 
@@ -42,6 +44,8 @@ class MixedRows(Rows):
             is 0.
         slots: V; the number of lanes of those that are streams.
     """
+
+    sets_length = False
 
     def __init__(
         self,
@@ -58,14 +62,7 @@ class MixedRows(Rows):
         #: First sequence → shares: as planned for the run, and as they were and will be.
         self._planned = self._in_order(phases)
         self._phases = self._planned
-        #: The latest state was saved with other shares, sources or epochs than hold from its
-        #: position on.
-        self.changed = False
         self._restart(slots)
-
-    @property
-    def mixture(self) -> MixedRows:
-        return self
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +95,6 @@ class MixedRows(Rows):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares of the sequences at the start, by name of the source."""
         weights = self._phases[0]
         total = sum(weights)
         return {name: weight / total for name, weight in zip(self.names, weights, strict=True)}
@@ -140,8 +136,24 @@ class MixedRows(Rows):
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
         return self._turns.locate(segment, index)
 
-    def served(self, index: int) -> dict[str, int]:
-        """Return by name how many sequences before `index` are of each source."""
+    def texts(self, name: str = "") -> dict[str, Rows]:
+        return dict(zip(self.names, self.rows, strict=True))
+
+    def text_at(self, index: int, name: str = "") -> tuple[str, Rows, int]:
+        source, number = self.locate(index)
+        return self.names[source], self.rows[source], number
+
+    def check_length(self, course: Course, steps: int) -> None:
+        sequences = self.total_sequences
+        if sequences is None or sequences >= course.position_after(steps):
+            return
+        last = course.steps_with_rows(sequences + 1) - 1
+        raise DataError(
+            f"training.steps: the epochs of all sources end after step {last} of {steps}. Set it "
+            f"to {last} at most, or give one source no epochs"
+        )
+
+    def served(self, index: int, name: str = "") -> dict[str, int]:
         given = self._turns.given_before(self._segment(index), index)
         return dict(zip(self.names, given.sum(axis=0).tolist(), strict=True))
 
@@ -300,21 +312,28 @@ def _read_state(state: Mapping[str, Any], names: Sequence[str]) -> _Saved:
 
 
 def open_mixture(
-    reader: TextReader, training: Training, phases: Mapping[int, Mapping[str, float]]
+    reader: TextReader,
+    sources: Mapping[str, DataSource],
+    seq_len: int,
+    phases: Mapping[int, Mapping[str, float]],
 ) -> MixedRows:
-    """Open the sources of `data.source`. phases: see `TextReader.train`."""
+    """Open the sources of `data.source`, by their sections. phases: see `TextReader.train`."""
     data = reader.data
+    if data.token_dtype != "auto" and not any(map(is_of_tokens, sources.values())):
+        raise DataError(
+            "data.token_dtype: no source is of token files; leave the key out, or give a source "
+            "its own"
+        )
     opened: dict[str, Rows] = {}
     weights: dict[str, float] = {}
     lanes: int | None = None
-    for number, source in enumerate(data.source):
-        name = source.name or source.path or ""
+    for section, source in sources.items():
+        name = source.title
         # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
         settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)
-        key = f"data.source[{number}]"
-        rows = own_reader.open_with_end(source, key, training.seq_len, source.epochs)
+        rows = own_reader.open_with_end(source, section, seq_len)
         lanes = lanes or rows.lanes
         opened[name] = rows
         weights[name] = source.weight

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.data_sections import DataSource
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.sources import columns_of, key_of, own_records
+from titanlite.data.sources import columns_of, own_records
+from titanlite.data.text_keys import key_of
 
 if TYPE_CHECKING:
     from titanlite.data.text import TextReader

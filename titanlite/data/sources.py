@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.extensions import load_function
@@ -59,15 +58,6 @@ class TextFiles:
     listing: Listing | None = field(default=None, compare=False)
     #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
     stamps: tuple[str, ...] = field(default=(), compare=False)
-
-
-def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
-    `validation`.
-    """
-    if section.endswith("]"):
-        return f"{section}.{field}"
-    return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"
 
 
 def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
