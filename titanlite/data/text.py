@@ -98,7 +98,7 @@ class TextReader:
         """
         texts = training_texts(training, self.data)
         if self.data.source:
-            from titanlite.data.mixture import open_mixture
+            from titanlite.data.mixtures.mixed_rows import open_mixture
 
             return open_mixture(self, texts, training.seq_len, phases or {})
         [(section, source)] = texts.items()

@@ -108,7 +108,7 @@ def _figures(built: Built) -> list[Any]:
     run = built.run
     found: list[Any] = []
     if run.data.source:
-        from titanlite.metrics.figures import SourceFigures
+        from titanlite.data.mixtures.figures import SourceFigures
 
         model = built.model
         share = built.loaders.share

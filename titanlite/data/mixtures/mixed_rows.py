@@ -3,7 +3,7 @@
 All sequences have the same length, so shares of sequences are shares of tokens. Source and number
 of sequence i follow from i by arithmetic:
 
-- A schedule of 4,096 turns gives each source its share, spread evenly (`titanlite.data.turns`).
+- A schedule of 4,096 turns gives each source its share, spread evenly (`turns.py`).
 - Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A
   slot's sequences of a stream are one lane of it, so a rank reads only its own lanes. Each slot
   begins elsewhere in the schedule.
@@ -17,17 +17,16 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from titanlite.data import DataError, EndOfData
-from titanlite.data.mixture_state import check_mixture
+from titanlite.data.mixtures.state import SavedMixture, check_mixture, read_state
+from titanlite.data.mixtures.turns import Segment, Turns, Weights
 from titanlite.data.rows import Row, Rows
 from titanlite.data.token_paths import is_of_tokens
-from titanlite.data.turns import Segment, Turns, Weights
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
@@ -209,9 +208,9 @@ class MixedRows(Rows):
                 f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
-        self._continue(_read_state(state, self.names), position)
+        self._continue(read_state(state, self.names), position)
 
-    def _continue(self, saved: _Saved, position: int) -> None:
+    def _continue(self, saved: SavedMixture, position: int) -> None:
         """Keep what was saved of sequences before `position`, and let the planned phases hold from
         there on.
         """
@@ -269,46 +268,6 @@ class MixedRows(Rows):
                 self._segments.append(dry)
             else:
                 return
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a state says of the sources that are there now: 0 for those that it does not have.
-
-    `names`, `totals`: of its own sources, and their sequences.
-    """
-
-    names: list[str]
-    totals: list[int | None]
-    #: First sequence → shares.
-    phases: dict[int, Weights]
-    segments: list[Segment]
-
-
-def _read_state(state: Mapping[str, Any], names: Sequence[str]) -> _Saved:
-    """Read a state that is checked. names: of the sources now."""
-    number_of = {name: number for number, name in enumerate(state["names"])}
-
-    def of_ours(values: Sequence[Any]) -> tuple[Any, ...]:
-        found = []
-        for name in names:
-            value = 0
-            if name in number_of:
-                value = values[number_of[name]]
-            found.append(value)
-        return tuple(found)
-
-    segments: list[Segment] = []
-    for start, weights, base in state["segments"]:
-        turns = np.array([of_ours(given) for given in base], dtype=np.int64)
-        segments.append(Segment(start, of_ours(weights), turns))
-    phases, totals = state["plan"]
-    return _Saved(
-        names=state["names"],
-        totals=totals,
-        phases={start: of_ours(weights) for start, weights in phases},
-        segments=segments,
-    )
 
 
 def open_mixture(
