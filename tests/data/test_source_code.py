@@ -19,8 +19,8 @@ from titanlite.data.choose import choose
 from titanlite.data.kinds import LANGUAGES
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.sources import iter_records
 from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import load_config
 

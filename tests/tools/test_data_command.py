@@ -16,7 +16,7 @@ from titanlite.data.corpus import tokenize
 from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import IGNORE, Row, Rows
-from titanlite.data.sources import iter_records, list_files
+from titanlite.data.text_files import iter_records, list_files
 from titanlite.runs.record import Start, begin
 from titanlite.tools.commands.look import Run, State, _history, sequences_of
 

@@ -22,7 +22,7 @@ from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
-from titanlite.data.sources import (
+from titanlite.data.text_files import (
     TextFiles,
     columns_of,
     find_text,

@@ -33,9 +33,9 @@ from titanlite.data.course import Course, Progress
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.sources import iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
 from titanlite.data.text import TextReader
+from titanlite.data.text_files import iter_records
 from titanlite.data.text_keys import training_texts
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
