@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import tokenize
-from titanlite.data.sources import source_files
+from titanlite.data.text_files import source_files
 from titanlite.data.tokenizer import load_tokenizer
 
 

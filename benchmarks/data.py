@@ -192,7 +192,7 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
 
     Return them and their text in bytes.
     """
-    from titanlite.data.sources import iter_records, source_files
+    from titanlite.data.text_files import iter_records, source_files
 
     texts = [record.text for record in iter_records(source_files("c4_test", None))]
     size = sum(len(text.encode()) for text in texts)

@@ -222,7 +222,7 @@ class Torchtitan:
         self._write_assets()
 
     def _write_assets(self) -> None:
-        from titanlite.data.sources import iter_records, source_files
+        from titanlite.data.text_files import iter_records, source_files
         from titanlite.data.tokenizer import load_tokenizer
 
         self.assets = write_tokenizer(self.scratch / "assets")

@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
-from titanlite.data.sources import iter_records, source_files
+from titanlite.data.text_files import iter_records, source_files
 from titanlite.data.tokenizer.tiktoken_ranks import SPLIT_PATTERN
 
 BOS = "<|begin_of_text|>"

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from titanlite.data.sources import BUNDLED
+from titanlite.data.text_files import BUNDLED
 
 
 def records(dataset: str) -> list[dict[str, str]]:

@@ -25,8 +25,8 @@ from titanlite.data import DataError, contact
 from titanlite.data.contact import contact_problem
 from titanlite.data.records import Columns
 from titanlite.data.shards import Shards
-from titanlite.data.sources import TextFiles
 from titanlite.data.text import TextReader
+from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import config_file
 from titanlite.tools import cli

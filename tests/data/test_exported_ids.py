@@ -20,7 +20,7 @@ import transformers
 from tests.support import tekken
 from tests.support.hf import bundled_as_json
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.files import hf_files
 from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json

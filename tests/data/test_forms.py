@@ -256,9 +256,8 @@ def test_forms_of_sources_and_of_validation(tmp_path: Path) -> None:
         ],
     )
     reader = TextReader(data, TOKENIZER, TOKENIZER.vocab_size)
-    mixture = reader.train(Training(seq_len=8)).mixture
-    assert mixture is not None
-    documents = [rows.corpus.documents for rows in mixture.rows if rows.corpus]
+    texts = reader.train(Training(seq_len=8)).texts()
+    documents = [rows.corpus.documents for rows in texts.values() if rows.corpus]
     assert documents == [12, 12, 30]
     held_out = reader.held_out(Validation(dataset_path=str(pairs)), 16)[""]
     assert tokens_of(held_out) == tokens_of(read(pairs))

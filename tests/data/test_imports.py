@@ -42,12 +42,13 @@ _PLAIN = [
     "records",
     "rows",
     "skip_ranges",
-    "sources",
     "splits",
     "state",
     "surrogates",
     "text",
     "text_check",
+    "text_files",
+    "text_keys",
     "text_report",
     "threads",
     "token_cache",
@@ -68,7 +69,7 @@ def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text(tmp_path:
 
 
 def test_the_check_of_a_config_imports_no_reader() -> None:
-    assert _modules(_CHECK) == ["", "course", "text_check", "token_paths"]
+    assert _modules(_CHECK) == ["", "course", "text_check", "text_keys", "token_paths"]
 
 
 def _modules(program: str, *words: str) -> list[str]:

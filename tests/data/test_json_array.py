@@ -13,8 +13,8 @@ from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.formats import iter_rows
-from titanlite.data.sources import iter_records
 from titanlite.data.text import build_dataset
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools import cli
 

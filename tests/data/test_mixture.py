@@ -16,11 +16,11 @@ from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import TrainLoader
-from titanlite.data.mixture import MixedRows
+from titanlite.data.mixtures.figures import RowLosses, SourceFigures
+from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.skip_ranges import take
 from titanlite.loss import cross_entropy_sum
-from titanlite.metrics.figures import RowLosses, SourceFigures
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start.fit import load_config
 from titanlite.start.run_text import phases_of

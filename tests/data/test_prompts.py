@@ -20,10 +20,11 @@ from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.corpus import tokenize
+from titanlite.data.own_text import own_records
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
-from titanlite.data.sources import BUNDLED, columns_of, iter_records, list_files, own_records
 from titanlite.data.text import build_dataset
+from titanlite.data.text_files import BUNDLED, columns_of, iter_records, list_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.parallel.dist_env import DistEnv

@@ -19,8 +19,8 @@ from titanlite.data.choose import choose
 from titanlite.data.kinds import LANGUAGES
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.sources import iter_records
 from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import load_config
 
@@ -272,8 +272,7 @@ def test_a_source_of_a_mixture_may_be_code(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a/b.py": "x = 1\n", "c.toml": "y = 2\n"})
     data = Data(source=[DataSource(path=str(folder), name="code"), DataSource(name="c4_test")])
     rows = build_dataset(Training(seq_len=8), data, TOKENIZER, TOKENIZER.vocab_size)
-    assert rows.mixture is not None
-    listing = rows.mixture.rows[0].listing
+    listing = rows.texts()["code"].listing
     assert listing is not None
     assert listing.kinds == {"Python": 1, "settings": 1}
 

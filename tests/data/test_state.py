@@ -17,7 +17,7 @@ from tests.support.sources import Numbers
 from titanlite import exit_codes
 from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader
-from titanlite.data.mixture import MixedRows
+from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.state import StateError
 

@@ -13,7 +13,7 @@ import tiktoken
 from tests.support import tekken
 from tests.support.tekken import PATTERN, SPECIALS, USED, content, tokens, write
 from titanlite.data import DataError
-from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokenizer.hf_export import SAMPLES
 

@@ -13,7 +13,7 @@ from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.mixture import MixedRows
+from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.stream import StreamRows

@@ -16,7 +16,7 @@ import transformers
 
 from tests.support.hf import bundled_as_json
 from titanlite.data import DataError
-from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 

@@ -17,7 +17,7 @@ import sentencepiece
 import tokenizers
 
 from titanlite.data import DataError
-from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import (
     BUNDLED_SENTENCEPIECE,
     BUNDLED_TOKENIZER,

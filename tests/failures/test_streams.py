@@ -20,7 +20,7 @@ from tests.support.processes import python
 from tests.support.shards import write_c4
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
-from titanlite.data.sources import BUNDLED
+from titanlite.data.text_files import BUNDLED
 from titanlite.tools.drill.faults import Fault
 
 STREAM = ["--data.shuffle_buffer=24", "--data.lanes=4", "--data.streaming"]

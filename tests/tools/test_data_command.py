@@ -16,7 +16,7 @@ from titanlite.data.corpus import tokenize
 from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import IGNORE, Row, Rows
-from titanlite.data.sources import iter_records, list_files
+from titanlite.data.text_files import iter_records, list_files
 from titanlite.runs.record import Start, begin
 from titanlite.tools.commands.look import Run, State, _history, sequences_of
 
@@ -110,6 +110,10 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     assert f"document a: 2 = {text / '2.jsonl'}, record 1, 64 tokens" in printed
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
     assert answer["sequences"]["4"][0]["record"] == 2
+    (text / "0.jsonl").rename(text / "train.jsonl")
+    (text / "1.jsonl").rename(text / "test.jsonl")
+    of_split = ["--training.dataset_path", text, "--data.split", "test"]
+    assert f"{text / 'test.jsonl'}, record 2," in command("at-step", 3, *of_split, *common)[1]
 
 
 def test_a_run_without_a_good_checkpoint_has_the_ranks_of_its_last_attempt(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.shards import TEXTS, write_c4
 from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
-from titanlite.data.sources import BUNDLED, iter_records, list_files
+from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.runs.lock import RunLock

@@ -74,6 +74,11 @@ class DataSource(Section, frozen=True):
     epochs: Count | None = None
     """Most passes over this source. None: no limit."""
 
+    @property
+    def title(self) -> str:
+        """Its name in a mixture."""
+        return self.name or self.path or ""
+
 
 class DataPhase(Section, frozen=True):
     """One `[[data.phase]]`: other shares of the sources, another batch or another learning rate,

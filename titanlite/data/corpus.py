@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.records import Record
 from titanlite.data.rows import FilePlace
-from titanlite.data.sources import iter_records
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import cores, counted, logger, progress_text
 

@@ -24,16 +24,13 @@ class Document(NamedTuple):
 
 def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
     """Return the documents of row `index`, in its order; the last may have no token but the row's
-    last target.
+    last target. source: name of a single text.
     """
-    mixture = rows.mixture
-    if mixture is not None:
-        number, index = mixture.locate(index)
-        return documents_of(mixture.rows[number], index, mixture.names[number])
+    source, text, number = rows.text_at(index, source)
     found: list[Document] = []
     left = rows.seq_len
-    for name, tokens in rows.documents_in(index):
-        file, record = rows.place_of(name) or (None, None)
+    for name, tokens in text.documents_in(number):
+        file, record = text.place_of(name) or (None, None)
         found.append(Document(source, str(name), file, record, min(tokens, left)))
         left -= found[-1].tokens
     return found

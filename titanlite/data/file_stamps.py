@@ -125,9 +125,7 @@ def difference(saved: Any, rows: Rows) -> str:
 
 def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:
     """Yield the texts of a run whose files are known, by the name of the source."""
-    mixture = rows.mixture
-    named = {"": rows} if mixture is None else dict(zip(mixture.names, mixture.rows, strict=True))
-    for source, text in named.items():
+    for source, text in rows.texts().items():
         if text.stamps is not None:
             yield source, text
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.config.data_sections import DataSource
+from titanlite.config.extensions import load_function
+from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.sources import columns_of, key_of, own_records
+from titanlite.data.records import Columns, Record, strings_of
+from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.text_files import columns_of
+from titanlite.data.text_keys import key_of
 
 if TYPE_CHECKING:
     from titanlite.data.text import TextReader
@@ -22,3 +28,35 @@ def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:
     records = own_records(name, key_of(section), columns)
     workers = reader.data.num_workers or 0
     return tokenize((), reader.tokenizer, reader.vocab_size, workers, records)
+
+
+def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
+    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`
+    or other `columns`.
+
+    function: its dotted path. It must return the same documents in the same order on each rank and
+    at each start. A document's number is its place in the data order, and a checkpoint's
+    fingerprint is of all texts. Raises DataError, naming the config's `key`, for a document without
+    a text or if there are no documents.
+    """
+    number = 0
+    columns = columns or Columns()
+    documents = load_function(key, function)()
+    is_sequence = hasattr(documents, "__getitem__")  # torch's data sets have no more
+    if isinstance(documents, str | dict) or not (is_sequence or isinstance(documents, Iterable)):
+        raise DataError(
+            f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or "
+            "return a list"
+        )
+    for number, document in enumerate(documents, 1):
+        where = f"{key}: document {number} of {function}"
+        if columns.chat is not None and isinstance(document, list):
+            document = {columns.text: document}
+        if isinstance(document, str) and columns.chat is None:
+            refuse_surrogates(document, columns.text, where)
+            strings = [document]
+        else:
+            strings = strings_of(document, columns, where)
+        yield Record(function, number, *strings)
+    if not number:
+        raise DataError(f"{key}: {function} returned no documents")

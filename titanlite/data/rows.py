@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from titanlite.data.corpus import Tokens
+    from titanlite.data.course import Course
     from titanlite.data.file_stamps import FileStamps
     from titanlite.data.listing import Listing
-    from titanlite.data.mixture import MixedRows
 
 #: Label of a position that is no target.
 IGNORE = -100
@@ -60,11 +60,10 @@ class Rows(ABC):
     corpus: Tokens | None = None
     #: Parts of a stream, of which each rank reads its own alone; None: any rank can read any row.
     lanes: int | None = None
-
-    @property
-    def mixture(self) -> MixedRows | None:
-        """These rows as those of several sources; None for a single text."""
-        return None
+    #: Their end, if they have one, is that of the run; False: the run has its own length.
+    sets_length: bool = True
+    #: The latest state was saved with other sources or shares than hold from its position on.
+    changed: bool = False
 
     @property
     @abstractmethod
@@ -88,6 +87,28 @@ class Rows(ABC):
     def sequences_per_epoch(self) -> int | None:
         """Rows of one pass; None if they are not known."""
         return None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of the rows at the start, by name of the source; {} for a single text."""
+        return {}
+
+    def texts(self, name: str = "") -> dict[str, Rows]:
+        """Return the texts of these rows by name. name: of a single text, here and below."""
+        return {name: self}
+
+    def text_at(self, index: int, name: str = "") -> tuple[str, Rows, int]:
+        """Return the name and the rows of the text of row `index`, and its number there."""
+        return name, self, index
+
+    def served(self, index: int, name: str = "") -> dict[str, int]:
+        """Return by name of the text how many rows before `index` are of each."""
+        return {name: index}
+
+    def check_length(self, course: Course, steps: int) -> None:
+        """Raise DataError where the rows end before a run of so many steps."""
+        # A single text that has an end sets the length itself.
+        return
 
     @abstractmethod
     def describe(self) -> str:

@@ -37,8 +37,9 @@ from titanlite.data.remote import (
     url_to_fs,
     words,
 )
-from titanlite.data.sources import TextFiles, all_of, key_of
 from titanlite.data.splits import ALL_SPLITS
+from titanlite.data.text_files import TextFiles, all_of
+from titanlite.data.text_keys import key_of
 from titanlite.data.token_paths import is_tokens
 from titanlite.utils import counted, logger, pip_install
 

@@ -24,8 +24,8 @@ from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText,
 from titanlite.data.packing import make_row
 from titanlite.data.rows import FilePlace, Row, Rows
 from titanlite.data.shards import Shards
-from titanlite.data.sources import TextFiles
 from titanlite.data.stream_state import check_stream
+from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
 from titanlite.utils import counted
 

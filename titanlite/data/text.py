@@ -22,15 +22,15 @@ from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
-from titanlite.data.sources import (
+from titanlite.data.text_files import (
     TextFiles,
     columns_of,
     find_text,
     has_known_fields,
-    key_of,
 )
+from titanlite.data.text_keys import held_out_texts, key_of, training_texts
 from titanlite.data.token_cache import load_corpus
-from titanlite.data.token_paths import is_tokens
+from titanlite.data.token_paths import is_of_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import human_bytes, is_dotted, logger
 
@@ -96,24 +96,13 @@ class TextReader:
 
         phases: first sequence → shares of the sources from there on, by name.
         """
-        data = self.data
-        if data.source:
-            if data.token_dtype != "auto" and not any(map(_is_of_tokens, data.source)):
-                raise DataError(
-                    "data.token_dtype: no source is of token files; leave the key out, or give a "
-                    "source its own"
-                )
-            from titanlite.data.mixture import open_mixture
+        texts = training_texts(training, self.data)
+        if self.data.source:
+            from titanlite.data.mixtures.mixed_rows import open_mixture
 
-            return open_mixture(self, training, phases or {})
-        source = DataSource(
-            name=training.dataset,
-            path=training.dataset_path,
-            subset=data.subset,
-            split=data.split,
-            format=data.format or "auto",
-        )
-        return self.open_with_end(source, "training", training.seq_len, training.epochs)
+            return open_mixture(self, texts, training.seq_len, phases or {})
+        [(section, source)] = texts.items()
+        return self.open_with_end(source, section, training.seq_len)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
         """Return one pass over each held-out text, in file order, by its name; "" is that of a
@@ -124,29 +113,19 @@ class TextReader:
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
         reader = replace(self, data=settings)
-        if not validation.sources:
-            source = DataSource(
-                name=validation.dataset,
-                path=validation.dataset_path,
-                split=validation.split,
-                format=validation.format or "auto",
-            )
-            return {"": reader.open(_held_out(source), "validation", seq_len, epochs=1)}
         found: dict[str, Rows] = {}
-        for number, source in enumerate(validation.sources):
-            section = f"validation.sources[{number}]"
-            found[source.name or ""] = reader.open(_held_out(source), section, seq_len, epochs=1)
+        for section, source in held_out_texts(validation).items():
+            name = source.name if validation.sources else None
+            found[name or ""] = reader.open(_held_out(source), section, seq_len, epochs=1)
         return found
 
-    def open_with_end(
-        self, source: DataSource, section: str, seq_len: int, epochs: int | None
-    ) -> Rows:
-        """Return the sequences of one source, see `open`.
+    def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
+        """Return the sequences of one source in its epochs, see `open`.
 
         Raises DataError for epochs of a text whose length is not known.
         """
-        rows = self.open(source, section, seq_len, epochs)
-        if epochs is not None and rows.total_sequences is None:
+        rows = self.open(source, section, seq_len, source.epochs)
+        if source.epochs is not None and rows.total_sequences is None:
             raise DataError(
                 f"{section}.epochs: {source.name or source.path} is read as a stream, whose length "
                 "is not known; give training.steps or training.tokens, or data.streaming = false"
@@ -161,7 +140,7 @@ class TextReader:
             from titanlite.data.own_text import own_corpus
 
             return self._packed(own_corpus(self, source, section), order, epochs)
-        if _is_of_tokens(source):
+        if is_of_tokens(source):
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
@@ -290,10 +269,6 @@ def _reach_on_this_node(files: TextFiles, source: DataSource, section: str) -> N
         text = source.path or source.name or first
         remedy = fetch_remedy(text, key)
         reach(first, f"{key}: {public_name(first)} cannot be read", remedy)
-
-
-def _is_of_tokens(source: DataSource) -> bool:
-    return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def _is_of_hub(source: DataSource) -> bool:

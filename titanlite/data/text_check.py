@@ -9,13 +9,14 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from titanlite.config.data_sections import Data, TextFormat, Validation
+from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.token_paths import INDEX, is_index, is_tokens
+from titanlite.data.text_keys import held_out_texts, key_of, training_texts
+from titanlite.data.token_paths import INDEX, is_index, is_of_tokens
 
 if TYPE_CHECKING:
     from titanlite.data.kinds import Format
@@ -27,41 +28,35 @@ MOST_PASSES = 8
 PASSES = ": the run reads this text"
 
 
-class _Text(NamedTuple):
-    """A local text that a config names, and the key of its path."""
-
-    key: str
-    path: str
-    split: str | None
-    #: None: token files.
-    reader: Format | None
-
-    @property
-    def is_of_tokens(self) -> bool:
-        return self.reader is None or self.reader == "auto" and is_tokens(self.path)
-
-
 def open_choices(
     training: Training, data: Data, validation: Validation
 ) -> Iterator[tuple[str, UnclearTextError]]:
     """Yield the keys of folders that leave open which of their files are meant, and the errors that
     say so.
     """
-    for text in _local_texts(training, data, validation):
-        if text.is_of_tokens or not _exists(text.path):
-            continue
-        error = _choice_in(text)
+    texts = training_texts(training, data)
+    if validation.enable:
+        texts |= held_out_texts(validation)
+    for section, source in texts.items():
+        key = key_of(section, "path")
+        error = _choice_in(source, key)
         if error is not None:
-            yield text.key, error
+            yield key, error
 
 
-def _choice_in(text: _Text) -> UnclearTextError | None:
-    """Return the error of a text that leaves open which of its files are meant; None otherwise."""
+def _choice_in(source: DataSource, key: str) -> UnclearTextError | None:
+    """Return the error of a local text that leaves open which of its files are meant; None
+    otherwise. key: of its path.
+    """
+    path = source.path
+    if path is None or is_url(path) or is_of_tokens(source) or not _exists(path):
+        return None
     from titanlite.data.listing import Place, UnclearTextError
     from titanlite.data.local_files import list_text
 
+    kind: Format = "auto" if source.format == "tokens" else source.format
     try:
-        list_text(Place(text.path, text.key, text.split, text.reader or "auto"))
+        list_text(Place(path, key, source.split, kind))
     except UnclearTextError as error:
         return error
     except (DataError, OSError):
@@ -72,35 +67,6 @@ def _choice_in(text: _Text) -> UnclearTextError | None:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path) or any(glob.iglob(path, recursive=True))
-
-
-def _local_texts(training: Training, data: Data, validation: Validation) -> Iterator[_Text]:
-    """Yield the local texts of training and, if it is on, of validation."""
-    if not data.source:
-        path = training.dataset_path
-        yield from _local("training.dataset_path", path, data.split, data.format)
-    for number, source in enumerate(data.source):
-        yield from _local(f"data.source[{number}].path", source.path, source.split, source.format)
-    if not validation.enable:
-        return
-    if not validation.sources:
-        path = validation.dataset_path
-        split = validation.split
-        yield from _local("validation.dataset_path", path, split, validation.format)
-    for number, source in enumerate(validation.sources):
-        key = f"validation.sources[{number}].path"
-        yield from _local(key, source.path, source.split, source.format)
-
-
-def _local(
-    key: str,
-    path: str | None,
-    split: str | None,
-    form: TextFormat | None = None,
-) -> Iterator[_Text]:
-    """Yield a text if it is local."""
-    if path is not None and not is_url(path):
-        yield _Text(key, path, split, None if form == "tokens" else form or "auto")
 
 
 # Passes
@@ -122,11 +88,7 @@ def planned_passes(training: Training, data: Data, tokens: int | None) -> dict[s
     tokens: of the whole run; None: the text decides how long it is.
     """
     if data.source:
-        passes = {}
-        for source in data.source:
-            if source.epochs:
-                passes[source.name or source.path or ""] = float(source.epochs)
-        return passes
+        return {source.title: float(source.epochs) for source in data.source if source.epochs}
     name = training.dataset_path or training.dataset
     if training.epochs is not None:
         return {name: float(training.epochs)}

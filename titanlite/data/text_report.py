@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.data.listing import Listing
@@ -13,50 +13,32 @@ if TYPE_CHECKING:
     from titanlite.data.token_checks import HashCheck
 
 
-def sources_of(rows: Rows, name: str) -> dict[str, Rows]:
-    """Return the sources of a mixture by name; a single text under `name`."""
-    mixture = rows.mixture
-    if mixture is None:
-        return {name: rows}
-    return dict(zip(mixture.names, mixture.rows, strict=True))
-
-
 def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
     """Return the checks of the prepared token files among some texts."""
     found = []
     for rows in texts:
-        for one in sources_of(rows, "").values():
+        for one in rows.texts().values():
             if one.corpus is not None and one.corpus.check is not None:
                 found.append(one.corpus.check)
     return found
 
 
-def listings_of(rows: Rows) -> dict[str, Listing]:
-    """Return how the files of each source of a mixture were found.
+def file_lines(rows: Rows, name: str = "") -> Iterator[str]:
+    """Yield a line for the files of each text, as far as it has some. name: of a single text."""
+    for title, text in rows.texts(name).items():
+        if text.listing is not None:
+            line = text.listing.describe()
+            yield f"{title}: {line}" if title else line
 
-    The key of a single text is "". Text without files gives {}.
+
+def file_warnings(rows: Rows, name: str) -> Iterator[str]:
+    """Yield a warning for each pattern that finds files of several splits. name: of a single
+    text.
     """
-    listings = {name: one.listing for name, one in sources_of(rows, "").items()}
-    return {name: listing for name, listing in listings.items() if listing is not None}
-
-
-def file_lines(rows: Rows, label: str = "") -> Iterator[str]:
-    """Yield a line for the files of each source. label: goes before the name of a source."""
-    for name, listing in listings_of(rows).items():
-        title = _title(label, name)
-        yield f"{title}: {listing.describe()}" if title else listing.describe()
-
-
-def file_warnings(rows: Rows, label: str) -> Iterator[str]:
-    """Yield a warning for each pattern that finds files of several splits. label: of the text."""
-    for name, listing in listings_of(rows).items():
-        warning = listing.warning()
+    for title, text in rows.texts(name).items():
+        warning = "" if text.listing is None else text.listing.warning()
         if warning:
-            yield f"{_title(label, name)}: {warning}"
-
-
-def _title(label: str, name: str) -> str:
-    return f"{label} {name}".strip()
+            yield f"{title}: {warning}"
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
@@ -64,10 +46,8 @@ def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
 
     name: of a single text.
     """
-    served: Mapping[str, int] = {name: sequences}
-    if rows.mixture is not None:
-        served = rows.mixture.served(sequences)
-    for source, one in sources_of(rows, name).items():
+    served = rows.served(sequences, name)
+    for source, one in rows.texts(name).items():
         length = one.sequences_per_epoch
         if not length:
             continue

@@ -31,7 +31,7 @@ from titanlite import __version__
 from titanlite.data.corpus import PACKING, Corpus, tokenize, workers_of
 from titanlite.data.kinds import Format
 from titanlite.data.records import Columns
-from titanlite.data.sources import iter_records
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger, parse_json
 

@@ -23,7 +23,7 @@ from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.listing import Listing
 from titanlite.data.rows import FilePlace
-from titanlite.data.sources import key_of
+from titanlite.data.text_keys import key_of
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, HashCheck, check_offsets
 from titanlite.data.token_parts import ORDER, TokenPart

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from titanlite.config.data_sections import DataSource
 from titanlite.config.urls import is_url, public_name
 
 INDEX = "index.json"
@@ -31,6 +32,11 @@ def is_tokens(path: str | None) -> bool:
     names = [name for name in os.listdir(place) if name[0] != "."]
     is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
     return not is_text and any(name.lower().endswith(SUFFIXES) for name in names)
+
+
+def is_of_tokens(source: DataSource) -> bool:
+    """Return whether a source is of token files, by its format or its path."""
+    return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:

@@ -108,13 +108,11 @@ def _figures(built: Built) -> list[Any]:
     run = built.run
     found: list[Any] = []
     if run.data.source:
-        from titanlite.metrics.figures import RowLosses, SourceFigures
+        from titanlite.data.mixtures.figures import SourceFigures
 
-        mixture = built.datasets.train.mixture
-        losses = built.model.loss
-        if mixture is not None and isinstance(losses, RowLosses):
-            factors = built.model.factors
-            found.append(SourceFigures(mixture, losses, built.loaders.share, factors))
+        model = built.model
+        share = built.loaders.share
+        found.append(SourceFigures(built.datasets.train, model.loss, share, model.factors))
     moe_layers = built.model.moe_layers
     if moe_layers is not None:
         found.append(moe_layers.figures(run.spec, built.model.model, built.world.device))

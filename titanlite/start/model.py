@@ -108,7 +108,7 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
     loss = builder.loss()
     if not run.data.source:
         return loss
-    from titanlite.metrics.figures import RowLosses
+    from titanlite.data.mixtures.figures import RowLosses
 
     return RowLosses(loss, run.rank_len)
 

@@ -248,7 +248,7 @@ def text_warnings(
 
     name: of a single training text. sequences: of the run.
     """
-    yield from file_warnings(train, name if train.mixture is None else "")
+    yield from file_warnings(train, name)
     for title, held_out in validation.items():
         yield from file_warnings(held_out, f"validation {title}".strip())
     if sequences is not None:

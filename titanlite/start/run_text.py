@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.data import DataError
 from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -48,8 +47,8 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     if run.checkpoint.initial_load_path is not None:
         _compare_source(run, tokenizer.vocab_size)
     train = read_training_text(run, tokenizer, share)
-    if train.mixture is not None:
-        _check_length(run, train.total_sequences)
+    if run.steps:
+        train.check_length(run.course, run.steps)
     validation: dict[str, Rows] = {}
     if run.validation.enable:
         validation = read_held_out(run, tokenizer, share)
@@ -57,21 +56,6 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     if tasks is None:
         return Datasets(tokenizer, train, validation)
     return Datasets(tokenizer, train, validation, tasks.load(run, share))
-
-
-def _check_length(run: RunConfig, sequences: int | None) -> None:
-    """Check that the epochs of a mixture's sources last for all steps.
-
-    sequences: of all epochs; None without an end. Raises DataError.
-    """
-    if sequences is None or not run.steps:
-        return
-    last = run.course.steps_with_rows(sequences + 1) - 1
-    if sequences < run.course.position_after(run.steps):
-        raise DataError(
-            f"training.steps: the epochs of all sources end after step {last} of {run.steps}. Set "
-            f"it to {last} at most, or give one source no epochs"
-        )
 
 
 def _compare_source(run: RunConfig, vocabulary: int) -> None:
@@ -114,7 +98,7 @@ def phases_of(run: RunConfig) -> Phases | None:
 
     return Phases(
         phases=run.data.phase,
-        first={source.name or source.path or "": source.weight for source in run.data.source},
+        first={source.title: source.weight for source in run.data.source},
         global_batch=run.batch.global_batch_size,
         tokens_per_step=run.batch.tokens_per_step,
         skip=ranges_of_steps(run.data.skip_steps, run.course),

@@ -119,8 +119,8 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
         load_text(trainer, {"next_sequence": 0})
     else:
         _restore_text(trainer, loaded)
-    # Earlier steps may have been of another size. A mixture has its own length.
-    trainer.end_with_text(later=parts.datasets.train.mixture is None)
+    # Earlier steps may have been of another size.
+    trainer.end_with_text(later=parts.datasets.train.sets_length)
 
 
 def roll_back(trainer: Trainer, bad: BadStepError) -> None:
@@ -224,8 +224,7 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
         data["course"] = parts.course = parts.learning_rate.course = course
         parts.learning_rate.phases = parts.phases.rates(done)
         parts.learning_rate.peaks = parts.phases.peaks(done)
-        if parts.datasets.train.mixture is not None:
-            data = {**data, "phases": parts.phases.shares(done)}
+        data["phases"] = parts.phases.shares(done)
     parts.loader.load_state_dict(data)
 
 

@@ -18,6 +18,7 @@ from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
+    from titanlite.data.rows import Rows
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -44,7 +45,7 @@ class VerifyResume(Callback):
             loaded = self._with_other_skips(loaded, trainer)
             next_batch = self._next_batch(trainer)
             if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
-                loaded = _with_other_shares(loaded, trainer)
+                loaded = _with_other_shares(loaded, trainer.parts.datasets.train)
             self._check.resumed(loaded, next_batch)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
@@ -105,11 +106,10 @@ class VerifyResume(Callback):
         return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
 
-def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
+def _with_other_shares(loaded: LoadedState, rows: Rows) -> LoadedState:
     """Return it with the mixture among its changes if sources have other shares, as a resume may
     give them.
     """
-    mixture = trainer.parts.datasets.train.mixture
-    if mixture is None or not mixture.changed:
+    if not rows.changed:
         return loaded
     return replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))

@@ -19,7 +19,7 @@ from titanlite.data.formats import read_file
 from titanlite.data.forms import form_columns, plain
 from titanlite.data.kinds import WHOLE, Format, kind_of_name
 from titanlite.data.records import Columns, are_turns
-from titanlite.data.sources import TextFiles, names_records
+from titanlite.data.text_files import TextFiles, names_records
 from titanlite.data.tokenizer import Tokenizer
 
 #: Files that are opened for a first record: those before it are empty.

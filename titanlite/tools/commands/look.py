@@ -24,7 +24,6 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, to_path
-from titanlite.config.data_sections import DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
 from titanlite.config.sections import Training
@@ -34,10 +33,11 @@ from titanlite.data.course import Course, Progress
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.sources import iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
 from titanlite.data.text import TextReader
-from titanlite.data.text_report import file_lines, file_warnings, listing_figures, sources_of
+from titanlite.data.text_files import iter_records
+from titanlite.data.text_keys import training_texts
+from titanlite.data.text_report import file_lines, file_warnings, listing_figures
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.attempts import read_attempts
 from titanlite.start.derive import RunConfig
@@ -249,7 +249,7 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
     training = run.config.training
     text = training.dataset_path or training.dataset
     numbers = sequences_of(run, step)
-    found = {number: documents_of(run.rows, number, text) for number in numbers}
+    found = {number: documents_of(run.rows, number, "") for number in numbers}
     places = _places(run, [document for documents in found.values() for document in documents])
     listed: dict[str, list[dict[str, Any]]] = {}
     lines = [f"step {step}: {counted(len(found), 'sequences')} of {run.rows.seq_len} tokens"]
@@ -264,10 +264,9 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
             begin += document.tokens
             start = _start_of(ids, run.tokenizer)
             about = {**document._asdict(), "file": file, "record": record, "text": start}
+            about["source"] = document.source or text
             listed[str(number)].append(about)
-            name = document.name
-            if run.config.data.source:
-                name = f"{document.source}: {name}"
+            name = _name(document)
             place = f" = {file}, record {record}" if file else ""
             lines.append(f"  document {name}{place}, {counted(document.tokens, 'tokens')}: {start}")
     if as_json:
@@ -287,25 +286,17 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     and name.
     """
     data = run.config.data
-    training = run.config.training
-    single = DataSource(
-        name=training.dataset, path=training.dataset_path, format=data.format or "auto"
-    )
     found: dict[tuple[str, ...], tuple[str, int]] = {}
     reader = TextReader(data, run.tokenizer, run.tokenizer.vocab_size)
-    for source, rows in zip(
-        data.source or [single], sources_of(run.rows, "").values(), strict=True
-    ):
-        name = source.path or source.name
-        if data.source:
-            name = source.name or source.path
+    sources = training_texts(run.config.training, data).items()
+    for (section, source), (name, rows) in zip(sources, run.rows.texts().items(), strict=True):
         if rows.corpus is None or not rows.corpus.files:
             continue
         wanted = {document.name for document in documents if document.source == name}
-        files = reader.files_of(source, "data.source")
+        files = reader.files_of(source, section)
         for number, record in enumerate(iter_records(rows.corpus.files, files.columns, files.kind)):
             if str(number) in wanted:
-                found[str(name), str(number)] = str(record.file), record.number
+                found[name, str(number)] = str(record.file), record.number
                 wanted.remove(str(number))
             if not wanted:
                 break
@@ -353,12 +344,12 @@ def _found(rows: Rows, training: Training) -> str:
     """Return the files of the text, those passed over, the documents and the characters; "" for
     text without files.
     """
-    label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
+    name = training.dataset_path or training.dataset
     lines = list(file_lines(rows))
-    lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
+    lines += [f"warning: {warning}" for warning in file_warnings(rows, name)]
     if not lines:
         return ""
-    sizes = [_size(name, one) for name, one in sources_of(rows, "").items()]
+    sizes = [_size(name, one) for name, one in rows.texts().items()]
     return "\n".join([*lines, *sizes, rows.describe()])
 
 
@@ -434,17 +425,18 @@ def _name(document: Document) -> str:
 def stats(run: Run, as_json: bool) -> str:
     """Return figures of the training text and of each source of a mixture, as text or JSON."""
     training = run.config.training
-    mixture = run.rows.mixture
-    found: dict[str, Any]
-    if mixture is None:
-        found = {"text": training.dataset_path or training.dataset, **_figures(run.rows, run)}
+    name = training.dataset_path or training.dataset
+    texts = run.rows.texts(name)
+    shares = run.rows.shares
+    found: dict[str, Any] = {"text": ", ".join(texts)}
+    if not shares:
+        found |= _figures(run.rows, run)
     else:
         sources = {}
-        for (name, share), rows in zip(mixture.shares.items(), mixture.rows, strict=True):
-            sources[name] = {"share": round(share, 6), **_figures(rows, run)}
-        found = {
-            "text": ", ".join(mixture.names),
-            "seq_len": mixture.seq_len,
+        for source, rows in texts.items():
+            sources[source] = {"share": round(shares[source], 6), **_figures(rows, run)}
+        found |= {
+            "seq_len": run.rows.seq_len,
             "global_batch": run.config.batch.global_batch_size,
             "sources": sources,
         }

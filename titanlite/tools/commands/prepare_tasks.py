@@ -28,7 +28,7 @@ from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
 from titanlite.data.shards import Shards, hub_files, url_text
-from titanlite.data.sources import BUNDLED, columns_of
+from titanlite.data.text_files import BUNDLED, columns_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 #: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.

@@ -3,7 +3,7 @@
 All sequences have the same length, so shares of sequences are shares of tokens. Source and number
 of sequence i follow from i by arithmetic:
 
-- A schedule of 4,096 turns gives each source its share, spread evenly (`titanlite.data.turns`).
+- A schedule of 4,096 turns gives each source its share, spread evenly (`turns.py`).
 - Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A
   slot's sequences of a stream are one lane of it, so a rank reads only its own lanes. Each slot
   begins elsewhere in the schedule.
@@ -17,19 +17,20 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from titanlite.data import DataError, EndOfData
-from titanlite.data.mixture_state import check_mixture
+from titanlite.data.mixtures.state import SavedMixture, check_mixture, read_state
+from titanlite.data.mixtures.turns import Segment, Turns, Weights
 from titanlite.data.rows import Row, Rows
-from titanlite.data.turns import Segment, Turns, Weights
+from titanlite.data.token_paths import is_of_tokens
 
 if TYPE_CHECKING:
-    from titanlite.config.sections import Training
+    from titanlite.config.data_sections import DataSource
+    from titanlite.data.course import Course
     from titanlite.data.text import TextReader
 
 
@@ -42,6 +43,8 @@ class MixedRows(Rows):
             is 0.
         slots: V; the number of lanes of those that are streams.
     """
+
+    sets_length = False
 
     def __init__(
         self,
@@ -58,14 +61,7 @@ class MixedRows(Rows):
         #: First sequence → shares: as planned for the run, and as they were and will be.
         self._planned = self._in_order(phases)
         self._phases = self._planned
-        #: The latest state was saved with other shares, sources or epochs than hold from its
-        #: position on.
-        self.changed = False
         self._restart(slots)
-
-    @property
-    def mixture(self) -> MixedRows:
-        return self
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +94,6 @@ class MixedRows(Rows):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares of the sequences at the start, by name of the source."""
         weights = self._phases[0]
         total = sum(weights)
         return {name: weight / total for name, weight in zip(self.names, weights, strict=True)}
@@ -140,8 +135,24 @@ class MixedRows(Rows):
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
         return self._turns.locate(segment, index)
 
-    def served(self, index: int) -> dict[str, int]:
-        """Return by name how many sequences before `index` are of each source."""
+    def texts(self, name: str = "") -> dict[str, Rows]:
+        return dict(zip(self.names, self.rows, strict=True))
+
+    def text_at(self, index: int, name: str = "") -> tuple[str, Rows, int]:
+        source, number = self.locate(index)
+        return self.names[source], self.rows[source], number
+
+    def check_length(self, course: Course, steps: int) -> None:
+        sequences = self.total_sequences
+        if sequences is None or sequences >= course.position_after(steps):
+            return
+        last = course.steps_with_rows(sequences + 1) - 1
+        raise DataError(
+            f"training.steps: the epochs of all sources end after step {last} of {steps}. Set it "
+            f"to {last} at most, or give one source no epochs"
+        )
+
+    def served(self, index: int, name: str = "") -> dict[str, int]:
         given = self._turns.given_before(self._segment(index), index)
         return dict(zip(self.names, given.sum(axis=0).tolist(), strict=True))
 
@@ -197,9 +208,9 @@ class MixedRows(Rows):
                 f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
-        self._continue(_read_state(state, self.names), position)
+        self._continue(read_state(state, self.names), position)
 
-    def _continue(self, saved: _Saved, position: int) -> None:
+    def _continue(self, saved: SavedMixture, position: int) -> None:
         """Keep what was saved of sequences before `position`, and let the planned phases hold from
         there on.
         """
@@ -259,62 +270,29 @@ class MixedRows(Rows):
                 return
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What a state says of the sources that are there now: 0 for those that it does not have.
-
-    `names`, `totals`: of its own sources, and their sequences.
-    """
-
-    names: list[str]
-    totals: list[int | None]
-    #: First sequence → shares.
-    phases: dict[int, Weights]
-    segments: list[Segment]
-
-
-def _read_state(state: Mapping[str, Any], names: Sequence[str]) -> _Saved:
-    """Read a state that is checked. names: of the sources now."""
-    number_of = {name: number for number, name in enumerate(state["names"])}
-
-    def of_ours(values: Sequence[Any]) -> tuple[Any, ...]:
-        found = []
-        for name in names:
-            value = 0
-            if name in number_of:
-                value = values[number_of[name]]
-            found.append(value)
-        return tuple(found)
-
-    segments: list[Segment] = []
-    for start, weights, base in state["segments"]:
-        turns = np.array([of_ours(given) for given in base], dtype=np.int64)
-        segments.append(Segment(start, of_ours(weights), turns))
-    phases, totals = state["plan"]
-    return _Saved(
-        names=state["names"],
-        totals=totals,
-        phases={start: of_ours(weights) for start, weights in phases},
-        segments=segments,
-    )
-
-
 def open_mixture(
-    reader: TextReader, training: Training, phases: Mapping[int, Mapping[str, float]]
+    reader: TextReader,
+    sources: Mapping[str, DataSource],
+    seq_len: int,
+    phases: Mapping[int, Mapping[str, float]],
 ) -> MixedRows:
-    """Open the sources of `data.source`. phases: see `TextReader.train`."""
+    """Open the sources of `data.source`, by their sections. phases: see `TextReader.train`."""
     data = reader.data
+    if data.token_dtype != "auto" and not any(map(is_of_tokens, sources.values())):
+        raise DataError(
+            "data.token_dtype: no source is of token files; leave the key out, or give a source "
+            "its own"
+        )
     opened: dict[str, Rows] = {}
     weights: dict[str, float] = {}
     lanes: int | None = None
-    for number, source in enumerate(data.source):
-        name = source.name or source.path or ""
+    for section, source in sources.items():
+        name = source.title
         # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
         settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)
-        key = f"data.source[{number}]"
-        rows = own_reader.open_with_end(source, key, training.seq_len, source.epochs)
+        rows = own_reader.open_with_end(source, section, seq_len)
         lanes = lanes or rows.lanes
         opened[name] = rows
         weights[name] = source.weight

@@ -1,10 +1,15 @@
-"""Checks of a mixture's state in a checkpoint, see `titanlite.data.state`."""
+"""A mixture's state in a checkpoint: its checks, see `titanlite.data.state`, and its values."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from titanlite.data.mixtures.turns import Segment, Weights
 from titanlite.data.state import mapping, refuse, sequence, whole_number
 
 
@@ -65,3 +70,43 @@ def _check_segment(entry: object, name: str, before: int, slots: int, sources: i
         for turn in sequence(turns, f"{name}, turns", sources):
             whole_number(turn, f"{name}, turns")
     return int(start)
+
+
+@dataclass(frozen=True)
+class SavedMixture:
+    """What a state says of the sources that are there now: 0 for those that it does not have.
+
+    `names`, `totals`: of its own sources, and their sequences.
+    """
+
+    names: list[str]
+    totals: list[int | None]
+    #: First sequence → shares.
+    phases: dict[int, Weights]
+    segments: list[Segment]
+
+
+def read_state(state: Mapping[str, Any], names: Sequence[str]) -> SavedMixture:
+    """Read a state that is checked. names: of the sources now."""
+    number_of = {name: number for number, name in enumerate(state["names"])}
+
+    def of_ours(values: Sequence[Any]) -> tuple[Any, ...]:
+        found = []
+        for name in names:
+            value = 0
+            if name in number_of:
+                value = values[number_of[name]]
+            found.append(value)
+        return tuple(found)
+
+    segments: list[Segment] = []
+    for start, weights, base in state["segments"]:
+        turns = np.array([of_ours(given) for given in base], dtype=np.int64)
+        segments.append(Segment(start, of_ours(weights), turns))
+    phases, totals = state["plan"]
+    return SavedMixture(
+        names=state["names"],
+        totals=totals,
+        phases={start: of_ours(weights) for start, weights in phases},
+        segments=segments,
+    )

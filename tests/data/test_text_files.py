@@ -20,8 +20,8 @@ from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.formats import iter_rows
 from titanlite.data.records import Columns
-from titanlite.data.sources import iter_records, source_files
 from titanlite.data.text import build_dataset
+from titanlite.data.text_files import iter_records, source_files
 from titanlite.data.tokenizer import load_tokenizer
 
 

@@ -1,4 +1,5 @@
-"""Read documents: local files of each kind that `formats` reads, or a function of yours.
+"""The files of a text, their columns, and the records of local ones, of each kind that `formats`
+reads.
 
 A missing, empty or damaged source is an error that names it; nothing replaces the text.
 """
@@ -11,10 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.extensions import load_function
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
@@ -23,8 +22,7 @@ from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.records import Columns, Record, strings_of
-from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.records import Columns, Record
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -59,15 +57,6 @@ class TextFiles:
     listing: Listing | None = field(default=None, compare=False)
     #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
     stamps: tuple[str, ...] = field(default=(), compare=False)
-
-
-def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
-    `validation`.
-    """
-    if section.endswith("]"):
-        return f"{section}.{field}"
-    return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"
 
 
 def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
@@ -193,38 +182,6 @@ def _usual_text_key(dataset: str) -> str:
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
     """Return the files of a path in the order of reading, see `list_text`."""
     return [Path(file) for file in list_text(Place(str(path), key)).files]
-
-
-def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
-    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`
-    or other `columns`.
-
-    function: its dotted path. It must return the same documents in the same order on each rank and
-    at each start. A document's number is its place in the data order, and a checkpoint's
-    fingerprint is of all texts. Raises DataError, naming the config's `key`, for a document without
-    a text or if there are no documents.
-    """
-    number = 0
-    columns = columns or Columns()
-    documents = load_function(key, function)()
-    is_sequence = hasattr(documents, "__getitem__")  # torch's data sets have no more
-    if isinstance(documents, str | dict) or not (is_sequence or isinstance(documents, Iterable)):
-        raise DataError(
-            f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or "
-            "return a list"
-        )
-    for number, document in enumerate(documents, 1):
-        where = f"{key}: document {number} of {function}"
-        if columns.chat is not None and isinstance(document, list):
-            document = {columns.text: document}
-        if isinstance(document, str) and columns.chat is None:
-            refuse_surrogates(document, columns.text, where)
-            strings = [document]
-        else:
-            strings = strings_of(document, columns, where)
-        yield Record(function, number, *strings)
-    if not number:
-        raise DataError(f"{key}: {function} returned no documents")
 
 
 def iter_records(

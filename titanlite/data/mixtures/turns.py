@@ -1,6 +1,4 @@
-"""The turns of a mixture (see `titanlite.data.mixture`): which source has each, and how many each
-has had.
-"""
+"""The turns of a mixture (see `mixed_rows.py`): which source has each, how many each has had."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly import build
 from titanlite.data.loader import Batch
-from titanlite.data.mixture import MixedRows
-from titanlite.metrics.figures import RowLosses
+from titanlite.data.mixtures.figures import RowLosses
+from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import load_config
 

@@ -17,7 +17,7 @@ from titanlite.loss import LossFunction
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.data.mixture import MixedRows
+    from titanlite.data.rows import Rows
     from titanlite.step import ReplicationFactors
     from titanlite.trainer import Trainer
 
@@ -62,7 +62,7 @@ class RowLosses:
         """Begin another step."""
         self.rows, self._tokens = [], self.seq_len
 
-    def resize(self, seq_len: int) -> None:
+    def resize(self, accumulation: int, seq_len: int) -> None:
         """Take rows of so many tokens from now on."""
         self.seq_len = seq_len
         self.clear()
@@ -73,18 +73,21 @@ class SourceFigures(Callback):
 
     It must run before the log.
 
-    share: data-parallel rank and degree. factors: of sums over all ranks.
+    rows: of a mixture. loss: a `RowLosses`. share: data-parallel rank and degree. factors: of sums
+    over all ranks.
     """
 
     def __init__(
         self,
-        mixture: MixedRows,
-        losses: RowLosses,
+        rows: Rows,
+        loss: LossFunction,
         share: tuple[int, int],
         factors: ReplicationFactors,
     ) -> None:
-        self._mixture = mixture
-        self._losses = losses
+        assert isinstance(loss, RowLosses), "the loss of a run with data.source keeps rows"
+        self._mixture = rows
+        self._numbers = {name: number for number, name in enumerate(rows.texts())}
+        self._losses = loss
         self._share = share
         self._factors = factors
         #: Of this rank's rows since the last log: their sources, and their losses and targets
@@ -110,9 +113,10 @@ class SourceFigures(Callback):
         # A phase of shorter sequences cuts each of them into pieces.
         pieces = len(tokens) // len(own)
         for index in own:
-            is_text = total is None or index < total
             # Padding has no targets: any source will do.
-            source = self._mixture.locate(index)[0] if is_text else 0
+            source = 0
+            if total is None or index < total:
+                source = self._numbers[self._mixture.text_at(index)[0]]
             self._sources += [source] * pieces
         # Of a pipeline only the last stage has losses.
         losses = torch.zeros_like(tokens)
@@ -127,7 +131,7 @@ class SourceFigures(Callback):
         """
         rows = torch.cat(self._sums)
         sources = torch.tensor(self._sources, device=rows.device)
-        found = rows.new_zeros(len(self._mixture.names), 2).index_add_(0, sources, rows)
+        found = rows.new_zeros(len(self._numbers), 2).index_add_(0, sources, rows)
         self._sources = []
         self._sums = []
         counted_times = found.new_tensor([self._factors.loss, self._factors.tokens])
@@ -138,7 +142,7 @@ class SourceFigures(Callback):
 
         sums: over all ranks.
         """
-        losses = zip(self._mixture.names, sums[::2], sums[1::2], strict=True)
+        losses = zip(self._numbers, sums[::2], sums[1::2], strict=True)
         return {
             **self._shares(trainer),
             **{f"loss/{name}": loss / n for name, loss, n in losses if n},
