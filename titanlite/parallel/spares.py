@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.parallel.launch_env import ROUND
 from titanlite.runs import provenance
 
 #: What torchrun changes from start to start. No import reads it.
@@ -39,6 +40,7 @@ _CHANGING = {
     "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
+    ROUND,
 }
 #: What each run imports. FSDP needs torch's compiler.
 _MODULES = (
