@@ -370,6 +370,24 @@ def _killed(folder: Path) -> None:
     assert (folder / PIN).is_file()
 
 
+def test_two_processes_that_read_a_checkpoint_pin_it_one_after_the_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PINS, str(tmp_path)]
+    said: list[str] = []
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"pinned\n"
+
+        def end(text: str) -> None:
+            said.append(text)
+            process.kill()
+
+        with pinned(tmp_path, end):
+            process.wait()
+            assert is_pinned(tmp_path)
+    assert said == [f"another push reads {tmp_path}: waiting for its end"]
+    assert not (tmp_path / PIN).exists()
+
+
 def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_path: Path) -> None:
     write(tmp_path, 4, 8, 12)
     folders = [step_folder(tmp_path, step) for step in (4, 8, 12)]

@@ -288,6 +288,21 @@ def test_an_error_and_a_third_end_at_the_same_step_are_final(tmp_path: Path) -> 
         assert not (place / "requeued").exists()
 
 
+@pytest.mark.parametrize(("start", "starts"), [("7-0-0", 2), ("6-1-0", 1)])
+def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, starts: int
+) -> None:
+    """Lines of another start come before that of this one and after it."""
+    lines = f"echo '6-1-0 2' >>$file; echo '{start} 3' >>$file; echo '6-1-0 2' >>$file"
+    late = f"file=$RUN/launch/lost-rank; {lines}; exec /bin/sleep 2"
+    monkeypatch.setitem(_PROGRAMS, "python", late)
+    monkeypatch.setitem(_PROGRAMS, "sleep", "/bin/sleep 0.1; [ $1 -ne 15 ]\n")
+    code, said = _run(tmp_path, [], "--launch.spare_nodes=1")
+    assert code == 0, said
+    ends = re.findall("the ranks ended with code (.*?) ", said)
+    assert ends == ["137", "0"][-starts:], said
+
+
 def test_a_stopped_job_does_not_start_again_in_its_allocation(tmp_path: Path) -> None:
     code, said = _run(tmp_path, [5, 0], "--launch.spare_nodes=1")
     assert code == 5, said

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,12 @@ from titanlite.main import exit_now
 exit_now(3)
 """
 #: What torchrun changes from start to start.
-_OTHER = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT")
+_OTHER = (
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE",
+    "MASTER_PORT",
+    "TITANLITE_ROUND",
+)
 
 
 def _run(folder: Path, seconds: str) -> tuple[list[dict[str, Any]], str, int]:
@@ -191,6 +197,38 @@ def test_a_spare_looks_for_modules_where_the_rank_does(
     assert spare.process.wait(120) == 0
     cold = python(command[2], env=given).stdout
     assert (tmp_path / "out").read_text() == cold
+
+
+#: Is installed anew when a spare has imported all.
+_INSTALLED = """
+import gc, os, sys, threading, time
+def install():
+    while "torch._dynamo" not in sys.modules or not gc.isenabled():
+        time.sleep(0.1)
+    time.sleep(0.5)
+    os.utime(__file__, (1, 1))
+    open(__file__ + ".done", "x").close()
+if "titanlite.parallel.spares" in sys.orig_argv:
+    threading.Thread(target=install, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_begins_without_its_spare_where_a_package_was_installed_since(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_INSTALLED)
+    (tmp_path / "rank.py").write_text("import sys; print('torch' in sys.modules, sys.argv[1:])")
+    command = (sys.executable, "-u", str(tmp_path / "rank.py"), "word")
+    given = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    spare = spares._Spare(command, given)
+    while not (tmp_path / "sitecustomize.py.done").exists():
+        assert spare.process.poll() is None
+        time.sleep(0.1)
+    with (tmp_path / "out").open("w") as file:
+        assert spare.become(command, given, [file.fileno(), file.fileno()])
+    assert spare.process.wait(120) == 0
+    assert (tmp_path / "out").read_text() == "False ['word']\n"
 
 
 @pytest.mark.parametrize(

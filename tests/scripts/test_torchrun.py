@@ -178,6 +178,46 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(
         assert code or text == ""
 
 
+#: A rank that meets the others; in the first round the one of the second machine is killed then.
+MEETS = """
+import os, signal, sys, time
+from titanlite.parallel.rendezvous import barrier
+from titanlite.parallel.run_store import register
+rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+store = register(rank, size, (os.environ["MASTER_ADDR"], port), limit=20)
+barrier(store, rank, size, patience=20, limit=20)
+if not os.path.exists(sys.argv[1]):
+    time.sleep(1)
+    if os.environ["GROUP_RANK"] == "1":
+        open(sys.argv[1], "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+barrier(store, rank, size, patience=20, limit=20)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_path: Path) -> None:
+    """torchrun of the other machine follows, and counts no restart."""
+    (tmp_path / "meets.py").write_text(MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for options in _two_machines("c10d", port):
+        words = [sys.executable, "-m", "titanlite.torchrun", "--nnodes=2", "--nproc_per_node=1"]
+        words += [
+            *options,
+            "--max-restarts=1",
+            str(tmp_path / "meets.py"),
+            str(tmp_path / "killed"),
+        ]
+        processes.append(
+            subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(
     is_full: bool,

@@ -9,31 +9,37 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from titanlite.checkpoint.manifest import PIN
 from titanlite.checkpoint.paths import AnyPath, write_new
 from titanlite.runs.lock import process_is_alive, process_of
-from titanlite.utils import parse_json
+from titanlite.utils import logger, parse_json
 
 #: How a pin of an upload begins; JSON follows.
 _TEXT = b"titanlite push reads this checkpoint, and removes this file afterwards\n"
 #: Seconds until a pin ends whose process cannot be looked up: it is on another machine.
 _LONGEST = 86_400.0
+_POLL_SECONDS = 0.2
 
 
 @contextlib.contextmanager
-def pinned(folder: AnyPath) -> Iterator[None]:
+def pinned(folder: AnyPath, tell: Callable[[str], object] = logger.info) -> Iterator[None]:
     """Pin a checkpoint inside of the block, unless a user has.
 
     A pin that a user makes or touches meanwhile stays. A folder that cannot be written to is read
-    without a pin.
+    without a pin. The pin of another process of this machine goes at its end, so that is awaited.
     """
     pin = folder / PIN
+    process = process_of(os.getpid())
+    if _is_held(pin, process):
+        tell(f"another push reads {folder}: waiting for its end")
+        while _is_held(pin, process):
+            time.sleep(_POLL_SECONDS)
     written = int(time.time())
-    holder = {"process": process_of(os.getpid()), "written": written}
-    content = _TEXT + json.dumps(holder).encode() + b"\n"
+    content = _TEXT + json.dumps({"process": process, "written": written}).encode() + b"\n"
     stamp = None
     with contextlib.suppress(OSError):
         if is_over(pin):
@@ -54,15 +60,29 @@ def pinned(folder: AnyPath) -> Iterator[None]:
 
 def is_over(pin: AnyPath) -> bool:
     """Return whether a pin is of a process that has ended; False for one of a user."""
+    holder = _holder(pin)
+    if holder is None:
+        return False
+    alive = process_is_alive(holder)
+    if alive is None:
+        alive = time.time() - holder["written"] < _LONGEST
+    return not alive
+
+
+def _is_held(pin: AnyPath, process: dict[str, Any]) -> bool:
+    """Return whether a pin is of another process of this machine that runs."""
+    holder = _holder(pin)
+    return holder is not None and holder["process"] != process and bool(process_is_alive(holder))
+
+
+def _holder(pin: AnyPath) -> dict[str, Any] | None:
+    """Return what the pin of a process tells; None for one of a user, or none."""
     try:
         text, _, rest = pin.read_bytes().partition(_TEXT)
         holder = parse_json(rest)
-        written = holder["written"]
+        written = float(holder["written"])
         if text or (isinstance(pin, Path) and pin.stat().st_mtime != written):
-            return False
-        alive = process_is_alive(holder)
-        if alive is None:
-            alive = time.time() - written < _LONGEST
+            return None
+        return {"process": holder["process"], "written": written}
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
-        return False
-    return not alive
+        return None

@@ -1,4 +1,5 @@
-"""Ends of torchrun on several machines: the one that serves the rendezvous leaves last.
+"""torchrun on several machines: rounds of its rendezvous, and its end. The one that serves the
+rendezvous leaves last.
 
 torchrun closes its rendezvous at the end. Where the store of another machine is gone by then, torch
 prints C++ stacks, also after a good end.
@@ -6,11 +7,14 @@ prints C++ stacks, also after a good end.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from titanlite.parallel.launch_env import ROUND
 
 #: Seconds for which the machine that serves the store waits for the others. After a good end all of
 #: them leave now.
@@ -49,20 +53,30 @@ class Farewell:
             if parameters.min_nodes == parameters.max_nodes:
                 self._machines = parameters.max_nodes
             handler = make_handler(parameters)
-            handler.next_rendezvous = self._noting_closed(handler.next_rendezvous)
+            handler.next_rendezvous = self._noted_meet(handler)
             return handler
 
         registry.get_rendezvous_handler = noted_handler
 
-    def _noting_closed(self, meet: Callable[[], Any]) -> Callable[[], Any]:
+    def _noted_meet(self, handler: Any) -> Callable[[], Any]:
+        """Return its `next_rendezvous`, which also tells the ranks the round of c10d's rendezvous.
+
+        The machines count restarts differently: one that follows another's restart counts none.
+        """
         closed: Any = import_module(f"{_RENDEZVOUS}.api")
+        meet = handler.next_rendezvous
+        os.environ.pop(ROUND, None)
 
         def noted_meet() -> Any:
             try:
-                return meet()
+                found = meet()
             except (closed.RendezvousClosedError, closed.RendezvousGracefulExitError):
                 self.was_closed = True
                 raise
+            states = getattr(handler, "_state_holder", None)
+            if states is not None:
+                os.environ[ROUND] = str(states.state.round)
+            return found
 
         return noted_meet
 

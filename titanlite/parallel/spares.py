@@ -5,7 +5,8 @@ imports what a run imports, and waits. At a restart it gets the new variables an
 and becomes the rank. A spare is a child of torchrun as a rank is: signals and exit codes are alike.
 
 The imports of a spare happen before the restart, so what they read must be the same: a rank whose
-other variables have changed starts without a spare. So does one whose spare has ended.
+other variables have changed starts without a spare. So does one whose spare has ended, or has
+imported what was installed anew since.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from titanlite.parallel.launch_env import ROUND
 from titanlite.runs import provenance
 
 #: What torchrun changes from start to start. No import reads it.
@@ -39,6 +41,7 @@ _CHANGING = {
     "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
+    ROUND,
 }
 #: What each run imports. FSDP needs torch's compiler.
 _MODULES = (
@@ -194,6 +197,7 @@ def main() -> None:
     if not is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(command[0]).resolve().parent)
     _import()
+    stamps = _stamps()
     with channel:
         message, output, _, _ = socket.recv_fds(channel, _BYTES, 2)
         while part := channel.recv(_BYTES):
@@ -208,6 +212,8 @@ def main() -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    if _stamps() != stamps:
+        _begin_anew(command)
     _watch_variables(command)
     # Times of the run begin with the restart.
     provenance.launched = lambda: began
@@ -229,10 +235,26 @@ def _watch_variables(command: Sequence[str]) -> None:
 
     def check_and_connect(*arguments: Any, **options: Any) -> Any:
         if _fixed(os.environ) != before:
-            os.execv(sys.executable, [sys.executable, "-u", *command])
+            _begin_anew(command)
         return connect(*arguments, **options)
 
     dist_env.connect_store = check_and_connect
+
+
+def _begin_anew(command: Sequence[str]) -> NoReturn:
+    """Be the rank without what a spare has imported."""
+    os.execv(sys.executable, [sys.executable, "-u", *command])
+
+
+def _stamps() -> dict[str, int]:
+    """Return when files of the imports changed: all of titanlite, the first of each package."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and ("." not in name or name.startswith("titanlite.")):
+            with contextlib.suppress(OSError):
+                found[file] = os.stat(file).st_mtime_ns
+    return found
 
 
 def _import() -> None:

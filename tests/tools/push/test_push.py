@@ -36,17 +36,31 @@ with torch.no_grad():
 
 #: Pushes, while somebody else commits to the branch.
 RACE = """
+import os
 import sys
 from huggingface_hub import CommitOperationAdd, HfApi
 from titanlite.tools.cli import main
 from titanlite.tools.push import upload
 additions = upload._additions
+heads = upload.heads
+def commit(repository, branch, name):
+    HfApi().create_branch(repository, branch=branch, exist_ok=True)
+    other = [CommitOperationAdd(name, b"theirs")]
+    HfApi().create_commit(repository, other, commit_message="theirs", revision=branch)
 def overtaken(api, repository, branch, files):
     mine = additions(api, repository, branch, files)
-    other = [CommitOperationAdd("theirs.txt", b"theirs")]
-    HfApi().create_commit(repository, other, commit_message="theirs", revision=branch)
+    commit(repository, branch, "theirs.txt")
     return mine
-upload._additions = overtaken
+def overtaken_before(repository):
+    known = heads(repository)
+    if not os.path.exists("once"):
+        open("once", "x").close()
+        commit(repository, "step-5", "model.safetensors")
+    return known
+if "--branch" in sys.argv:
+    upload.heads = overtaken_before
+else:
+    upload._additions = overtaken
 sys.exit(main(["push", *sys.argv[1:]]))
 """
 
@@ -351,6 +365,11 @@ def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     push(hub, home, export, "ada/tiny")
     assert uploads.branch("ada/tiny")["theirs.txt"] == b"theirs"
     assert len(uploads.puts) == 1
+    # Weights of somebody else on a branch that was not there a moment before.
+    words = [export, "ada/tiny", "--branch", "step-5"]
+    done = python("-c", RACE, *words, env=variables(hub, home), cwd=home)
+    assert "error: ada/tiny, branch step-5, takes no commit" in done.stderr
+    assert uploads.branch("ada/tiny", "step-5")["model.safetensors"] == b"theirs"
 
 
 @pytest.mark.parametrize(

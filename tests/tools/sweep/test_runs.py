@@ -26,7 +26,13 @@ from tests.tools.sweep.sweeps import (
 )
 from titanlite.config.errors import ConfigError
 from titanlite.runs.lock import LockedError, RunLock
-from titanlite.tools.sweep.members import Member, MemberResult, SweepError, result_of
+from titanlite.tools.sweep.members import (
+    Member,
+    MemberResult,
+    SweepError,
+    check_members,
+    result_of,
+)
 from titanlite.tools.sweep.runs import make_slots, run_members
 
 #: Runs two members, one after the other.
@@ -294,9 +300,11 @@ def test_a_folder_that_all_runs_would_share_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match=r"checkpoint\.folder: all runs would share"):
         run_members([SMALL, LARGE], above, tmp_path / "new")
     hub = [*CONFIG, "--checkpoint.hub=ada/tiny"]
-    with pytest.raises(ConfigError, match=r"checkpoint\.hub: all runs would push to ada/tiny"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.hub: 2 runs would push to ada/tiny"):
         run_members([SMALL, LARGE], hub, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    own = [Member(f"own-{number}", [f"--checkpoint.hub=ada/tiny-{number}"]) for number in (1, 2)]
+    assert len(check_members(own, hub, tmp_path / "new", 1)) == 2
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def stage(subject: Subject, form: Form, work: Path) -> Staged:
     if not target.is_dir():
         _remove_parts(work)
         lines: list[str] = []
-        with pinned(subject.path):
+        with pinned(subject.path, print_progress):
             # It may have been deleted just before the pin.
             read_manifest(subject.path)
             notes.mkdir(parents=True, exist_ok=True)

@@ -61,14 +61,15 @@ def push_branch(repository: str, branch: str, parcel: Parcel, force: bool) -> An
     from huggingface_hub import CommitOperationDelete
 
     api = hub_api()
-    is_new = branch not in heads(repository)
+    known = heads(repository)
+    is_new = branch not in known
     if is_new:
         asked(
             f"the branch {branch} of {repository} cannot be made",
             lambda: api.create_branch(repository, branch=branch, exist_ok=True),
         )
-    # A push of somebody else from here on makes the commit fail.
-    head = heads(repository)[branch]
+    # A push of somebody else from here on makes the commit fail. A new branch begins as main is.
+    head = known.get(branch, known["main"])
     names, readme = read_branch(repository, branch)
     if not (is_new or force):
         refuse_others(repository, branch, names, readme, parcel.card.run_id)

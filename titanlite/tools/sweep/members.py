@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,7 +161,22 @@ def check_members(
             checked.append(CheckedMember(member, config, run))
     if refused:
         raise _refusal(refused, len(members))
+    _check_hubs(checked)
     return checked
+
+
+def _check_hubs(members: Sequence[CheckedMember]) -> None:
+    """Refuse a repository that several runs would push to."""
+    counts = Counter(one.run.checkpoint.hub for one in members)
+    del counts[""]
+    problems = []
+    for hub, count in counts.items():
+        if count > 1:
+            message = f"{count} runs would push to {hub}"
+            hint = "leave it out, and give a run that is done to `titanlite push`"
+            problems.append(Problem("", "checkpoint.hub", message, hint))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_names(members: Sequence[Member]) -> None:
@@ -196,10 +212,6 @@ def _check_folders(run: RunConfig, folder: Path) -> None:
             message = f"all runs would share {path!r}"
             hint = "give a path below job.dump_folder, as the default is: each run has its own"
             problems.append(Problem("", key, message, hint))
-    if run.checkpoint.hub:
-        message = f"all runs would push to {run.checkpoint.hub}"
-        hint = "leave it out, and give a run that is done to `titanlite push`"
-        problems.append(Problem("", "checkpoint.hub", message, hint))
     problems += _shared_ids(run)
     if problems:
         raise ConfigError(problems)
