@@ -13,7 +13,7 @@ from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
 from titanlite.start.supported import system_problem
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
-from titanlite.tools.parser import Commands, no_flags
+from titanlite.tools.parser import Commands, new_command, no_flags
 from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public
 
 
@@ -37,8 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from titanlite.metrics.terminal import wants_color
 
     hide_secrets_in_tracebacks()
+    arguments.flags = flags
+    arguments.style = Style(wants_color(sys.stdout))
     try:
-        result = arguments.run(arguments, flags, Style(wants_color(sys.stdout)))
+        if not arguments.takes_keys:
+            no_flags(flags)
+        result = arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -103,21 +107,18 @@ def _plain_words(words: Sequence[str]) -> list[str]:
 
 def add_help(commands: Commands) -> None:
     """Add `titanlite help` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _help,
         "help",
-        help="show the help of a command",
-        description=(
-            "Show the help of a command, as --help behind the command does; of all commands "
-            "without one."
-        ),
-        allow_abbrev=False,
+        "show the help of a command",
+        "Show the help of a command, as --help behind the command does; of all commands without "
+        "one.",
     )
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="a command, as `config check`")
-    parser.set_defaults(run=_help)
 
 
-def _help(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _help(arguments: argparse.Namespace) -> tuple[str, int]:
     return "", main([*arguments.words, "--help"])
 
 

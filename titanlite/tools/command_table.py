@@ -61,9 +61,8 @@ def top_parser() -> Parser:
         "--version", action="store_true", help="print the versions of titanlite, torch and Python"
     )
     parser.set_defaults(
-        run=lambda arguments, *_: (
-            _versions() if arguments.version else parser.format_help().rstrip()
-        )
+        run=lambda arguments: _versions() if arguments.version else parser.format_help().rstrip(),
+        takes_keys=True,
     )
     return parser
 

@@ -41,31 +41,44 @@ def no_flags(flags: Sequence[str]) -> None:
         raise bad_flag(flags[0], "this command takes no --section.key flags")
 
 
-def add_group(commands: Any, name: str, help: str) -> Any:
+def new_command(
+    commands: Commands,
+    run: Callable[..., Any],
+    name: str,
+    help: str,
+    description: str,
+    epilog: str = "",
+) -> Parser:
+    """Add a command, which a function runs; return its parser.
+
+    run: gets the arguments, with the `--section.key` flags as `flags` and the Style of the output
+    as `style`; it returns the text to print, perhaps with an exit code.
+    """
+    parser: Parser = commands.add_parser(
+        name, help=help, description=description, epilog=epilog, allow_abbrev=False
+    )
+    parser.set_defaults(run=run, takes_keys=parser.takes_keys)
+    return parser
+
+
+def add_group(commands: Commands, name: str, help: str) -> Commands:
     """Add a command that has commands below it; return what takes those. Alone it prints its
     help.
     """
     group = commands.add_parser(name, help=help, allow_abbrev=False)
-    group.set_defaults(run=lambda *_: group.format_help().rstrip())
+    group.set_defaults(run=lambda _: group.format_help().rstrip())
     return group.add_subparsers(title="commands", metavar="COMMAND")
 
 
 def add_to_group(
-    actions: Any, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
-) -> argparse.ArgumentParser:
+    actions: Commands, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
+) -> Parser:
     """Add the command of a function, under its name, to those that `add_group` returned.
 
     Its description is the help and what `more` says.
     """
-    parser: argparse.ArgumentParser = actions.add_parser(
-        run.__name__.strip("_").replace("_", "-"),
-        help=help,
-        description=f"{help[0].upper()}{help[1:]}. {more}",
-        epilog=epilog,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
+    name = run.__name__.strip("_").replace("_", "-")
+    return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
 class Parser(argparse.ArgumentParser):

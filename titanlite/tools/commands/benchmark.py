@@ -38,6 +38,7 @@ from titanlite.tools.commands.benchmark_levels import (
 )
 from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
+from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, last_lines, stoppable, tell, train
 from titanlite.utils import atomic_write, render
 
@@ -72,23 +73,25 @@ Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the com
 130 after Ctrl-C."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add the command to argparse."""
     width = max(len(level.name) for level in LEVELS)
     levels = []
     for level in LEVELS:
         about = f"+ {level.about}" if level.adds else level.about
         levels.append(f"  {level.name:<{width}}  {about}")
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "benchmark",
-        help="compare speed, memory and losses with compile, float8 and other settings",
-        description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
+        "compare speed, memory and losses with compile, float8 and other settings",
+        "Train CONFIG at four optimisation levels, in turn, from the same weights on "
         "the same text:\n\n" + "\n".join(levels) + "\n\nPrints and writes speed, memory and "
         "losses of each level, and its speed over the first level's.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_keys=True)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
     overlay = "add a level: FILE over the first level; repeatable"
@@ -105,11 +108,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     out = "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)"
     add("--out", type=Path, metavar="FOLDER", help=out)
     add("--json", action="store_true", help="print the results as JSON")
-    parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
-    benchmark = _benchmark_of(arguments, flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    benchmark = _benchmark_of(arguments)
     out = benchmark.out
     try:
         benchmark.find_finished()
@@ -122,7 +124,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
         ) from None
 
 
-def _benchmark_of(arguments: argparse.Namespace, flags: list[str]) -> Benchmark:
+def _benchmark_of(arguments: argparse.Namespace) -> Benchmark:
     """Return the benchmark of a command line; all its levels are checked.
 
     Raises BenchmarkError and ConfigError.
@@ -131,6 +133,7 @@ def _benchmark_of(arguments: argparse.Namespace, flags: list[str]) -> Benchmark:
     warmup = arguments.warmup
     if steps <= warmup:
         raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
+    flags = arguments.flags
     refuse_keys(flags, OWN)
     config = find_config(arguments.config)
     if config is None:

@@ -42,7 +42,7 @@ from titanlite.tools.commands.checkpoint_folders import (
     verify,
 )
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
-from titanlite.tools.parser import BASE, EMA, add_group, no_flags
+from titanlite.tools.parser import BASE, EMA, Commands, add_group, new_command
 from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _PATH = (
 )
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `checkpoint` with its own commands to argparse."""
     about = "list, inspect, verify, compare, convert and delete checkpoints"
     actions = add_group(commands, "checkpoint", about)
@@ -75,28 +75,18 @@ _ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
 
 
 def _add(
-    actions: Any, run: Callable[[Any], Any], help: str, description: str, code: str = ""
+    actions: Commands, run: Callable[[Any], Any], help: str, description: str, code: str = ""
 ) -> Any:
     """Add the command of a function, under its name; return what adds its arguments.
 
     code: an exit status, in words.
     """
-
-    def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
-        no_flags(flags)
-        answer: str | Answer = run(arguments)
-        return answer
-
     name = run.__name__.strip("_")
     epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
-    parser = actions.add_parser(
-        name, help=help, description=description, epilog=epilog, allow_abbrev=False
-    )
-    parser.set_defaults(run=without_flags)
-    return parser.add_argument
+    return new_command(actions, run, name, help, description, epilog).add_argument
 
 
-def _add_ls(actions: Any) -> None:
+def _add_ls(actions: Commands) -> None:
     description = (
         "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
         "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
@@ -109,7 +99,7 @@ def _add_ls(actions: Any) -> None:
     add("--json", action="store_true", help="print a JSON list, one object per folder")
 
 
-def _add_inspect(actions: Any) -> None:
+def _add_inspect(actions: Commands) -> None:
     description = "Show the manifest of a checkpoint."
     add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
     add("path", **_ONE)
@@ -118,7 +108,7 @@ def _add_inspect(actions: Any) -> None:
     add("--json", action="store_true", help="print the manifest as it is")
 
 
-def _add_verify(actions: Any) -> None:
+def _add_verify(actions: Commands) -> None:
     description = (
         "Read every file of the checkpoints and compare it with the hash taken when it was written."
     )
@@ -128,7 +118,7 @@ def _add_verify(actions: Any) -> None:
     add("paths", nargs="+", **_FOLDER, help=paths)
 
 
-def _add_diff(actions: Any) -> None:
+def _add_diff(actions: Commands) -> None:
     description = (
         "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
         "absolute and relative difference. They are read one tensor at a time, without a GPU."
@@ -139,7 +129,7 @@ def _add_diff(actions: Any) -> None:
     add("right", **_ONE)
 
 
-def _add_convert(actions: Any) -> None:
+def _add_convert(actions: Commands) -> None:
     description = (
         "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
         "a folder), a folder of Hugging Face's layout, or a file made with --to torch; "
@@ -162,7 +152,7 @@ def _add_convert(actions: Any) -> None:
     trust.add_argument(add)
 
 
-def _add_rm(actions: Any) -> None:
+def _add_rm(actions: Commands) -> None:
     description = (
         "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
         "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from titanlite.runs.read import RunError
 from titanlite.tools.commands.comparison import compare, compare_json, read_runs, tables
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import no_flags
+from titanlite.tools.parser import Commands, new_command
 from titanlite.utils import atomic_write, escape_name, render
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `compare` to argparse."""
-    compare = commands.add_parser(
+    compare = new_command(
+        commands,
+        _run,
         "compare",
-        help="put runs side by side: speed, memory, losses, what differs",
-        description="Print the figures of several runs and the differences between them, and "
+        "put runs side by side: speed, memory, losses, what differs",
+        "Print the figures of several runs and the differences between them, and "
         f"draw their curves as {PAGE}, which opens in any browser. Where matplotlib "
         f"is installed (the extra `plots`), also as {PICTURE}.",
-        allow_abbrev=False,
     )
     compare.add_argument(
         "runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file"
@@ -40,14 +40,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     compare.add_argument("--png", action="store_true", help=f"fail where {PICTURE} cannot be drawn")
     compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    compare.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
+def _run(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.compare_page import comparison_page
     from titanlite.tools.commands.plots import PlotsMissing, charts, draw_png
 
-    no_flags(flags)
     comparison = compare(read_runs(arguments.runs))
     drawn = charts(comparison.runs, comparison.labels)
     page = arguments.out / PAGE

@@ -36,7 +36,6 @@ from titanlite.tools.parser import (
     add_group,
     add_to_group,
     files_of,
-    no_flags,
 )
 from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
@@ -137,10 +136,9 @@ def _add_migrate(actions: Commands) -> None:
     add("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
 
 
-def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.tools.commands.migrate import migrate_file, write_in_place
 
-    no_flags(flags)
     if arguments.aws_fsdp is not None:
         from titanlite.tools.commands.aws_fsdp import migrate_arguments
 
@@ -166,28 +164,26 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
     return migration.text.removesuffix("\n"), exit_codes.DONE
 
 
-def _schema(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _schema(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.config_pages import schema_text
 
-    no_flags(flags)
     return schema_text().removesuffix("\n")
 
 
-def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _template(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.config_pages import markdown, template
 
-    no_flags(flags)
     return markdown() if arguments.markdown else template()
 
 
 # Check
 
 
-def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    argv = [*files_of(arguments), *flags]
+def _check(arguments: argparse.Namespace) -> str:
+    argv = [*files_of(arguments), *arguments.flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
-    return _report(config, run, why, style)
+    return _report(config, run, why, arguments.style)
 
 
 def world_size_of(asked: int | None) -> tuple[int | None, str]:
@@ -284,7 +280,7 @@ def _saves(run: RunConfig) -> str:
 # Explain
 
 
-def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+def _explain(arguments: argparse.Namespace) -> str:
     files = []
     names = []
     for word in arguments.words:
@@ -294,8 +290,8 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
             names.append(word.strip("[]"))
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
-    config = load([*(f"--job.config_file={file}" for file in files), *flags])
-    return "\n\n".join(_explain_one(config, name, style) for name in names or sections())
+    config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
+    return "\n\n".join(_explain_one(config, name, arguments.style) for name in names or sections())
 
 
 def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
@@ -406,8 +402,8 @@ Shown = tuple[str, str]
 Difference = tuple[str, Shown, Shown]
 
 
-def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
+    style = arguments.style
     trust_code = arguments.trust_code
     left = side(arguments.left, trust_code=trust_code)
     right = side(arguments.right, trust_code=trust_code)

@@ -13,8 +13,8 @@ from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.config.data_sections import RecordForm, TextFormat
 from titanlite.data import DataError
-from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group, no_flags
-from titanlite.utils import Style, cores
+from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group
+from titanlite.utils import cores
 
 if TYPE_CHECKING:
     from titanlite.tools.commands.look import Run
@@ -134,10 +134,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     trust.add_argument(parser.add_argument)
 
 
-def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+def _fetch(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.tools.hub.fetch import fetch
 
-    no_flags(flags)
     try:
         return fetch(
             arguments.source, arguments.out, arguments.files, arguments.subset, arguments.split
@@ -147,12 +146,11 @@ def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | t
         return "", exit_codes.INTERRUPTED
 
 
-def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.config.data_sections import Data
     from titanlite.tools.commands.prepare import prepare
     from titanlite.tools.commands.prepare_tasks import Options
 
-    no_flags(flags)
     if arguments.workers < 1 or arguments.part_tokens < 1:
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
@@ -182,10 +180,9 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
         return "", exit_codes.INTERRUPTED
 
 
-def _verify(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.tools.commands.verify_tokens import verify
 
-    no_flags(flags)
     if arguments.workers < 1:
         raise DataError("--workers: expected a whole number >= 1")
     verdict = verify(arguments.folder, arguments.workers)
@@ -193,29 +190,29 @@ def _verify(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[
     return text, exit_codes.ERROR if verdict.problems else exit_codes.DONE
 
 
-def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+def _peek(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    run = _open(arguments, flags, arguments.validation)
-    return look.peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
+    run = _open(arguments, arguments.validation)
+    a = arguments
+    return look.peek(run, a.rows, a.step, a.rank, a.ids, a.style)
 
 
-def _at_step(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _at_step(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    return look.at_step(_open(arguments, flags), arguments.step, arguments.json)
+    return look.at_step(_open(arguments), arguments.step, arguments.json)
 
 
-def _stats(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _stats(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    return look.stats(_open(arguments, flags), arguments.json)
+    return look.stats(_open(arguments), arguments.json)
 
 
-def _open(arguments: argparse.Namespace, flags: list[str], validation: bool = False) -> Run:
+def _open(arguments: argparse.Namespace, validation: bool = False) -> Run:
     """Return the run that CONFIG and the flags of a command name."""
     from titanlite.tools.commands import look
 
-    file = arguments.file
-    ranks = arguments.world_size
-    return look.open_run(file, flags, ranks, validation, arguments.trust_code)
+    a = arguments
+    return look.open_run(a.file, a.flags, a.world_size, validation, a.trust_code)

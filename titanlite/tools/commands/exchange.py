@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
 from titanlite.tools.commands.checkpoint_folders import check_weights, print_progress
-from titanlite.tools.parser import BASE, EMA, no_flags
+from titanlite.tools.parser import BASE, EMA, Commands, new_command
 from titanlite.utils import human_bytes, human_time
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 DTYPE = "precision of the weights; as they are without it"
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `export` and `import` to argparse."""
     parser = _add(
         commands,
@@ -61,7 +60,7 @@ def _add_paths(
     parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
 
 
-def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:
+def _add(commands: Commands, name: str, help: str, text: str) -> argparse.ArgumentParser:
     checked = (
         "The files of the tokenizer and generation_config.json come along. At the end the logits "
         "of 64 random tokens are computed from what was read and from what was written, with "
@@ -69,20 +68,14 @@ def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentPar
         "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
         "one block of the model."
     )
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=f"{text} {checked}",
-        epilog=f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits "
-        "that differ.",
-        allow_abbrev=False,
+    exits = (
+        f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that "
+        "differ."
     )
-    parser.set_defaults(run=_run)
-    return parser
+    return new_command(commands, _run, name, help, f"{text} {checked}", exits)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> str:
     return convert_weights(arguments, report=print_progress)
 
 

@@ -18,8 +18,8 @@ from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, no_flags
-from titanlite.utils import Style, Table, escape, render
+from titanlite.tools.parser import Commands, new_command
+from titanlite.utils import Table, escape, render
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.harness import HarnessTask
@@ -33,14 +33,15 @@ _BOOTSTRAP = 100_000
 
 def add_command(commands: Commands) -> None:
     """Add `eval` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "eval",
-        help="run tasks on a checkpoint",
-        description="Run tasks with the weights of a checkpoint, on one device: those of "
+        "run tasks on a checkpoint",
+        "Run tasks with the weights of a checkpoint, on one device: those of "
         "lm-evaluation-harness (pip install 'titanlite[eval]'), and files of your own, as "
         "docs/evaluation.md shows them. `titanlite evaluate` measures the loss on the held-out "
         "text of a config instead.",
-        allow_abbrev=False,
     )
     add_arguments(parser)
     add = parser.add_argument
@@ -81,11 +82,9 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="print a JSON object with the results and versions of the tasks",
     )
-    parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     check_weights(to_path(arguments.checkpoint))
     entries = arguments.tasks.split(",")
     own = _own_tasks(entries, arguments)

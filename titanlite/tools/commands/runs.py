@@ -13,21 +13,22 @@ from typing import Any
 
 from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
-from titanlite.tools.parser import no_flags
+from titanlite.tools.parser import Commands, new_command
 from titanlite.utils import Table, escape_name, human_time, render
 
 NONE = "–"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `runs` to argparse."""
-    runs = commands.add_parser(
+    runs = new_command(
+        commands,
+        _run,
         "runs",
-        help="list runs and how they are doing",
-        description="List the runs below some folders, the newest first: state, step, losses, "
+        "list runs and how they are doing",
+        "List the runs below some folders, the newest first: state, step, losses, "
         "speed. "
         "A run without an end that shows no sign of life has died.",
-        allow_abbrev=False,
     )
     runs.add_argument(
         "folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)"
@@ -42,11 +43,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="show where the time of each run went: start-up, steps, waits, saves, lost steps, "
         "downtime",
     )
-    runs.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> str:
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:

@@ -22,7 +22,7 @@ from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, no_flags
+from titanlite.tools.parser import Commands, new_command
 from titanlite.utils import Style, counted, escape
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 def add_command(commands: Commands) -> None:
     """Add `sample` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "sample",
-        help="continue text with a checkpoint",
-        description="Continue each TEXT with the weights of a checkpoint, token by token, on one "
+        "continue text with a checkpoint",
+        "Continue each TEXT with the weights of a checkpoint, token by token, on one "
         "device. Without TEXT the prompt is read from standard input. The text goes "
         "to standard output, figures go to standard error.",
-        allow_abbrev=False,
     )
     add_arguments(parser)
     _add_prompts(parser)
     _add_sampling(parser)
-    parser.set_defaults(run=_run)
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +106,7 @@ class Row:
     finish: str = ""
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     check_weights(to_path(arguments.checkpoint))
     prompts = read_prompts(arguments.prompts, arguments.prompt_file)
     loaded = load_model(arguments)
@@ -120,7 +119,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     started = time.perf_counter()
     show = None
     try:
-        show = None if arguments.json else _Printer(rows, style, arguments.chat)
+        show = None if arguments.json else _Printer(rows, arguments.style, arguments.chat)
         first_seconds = sample(
             loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show
         )

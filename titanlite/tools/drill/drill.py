@@ -32,6 +32,7 @@ from titanlite.tools.drill.runs import (
     records,
     saved_steps,
 )
+from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.utils import Style, escape, read_lines
 
@@ -48,19 +49,21 @@ faults passed, 1 if one failed (the folders of the runs are then kept), 2 if the
 command line is wrong, 130 after Ctrl-C."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add the command to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "drill",
-        help="test how a tiny copy of a config survives kills, damage, signals and other faults",
-        description="Train a tiny copy of CONFIG, with its features and kinds of parallelism, on "
+        "test how a tiny copy of a config survives kills, damage, signals and other faults",
+        "Train a tiny copy of CONFIG, with its features and kinds of parallelism, on "
         "CPU processes in a\n"
         "temporary folder. Inject faults, one per run. Compare the result bit for bit "
         "with a run without\na fault, or check the trace that the fault must leave.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_keys=True)
     names = [scenario.name for scenario in SCENARIOS]
     table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
     add = parser.add_argument
@@ -77,7 +80,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--list", action="version", version=table, help="print the names of the faults and exit")
     add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
     add("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_run)
 
 
 @dataclass(frozen=True)
@@ -312,9 +314,9 @@ SCENARIOS = (
 _WIDTH = max(len(scenario.name) for scenario in SCENARIOS)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
-    tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
+    tiny = tiny_config(arguments.config, arguments.flags, arguments.ranks, arguments.compile)
     for line in tiny.notes:
         _log(f"  {line}")
     folder = Path(tempfile.mkdtemp(prefix="titanlite-drill-"))
@@ -322,7 +324,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     code = exit_codes.ERROR
     try:
         with stoppable():
-            code = _play(Workspace(tiny, folder), chosen, results, style)
+            code = _play(Workspace(tiny, folder), chosen, results, arguments.style)
     except Stopped as stop:
         _log(f"stopped by {stop}")
         code = 128 + stop.number

@@ -8,9 +8,8 @@ from pathlib import Path
 from titanlite import exit_codes
 from titanlite.config.errors import bad_flag
 from titanlite.tools import at_least, refuse_keys
-from titanlite.tools.parser import FLAGS, Commands, add_files
+from titanlite.tools.parser import FLAGS, Commands, add_files, new_command
 from titanlite.tools.plan.plan import price, token_count
-from titanlite.utils import Style
 
 _EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs
 in FOLDER are kept: after a kill or Ctrl-C the same command goes on.
@@ -22,14 +21,15 @@ signal's number after a signal. docs/ladder.md"""
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite ladder` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "ladder",
-        help="train small models, and predict the loss of a config by a scaling law",
-        description="Predict the loss of CONFIG with its error. Smaller models of its proportions "
+        "train small models, and predict the loss of a config by a scaling law",
+        "Predict the loss of CONFIG with its error. Smaller models of its proportions "
         "are trained for several horizons. L(N, D) = E + A/N^a + B/D^b is fitted to their losses. "
         f"With a GPU's name, time and price, too. {FLAGS}",
-        epilog=_EPILOG,
-        allow_abbrev=False,
+        _EPILOG,
     )
     add_files(parser)
     add = parser.add_argument
@@ -46,7 +46,6 @@ def add_command(commands: Commands) -> None:
     add("--far", action="store_true", help="predict more than 100 times beyond the largest run")
     _add_hardware(parser)
     add("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_run)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +66,7 @@ def _size_and_tokens(text: str) -> tuple[int, int]:
     return token_count(parameters), token_count(tokens)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     _check_options(arguments)
     from titanlite.tools.ladder.climb import climb, conclude
     from titanlite.tools.ladder.files import read_points
@@ -75,16 +74,17 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     from titanlite.tools.ladder.rungs import OWN
     from titanlite.tools.ladder.target import target_of
 
+    flags = arguments.flags
     if arguments.fit and not (arguments.files or flags):
-        return conclude(read_points(arguments.fit), None, arguments, style)
+        return conclude(read_points(arguments.fit), None, arguments)
     if not arguments.fit:
         refuse_keys(flags, OWN)
     target = target_of(arguments, flags)
     if arguments.fit:
-        return conclude(read_points(arguments.fit), target, arguments, style)
+        return conclude(read_points(arguments.fit), target, arguments)
     if arguments.dry_run:
-        return list_text(target, style), exit_codes.DONE
-    return climb(target, arguments, style)
+        return list_text(target, arguments.style), exit_codes.DONE
+    return climb(target, arguments)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from titanlite.tools.commands.runs import to_json
 from titanlite.tools.mup.models import Models, models_of
 from titanlite.tools.mup.verdict import LIMIT, Line, as_json, verdict
 from titanlite.tools.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
-from titanlite.utils import Style, Table, counted, render
+from titanlite.utils import Table, counted, render
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,8 @@ def _widths(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    words = [*files_of(arguments), *flags]
+def _check(arguments: argparse.Namespace) -> tuple[str, int]:
+    words = [*files_of(arguments), *arguments.flags]
     run = check_config(words, training=False)[1]
     tokenizer_size = _tokenizer_size(run)
     args = run.model_args(tokenizer_size)
