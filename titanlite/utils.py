@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
@@ -182,6 +182,11 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     return "".join(parts)
 
 
+def say(text: str) -> None:
+    """Print a text on stderr at once, as `escape` gives it."""
+    print(escape(text), file=sys.stderr, flush=True)
+
+
 def escape_name(text: str) -> str:
     """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction
     too: one line.
@@ -294,12 +299,17 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     try:
         with open(aside, "wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def sync(stream: IO[bytes]) -> None:
+    """Bring what was written to a file to the disk. Raises OSError."""
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +35,7 @@ from titanlite.checkpoint.weights import total_bytes
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import gather_objects
+from titanlite.utils import sync
 
 #: Bytes of tensors in one file, unless one tensor is larger.
 SHARD_BYTES = 4 << 30
@@ -104,8 +104,7 @@ class FileWriter:
         self._left -= 1
         if not self._left:
             if self._is_local:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+                sync(self._stream)
             self.close()
 
     def close(self) -> None:
@@ -212,7 +211,7 @@ def write_configs(
         path.write_bytes(data)
         if isinstance(path, Path):
             with open(path, "rb") as stream:
-                os.fsync(stream.fileno())
+                sync(stream)
 
 
 def _index(files: Sequence[File]) -> bytes:

@@ -14,14 +14,14 @@ from titanlite.config.errors import ConfigError
 from titanlite.start.supported import system_problem
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
 from titanlite.tools.parser import Commands, new_command, no_flags
-from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public
+from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
     problem = system_problem()
     if problem:
-        print(f"error: {problem}", file=sys.stderr)
+        say(f"error: {problem}")
         return exit_codes.CONFIG
     # A shell asks what a word may become.
     if "_ARGCOMPLETE" in os.environ:
@@ -46,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(f"error: {missing_package('torch')}", file=sys.stderr)
+        say(f"error: {missing_package('torch')}")
         return exit_codes.CONFIG
     except Exception as error:
         code = exit_codes.own_code(error)
         if code is None:
             raise
         report = str(error) if isinstance(error, ConfigError) else f"error: {error}"
-        print(escape(report), file=sys.stderr)
+        say(report)
         return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     if text:

@@ -7,7 +7,6 @@ a replica, which holds the same shards.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from titanlite.features.local_saves.folder import (
 )
 from titanlite.features.local_saves.survey import Offer
 from titanlite.parallel.dist_env import DistEnv, gather_objects
-from titanlite.utils import counted
+from titanlite.utils import counted, sync
 
 #: Copies that the start report names.
 _TOLD = 4
@@ -224,8 +223,7 @@ class Collector:
     def _sync(self, stream: BinaryIO) -> str:
         """Make a part durable, since its manifest follows; return why it could not be."""
         try:
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
         return ""

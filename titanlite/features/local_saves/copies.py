@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
 from titanlite.checkpoint.storage import Written
 from titanlite.features.local_saves.folder import LocalFolder, begin, part_path, remove
 from titanlite.parallel.dist_env import DistEnv, gather_objects, log_once
-from titanlite.utils import logger
+from titanlite.utils import logger, sync
 
 #: Bytes that are sent at a time.
 BLOCK = 32 << 20
@@ -171,8 +171,7 @@ class _Arriving:
         """Make the copy durable, and compare it."""
         with self._problems():
             if self._stream is not None:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+                sync(self._stream)
                 self._stream.close()
             found = f"{FAST_HASH}:{self._hash.hexdigest()}"
             if not self.problem and read_back:

@@ -7,7 +7,6 @@ file, and its hash tells.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,7 @@ from titanlite.checkpoint.manifest import FAST_HASH, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors, Written
 from titanlite.parallel.local import plain_local
-from titanlite.utils import parse_json
+from titanlite.utils import parse_json, sync
 
 #: A longer header is not read: safetensors' own limit.
 _LONGEST_HEADER = 100_000_000
@@ -36,8 +35,7 @@ def write_part(path: Path, tensors: Tensors) -> Written:
             digest.update(block)
             size += memoryview(block).nbytes
             stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync(stream)
     return Written(size, f"{FAST_HASH}:{digest.hexdigest()}")
 
 

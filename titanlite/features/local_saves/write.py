@@ -33,7 +33,7 @@ from titanlite.features.local_saves.part import bytes_of, write_part
 from titanlite.features.local_saves.past import LINE, SHARED, Past
 from titanlite.parallel.dist_env import DistEnv, gather_objects
 from titanlite.parallel.local import plain_local
-from titanlite.utils import human_bytes
+from titanlite.utils import human_bytes, sync
 
 #: Beside a part: manifest and generators.
 _SMALL_FILES = 16 << 20
@@ -139,8 +139,7 @@ class LocalWriter:
         for folder in folders:
             with (folder / GENERATORS).open("wb") as stream:
                 stream.write(generators)
-                stream.flush()
-                os.fsync(stream.fileno())
+                sync(stream)
         if self.read_back and file_digest(part, FAST_HASH) != written.digest:
             raise CheckpointError(f"what was written could not be read back: {part} has changed")
 

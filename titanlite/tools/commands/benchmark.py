@@ -40,7 +40,7 @@ from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, last_lines, stoppable, tell, train
-from titanlite.utils import atomic_write, render
+from titanlite.utils import atomic_write, render, say
 
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
@@ -383,7 +383,7 @@ class Benchmark:
         try:
             report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
         except PlotsMissing as error:
-            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            say(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}")
             return []
         return [_LOSSES, _SPEEDS]
 

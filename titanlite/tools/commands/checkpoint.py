@@ -36,14 +36,13 @@ from titanlite.tools.commands.checkpoint_folders import (
     checkpoint_of,
     inspect,
     list_checkpoints,
-    print_progress,
     remove,
     roots_of,
     verify,
 )
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
 from titanlite.tools.parser import BASE, EMA, Commands, add_group, new_command
-from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render
+from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
 
 if TYPE_CHECKING:
     from titanlite.features.local_saves.listing import LocalSave
@@ -325,7 +324,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     bad = 0
     for folder in folders:
         started = time.perf_counter()
-        manifest, problems = verify(folder, progress(print_progress, f"{folder}: "))
+        manifest, problems = verify(folder, progress(say, f"{folder}: "))
         bad += bool(problems)
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]

@@ -11,7 +11,7 @@ from titanlite.runs.read import RunError
 from titanlite.tools.commands.comparison import compare, compare_json, read_runs, tables
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.parser import Commands, new_command
-from titanlite.utils import atomic_write, escape_name, render
+from titanlite.utils import atomic_write, escape_name, render, say
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> str:
             f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out"
         ) from None
     for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
-        print(f"note: {escape_name(problem)}", file=sys.stderr)
+        say(f"note: {escape_name(problem)}")
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
     parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,7 @@ from titanlite.tools.parser import (
     add_to_group,
     files_of,
 )
-from titanlite.utils import REMOVED, Style, counted, escape, parse_json
+from titanlite.utils import REMOVED, Style, counted, parse_json, say
 
 DIFFERENT = 1
 """Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
@@ -160,7 +159,7 @@ def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:
         if migration.changes:
             report += f"\nthe old file is {write_in_place(path, migration.text)}"
         return report, exit_codes.DONE
-    print(escape(report), file=sys.stderr)
+    say(report)
     return migration.text.removesuffix("\n"), exit_codes.DONE
 
 

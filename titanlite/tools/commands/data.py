@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -14,7 +13,7 @@ from titanlite.config import trust
 from titanlite.config.data_sections import RecordForm, TextFormat
 from titanlite.data import DataError
 from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group
-from titanlite.utils import cores
+from titanlite.utils import cores, say
 
 if TYPE_CHECKING:
     from titanlite.tools.commands.look import Run
@@ -142,7 +141,7 @@ def _fetch(arguments: argparse.Namespace) -> str | tuple[str, int]:
             arguments.source, arguments.out, arguments.files, arguments.subset, arguments.split
         )
     except KeyboardInterrupt:
-        print("stopped: the same command continues", file=sys.stderr)
+        say("stopped: the same command continues")
         return "", exit_codes.INTERRUPTED
 
 
@@ -176,7 +175,7 @@ def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
             arguments.split,
         )
     except KeyboardInterrupt:
-        print("stopped: finished parts are kept; the same command continues", file=sys.stderr)
+        say("stopped: finished parts are kept; the same command continues")
         return "", exit_codes.INTERRUPTED
 
 

@@ -16,7 +16,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,7 +32,7 @@ from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
 from titanlite.start.supported import accelerator_warning
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.utils import Style, cores, counted, human_bytes
+from titanlite.utils import Style, cores, counted, human_bytes, say, sync
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
@@ -195,7 +194,7 @@ def _wait(threads: dict[str, threading.Thread], seconds: float) -> list[str]:
         if now >= tell:
             tell = now + _TELL_SECONDS
             left = f"{began + seconds - now:.0f} s at most; Ctrl-C ends"
-            print(f"waiting for {', '.join(late)} ({left})", file=sys.stderr, flush=True)
+            say(f"waiting for {', '.join(late)} ({left})")
         threads[late[0]].join(min(tell, began + seconds) - now)
     return late
 
@@ -467,8 +466,7 @@ def _folder(name: str) -> _Found:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".titanlite-doctor-") as file:
             began = time.monotonic()
             file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
             took = time.monotonic() - began
             skew = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:

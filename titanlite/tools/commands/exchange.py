@@ -13,9 +13,9 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
-from titanlite.tools.commands.checkpoint_folders import check_weights, print_progress
+from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.parser import BASE, EMA, Commands, new_command
-from titanlite.utils import human_bytes, human_time
+from titanlite.utils import human_bytes, human_time, say
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 DTYPE = "precision of the weights; as they are without it"
@@ -76,7 +76,7 @@ def _add(commands: Commands, name: str, help: str, text: str) -> argparse.Argume
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    return convert_weights(arguments, report=print_progress)
+    return convert_weights(arguments, report=say)
 
 
 def convert_weights(
@@ -96,7 +96,7 @@ def convert_weights(
         arguments.target,
         arguments.to,
         arguments.dtype,
-        progress(print_progress, ""),
+        progress(say, ""),
         ema=arguments.ema,
         report=report,
         trust_code=arguments.trust_code,

@@ -19,7 +19,7 @@ from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.parser import Commands, new_command
-from titanlite.utils import Table, escape, render
+from titanlite.utils import Table, render, say
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.harness import HarnessTask
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     own = _own_tasks(entries, arguments)
     harness = _harness_tasks(entries, arguments)
     loaded = load_model(arguments)
-    print(escape(loaded.summary), file=sys.stderr)
+    say(loaded.summary)
     scorer = _scorer(loaded, arguments.batch_size)
     # The harness prints its progress.
     with contextlib.redirect_stdout(sys.stderr):

@@ -23,7 +23,7 @@ from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.parser import Commands, new_command
-from titanlite.utils import Style, counted, escape
+from titanlite.utils import Style, counted, escape, say
 
 if TYPE_CHECKING:
     from titanlite.training.generate import Sampling, TextStream
@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     loaded = load_model(arguments)
     from titanlite.training.generate import Sampling
 
-    print(escape(loaded.summary), file=sys.stderr)
+    say(loaded.summary)
     rows = make_rows(loaded, prompts, arguments.chat, arguments.chat_template)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
@@ -152,14 +152,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         return to_json({**about, "samples": found}), exit_codes.DONE
     if cut := [str(number) for number, row in enumerate(rows, 1) if row.finish == "context"]:
         which = f"prompt {', '.join(cut)}" if len(rows) > 1 else "the text"
-        print(
-            f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it",
-            file=sys.stderr,
-        )
-    print(
-        f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s",
-        file=sys.stderr,
-    )
+        say(f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it")
+    say(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s")
     return "", exit_codes.DONE
 
 

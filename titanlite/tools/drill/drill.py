@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from titanlite.tools.drill.runs import (
 )
 from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, stoppable
-from titanlite.utils import Style, escape, read_lines
+from titanlite.utils import Style, read_lines, say
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -318,7 +317,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
     tiny = tiny_config(arguments.config, arguments.flags, arguments.ranks, arguments.compile)
     for line in tiny.notes:
-        _log(f"  {line}")
+        say(f"  {line}")
     folder = Path(tempfile.mkdtemp(prefix="titanlite-drill-"))
     results: list[dict[str, Any]] = []
     code = exit_codes.ERROR
@@ -326,11 +325,11 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         with stoppable():
             code = _play(Workspace(tiny, folder), chosen, results, arguments.style)
     except Stopped as stop:
-        _log(f"stopped by {stop}")
+        say(f"stopped by {stop}")
         code = 128 + stop.number
     finally:
         if code == exit_codes.ERROR:
-            _log(f"the runs, with their output in console.log: {folder}")
+            say(f"the runs, with their output in console.log: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     if not arguments.json:
@@ -351,7 +350,7 @@ def _play(
     try:
         work.make_references()
     except RanksError as problem:
-        _log(f"{style.warn('FAIL')}    the run without a fault: {problem}")
+        say(f"{style.warn('FAIL')}    the run without a fault: {problem}")
         return exit_codes.ERROR
     for scenario in chosen:
         began = time.monotonic()
@@ -366,13 +365,8 @@ def _play(
             told = repr(problem)
         seconds = time.monotonic() - began
         word = style.good("pass") if passed else style.warn("FAIL")
-        _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
+        say(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
         results.append(
             {"name": scenario.name, "passed": passed, "seconds": round(seconds, 2), "told": told}
         )
     return exit_codes.DONE if all(result["passed"] for result in results) else exit_codes.ERROR
-
-
-def _log(text: str) -> None:
-    """Print progress to standard error; standard output has the result."""
-    print(escape(text), file=sys.stderr, flush=True)

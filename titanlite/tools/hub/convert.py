@@ -58,7 +58,7 @@ from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
-from titanlite.utils import atomic_write, human_bytes
+from titanlite.utils import atomic_write, human_bytes, sync
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
@@ -448,8 +448,7 @@ def _write_torch(source: Source, final: Path) -> None:
             for name in sorted(names, key=places.__getitem__):
                 stream.seek(places[name])
                 stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         os.link(file, final)  # unlike a rename, it fails where there is a file
         sync_folder(final.parent)
     finally:

@@ -21,12 +21,11 @@ from titanlite.features.hub.record import FOLDER, note
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.record import CONFIG
 from titanlite.start.signals import end_with_parent
-from titanlite.tools.commands.checkpoint_folders import print_progress
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS
 from titanlite.tools.parser import BASE, EMA, Commands, new_command
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.tools.push.subject import BEST, LATEST, Subject, find_subject
-from titanlite.utils import human_bytes, human_time
+from titanlite.utils import human_bytes, human_time, say
 
 MAIN = "main"
 #: Where exports wait that no folder of a run is known for.
@@ -112,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> Any:
         try:
             return _push_all(arguments)
         except Stopped as stopped:
-            print_progress("stopped; the same command continues")
+            say("stopped; the same command continues")
             return "", exit_codes.after_signal(stopped.number)
 
 
@@ -244,7 +243,7 @@ def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[s
     staged = stage(subject, form, work)
     weights = weights_in(staged.folder)
     for line in _left_out(staged.folder):
-        print_progress(line)
+        say(line)
     done = []
     for branch in push.branches:
         began = time.perf_counter()
