@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.toml import quote
 from titanlite.utils import say
 
@@ -83,8 +83,7 @@ def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
 
 def admit(claims: Sequence[Claim], origin: Origin) -> None:
     """Do as `refusals`, and raise ConfigError with all problems if there are some."""
-    if problems := refusals(claims, origin):
-        raise ConfigError(problems)
+    refuse(refusals(claims, origin))
 
 
 def add_argument(add: Callable[..., Any]) -> None:

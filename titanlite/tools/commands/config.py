@@ -18,7 +18,7 @@ from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
-from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, refuse, unfit
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
@@ -302,7 +302,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     name = table_of(name) or name
     if key_of(name) not in keys():
         problem = unknown(name, COMMAND_LINE)
-        raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])
+        raise unfit(name, problem.message, problem.hint, problem.code)
     key = keys()[key_of(name)]
     head = style.bold(key.name)
     if name in ALIASES:
@@ -452,8 +452,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
         )
     config, problems = read_text(text, file, over, trust.foreign(trust_code))
     problems = problems or contradictions(config)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return Side(name, config)
 
 

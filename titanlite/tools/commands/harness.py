@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
-from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.config.errors import ConfigError, bad_flag, problems_of, refuse
 from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
@@ -115,12 +115,7 @@ def _own_tasks(
     from titanlite.features.tasks.own_files import read_own
 
     files = [entry for entry in entries if is_file(entry)]
-    problems = [
-        Problem("command line", key, message, hint, code=code)
-        for code, key, message, hint in entry_problems(files, _TASKS)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems_of(entry_problems(files, _TASKS), "command line"))
     return [read_own(path, arguments.text_key, arguments.limit) for path in files]
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.optim.schedule import LearningRate
 from titanlite.start.fit import check_config
 from titanlite.start.run_text import phases_of
@@ -36,9 +36,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     run = check_config([*files_of(arguments), *arguments.flags], training=False)[1]
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
-        raise ConfigError(
-            [Problem("", "training.epochs", message, "give --training.steps N for this command")]
-        )
+        raise unfit("training.epochs", message, "give --training.steps N for this command")
     phases = phases_of(run)
     rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=run.course)
     if phases is not None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.foreign import open_weights, our_tensors
-from titanlite.checkpoint.hf_files import HF_CONFIG, holds_adapters, holds_weights
+from titanlite.checkpoint.hf_files import HF_CONFIG, hf_form, holds_adapters, holds_weights
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
     begin_folder,
@@ -390,13 +390,9 @@ def _write_hf(
     spec = get_spec(source.family)
     entries = describe(source.empty)
     try:
-        names = spec.hf_names(source.args)
-        config = spec.hf_config(source.args)
+        names, config = hf_form(spec, source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    reason = spec.why_not(source.args, "checkpoint.last_save_in_hf", 1)
-    if reason:
-        raise CheckpointError(f"{source.path}: {reason}")
     # The context that the weights came with.
     if source.context:
         config["max_position_embeddings"] = source.context

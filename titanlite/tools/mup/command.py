@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.config.errors import bad_flag, problems_of, refuse, unfit
 from titanlite.config.sections import Mup
 from titanlite.features.mup.checks import misfits
 from titanlite.models.llama_args import LlamaArgs
@@ -87,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     args = run.model_args(tokenizer_size)
     if not isinstance(args, LlamaArgs):
         message = f"has no rules for the matrices of model.name = {run.model.name!r}"
-        raise ConfigError([Problem("", _BASE, message)])
+        raise unfit(_BASE, message)
     models = models_of(args, run.mup, arguments.widths, arguments.layers)
     if not run.mup.base_dim:
         # With a base model the optimizer's settings are checked.
@@ -134,9 +134,7 @@ def _check_model(run: RunConfig, models: Models) -> None:
     """Raise ConfigError for a model whose multipliers have no place."""
     given = Mup(models.base.dim, models.kept)
     found = misfits(replace(run, mup=given), models.of[models.widths[-1]])
-    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in found]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems_of(found))
 
 
 def _task(run: RunConfig, arguments: argparse.Namespace, models: Models) -> tuple[Task, str]:
