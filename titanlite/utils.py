@@ -544,13 +544,15 @@ class Table:
     title: str = ""
 
 
-def render(table: Table, terminal: bool) -> str:
+def render(table: Table, terminal: bool | None = None) -> str:
     """The table as text without a final line end, in a terminal with a bold head.
 
-    Control characters are escaped.
+    Control characters are escaped. terminal: None: whether standard output is one.
 
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
+    if terminal is None:
+        terminal = sys.stdout.isatty()
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

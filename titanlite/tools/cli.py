@@ -115,7 +115,7 @@ def add_help(commands: Commands) -> None:
         "Show the help of a command, as --help behind the command does; of all commands without "
         "one.",
     )
-    parser.add_argument("words", nargs="*", metavar="COMMAND", help="a command, as `config check`")
+    parser.add("words", "a command, as `config check`", "COMMAND", nargs="*")
 
 
 def _help(arguments: argparse.Namespace) -> tuple[str, int]:

@@ -41,9 +41,7 @@ def add_command(commands: Commands) -> None:
         "config and their values, and config files. Add one of these lines to the "
         f"start of your shell: {lines}",
     )
-    parser.add_argument(
-        "shell", choices=_SHELLS, metavar="SHELL", help=f"one of {', '.join(_SHELLS)}"
-    )
+    parser.add("shell", f"one of {', '.join(_SHELLS)}", "SHELL", choices=_SHELLS)
 
 
 def _run(arguments: argparse.Namespace) -> str:

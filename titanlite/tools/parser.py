@@ -25,9 +25,9 @@ FLAGS = (
 _KEYS_SHOWN = 3
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
+def add_files(parser: Parser) -> None:
     """Let a command take config files; `files_of` has them."""
-    parser.add_argument("files", nargs="*", metavar="CONFIG", help=FILES)
+    parser.add("files", FILES, "CONFIG", nargs="*")
 
 
 def files_of(arguments: argparse.Namespace) -> list[str]:
@@ -91,6 +91,20 @@ class Parser(argparse.ArgumentParser):
     #: Parse words in their order, which is all that argcomplete understands.
     in_order = False
     _inside = False
+
+    def add(
+        self, name: str, help: str | None = None, value: str | None = None, **more: Any
+    ) -> None:
+        """Add a word of the command line, or an option.
+
+        value: what stands for it in the help. An option with a name and a help alone is a switch.
+        more: for argparse.
+        """
+        if value is not None:
+            more["metavar"] = value
+        elif name.startswith("-") and not more:
+            more["action"] = "store_true"
+        self.add_argument(name, help=help, **more)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the arguments and no words: words that belong to nothing end the process

@@ -92,22 +92,18 @@ def add_command(commands: Commands) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(takes_keys=True)
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add = parser.add
+    add("config", "TOML file; also looked up in train_configs/", "CONFIG")
     overlay = "add a level: FILE over the first level; repeatable"
-    add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
-    skip = "leave a level out; repeatable"
-    add("--skip", action="append", default=[], metavar="LEVEL", help=skip)
-    add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
+    add("--overlay", overlay, "NAME=FILE.toml", action="append", default=[])
+    add("--skip", "leave a level out; repeatable", "LEVEL", action="append", default=[])
+    add("--steps", "steps of a run (default: 30)", "N", type=at_least(1), default=30)
     warmup = "first steps not counted for speed (default: 10)"
-    add("--warmup", type=at_least(1), default=10, metavar="N", help=warmup)
-    repeats = "runs of each level (default: 3)"
-    add("--repeats", type=at_least(1), default=3, metavar="N", help=repeats)
-    ranks = "processes (default: one per GPU; without a GPU 2)"
-    add("--ranks", type=at_least(1), metavar="N", help=ranks)
-    out = "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)"
-    add("--out", type=Path, metavar="FOLDER", help=out)
-    add("--json", action="store_true", help="print the results as JSON")
+    add("--warmup", warmup, "N", type=at_least(1), default=10)
+    add("--repeats", "runs of each level (default: 3)", "N", type=at_least(1), default=3)
+    add("--ranks", "processes (default: one per GPU; without a GPU 2)", "N", type=at_least(1))
+    add("--out", "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)", "FOLDER", type=Path)
+    add("--json", "print the results as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -323,8 +319,7 @@ class Benchmark:
         if as_json:
             return results
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        shown = render(table, sys.stdout.isatty())
-        return "\n".join(["", *head, shown, *below, "", f"written: {written}"])
+        return "\n".join(["", *head, render(table), *below, "", f"written: {written}"])
 
     def _figures(self) -> list[report.RunFigures]:
         """Return the figures of the finished runs, in the order of the runs."""

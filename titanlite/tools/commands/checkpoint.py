@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -82,7 +81,7 @@ def _add(
     """
     name = run.__name__.strip("_")
     epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
-    return new_command(actions, run, name, help, description, epilog).add_argument
+    return new_command(actions, run, name, help, description, epilog).add
 
 
 def _add_ls(actions: Commands) -> None:
@@ -95,16 +94,15 @@ def _add_ls(actions: Commands) -> None:
     )
     add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
     add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
-    add("--json", action="store_true", help="print a JSON list, one object per folder")
+    add("--json", "print a JSON list, one object per folder")
 
 
 def _add_inspect(actions: Commands) -> None:
     description = "Show the manifest of a checkpoint."
     add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
     add("path", **_ONE)
-    config = "print the config of the run that wrote it, as TOML"
-    add("--config", action="store_true", help=config)
-    add("--json", action="store_true", help="print the manifest as it is")
+    add("--config", "print the config of the run that wrote it, as TOML")
+    add("--json", "print the manifest as it is")
 
 
 def _add_verify(actions: Commands) -> None:
@@ -113,8 +111,7 @@ def _add_verify(actions: Commands) -> None:
     )
     code = f"{exit_codes.CHECKPOINT} when one is damaged, "
     add = _add(actions, _verify, "read every byte and compare with the hashes", description, code)
-    paths = "checkpoints (step-N), or folders of them or of runs"
-    add("paths", nargs="+", **_FOLDER, help=paths)
+    add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), or folders of them or of runs")
 
 
 def _add_diff(actions: Commands) -> None:
@@ -136,17 +133,17 @@ def _add_convert(actions: Commands) -> None:
         "nothing is overwritten. It needs no GPU, and memory for a few tensors."
     )
     add = _add(actions, _convert, "write its weights in another format", description)
-    add("source", type=to_path, metavar="SOURCE", help="what to convert")
-    add("target", type=to_path, metavar="TARGET", help="where to")
+    add("source", "what to convert", "SOURCE", type=to_path)
+    add("target", "where to", "TARGET", type=to_path)
     formats = (
         "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
         "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
         "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
         "the adapters alone, for `peft`"
     )
-    add("--to", required=True, choices=("hf", "torch", "checkpoint", "peft"), help=formats)
-    add("--dtype", choices=PRECISIONS, help=DTYPE)
-    add("--ema", action="store_true", help=EMA)
+    add("--to", formats, required=True, choices=("hf", "torch", "checkpoint", "peft"))
+    add("--dtype", DTYPE, choices=PRECISIONS)
+    add("--ema", EMA)
     add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
     trust.add_argument(add)
 
@@ -159,8 +156,8 @@ def _add_rm(actions: Commands) -> None:
     )
     add = _add(actions, _rm, "delete checkpoints", description)
     add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
-    add("--force", action="store_true", help="delete what would be refused")
-    add("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
+    add("--force", "delete what would be refused")
+    add("--dry-run", "delete nothing, print what would be deleted")
 
 
 def _ls(arguments: argparse.Namespace) -> str:
@@ -205,10 +202,7 @@ def _local_listing(root: AnyPath, found: Sequence[Entry]) -> Iterator[str]:
         size = human_bytes(one.manifest.size)
         ranks = str(one.manifest.world_size)
         rows.append((f"step-{one.manifest.step}", one.state, size, ranks, age))
-    yield render(
-        Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)),
-        sys.stdout.isatty(),
-    )
+    yield render(Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)))
     for one in saves:
         if one.reason:
             yield f"note: step-{one.manifest.step}: {one.reason}"
@@ -233,7 +227,7 @@ def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
     valid = [entry for entry in found if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
-    return "\n".join([render(table, sys.stdout.isatty()), *notes, total])
+    return "\n".join([render(table), *notes, total])
 
 
 def human_age(seconds: float) -> str:
@@ -264,9 +258,8 @@ def _inspect(arguments: argparse.Namespace) -> str:
     tensors = []
     for name, (dtype, shape) in manifest.tensors.items():
         tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
-    colors = sys.stdout.isatty()
-    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)), colors)
-    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)), colors)
+    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)))
+    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)))
     return "\n\n".join(["\n".join(lines), about_files, about_tensors])
 
 
@@ -359,7 +352,7 @@ def _diff(arguments: argparse.Namespace) -> Answer:
         left=(0, 1),
     )
     rest = f"{len(differing)} tensors differ, {equal} are equal"
-    return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
+    return f"{head}\n{render(table)}\n{rest}", DIFFERENT
 
 
 def _entry_text(entry: Sequence[Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -28,18 +27,16 @@ def add_command(commands: Commands) -> None:
         f"draw their curves as {PAGE}, which opens in any browser. Where matplotlib "
         f"is installed (the extra `plots`), also as {PICTURE}.",
     )
-    compare.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file"
-    )
-    compare.add_argument(
+    compare.add("runs", "a run's folder, or a metrics file", "RUN", nargs="+", type=Path)
+    compare.add(
         "--out",
-        metavar="FOLDER",
+        "where to draw (default: ./comparison)",
+        "FOLDER",
         type=Path,
         default=Path("comparison"),
-        help="where to draw (default: ./comparison)",
     )
-    compare.add_argument("--png", action="store_true", help=f"fail where {PICTURE} cannot be drawn")
-    compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    compare.add("--png", f"fail where {PICTURE} cannot be drawn")
+    compare.add("--json", "print the figures as one JSON object")
 
 
 def _run(arguments: argparse.Namespace) -> str:
@@ -67,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> str:
         say(f"note: {escape_name(problem)}")
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
-    parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
+    parts = list(map(render, tables(comparison)))
     if comparison.notes:
         parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])

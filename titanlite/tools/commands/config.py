@@ -64,9 +64,7 @@ def add_commands(commands: Commands) -> None:
         _template,
         "print a TOML file with every key, its meaning and its default, as comments",
     )
-    template.add_argument(
-        "--markdown", action="store_true", help="print the table of the documentation instead"
-    )
+    template.add("--markdown", "print the table of the documentation instead")
 
 
 def _add_check(actions: Commands) -> None:
@@ -77,14 +75,14 @@ def _add_check(actions: Commands) -> None:
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
     add = add_to_group(
         actions, _check, "check a config and show what a run of it would do", stages, exits
-    ).add_argument
-    add("files", nargs="*", metavar="FILE", help=FILES)
+    ).add
+    add("files", FILES, "FILE", nargs="*")
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
-    add("--world-size", type=int, metavar="N", help=ranks)
+    add("--world-size", ranks, "N", type=int)
     strict = (
         "also refuse features that are not built yet and files that are not there, as training does"
     )
-    add("--strict", action="store_true", help=strict)
+    add("--strict", strict)
 
 
 def _add_explain(actions: Commands) -> None:
@@ -94,9 +92,8 @@ def _add_explain(actions: Commands) -> None:
         "show every key, or one: value, source, type, default, meaning",
         "Nothing given: the defaults of all keys.",
         FLAGS,
-    ).add_argument
-    words = "a key or section to explain in depth, and the TOML file"
-    add("words", nargs="*", metavar="KEY|FILE", help=words)
+    ).add
+    add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
 
 
 def _add_diff(actions: Commands) -> None:
@@ -106,12 +103,11 @@ def _add_diff(actions: Commands) -> None:
         "compare the effective values of two configs, with their sources",
         "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
         f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
-    ).add_argument
-    add("left", metavar="FILE|FOLDER")
-    add("right", metavar="FILE|FOLDER")
-    add("--plans", action="store_true", help="also compare the values derived from them")
-    ranks = "ranks for --plans (default: as for `config check`)"
-    add("--world-size", type=int, metavar="N", help=ranks)
+    ).add
+    add("left", value="FILE|FOLDER")
+    add("right", value="FILE|FOLDER")
+    add("--plans", "also compare the values derived from them")
+    add("--world-size", "ranks for --plans (default: as for `config check`)", "N", type=int)
     trust.add_argument(add)
 
 
@@ -126,13 +122,12 @@ def _add_migrate(actions: Commands) -> None:
         "other mistakes."
     )
     help = "rewrite a TOML file with titanlite's own names of the keys"
-    add = add_to_group(actions, _migrate, help, rewriting, exits).add_argument
-    add("file", nargs="?", metavar="FILE", help=_FILE)
-    in_place = "replace the file, and keep the old one as FILE.orig"
-    add("--in-place", action="store_true", help=in_place)
-    add("--check", action="store_true", help="only list the changes")
+    add = add_to_group(actions, _migrate, help, rewriting, exits).add
+    add("file", _FILE, "FILE", nargs="?")
+    add("--in-place", "replace the file, and keep the old one as FILE.orig")
+    add("--check", "only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
-    add("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
+    add("--aws-fsdp", arguments, "ARGUMENTS")
 
 
 def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:

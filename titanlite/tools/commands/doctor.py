@@ -90,9 +90,7 @@ def add_command(commands: Commands) -> None:
         "Exit status: 0, or 1 with an error among the findings, or 2 for a wrong config.",
     )
     add_files(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, with `findings`"
-    )
+    parser.add("--json", "print one JSON object, with `findings`")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:

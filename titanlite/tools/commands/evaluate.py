@@ -84,20 +84,10 @@ def add_command(commands: Commands) -> None:
     path = (
         "a run, its folder of checkpoints (the newest valid one), or one step-N; a folder or a URL"
     )
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help=path)
-    evaluate.add_argument(
-        "file",
-        nargs="?",
-        metavar="CONFIG",
-        help="TOML file (default: the config in the checkpoint)",
-    )
-    evaluate.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="start N ranks on this machine with torchrun",
-    )
-    evaluate.add_argument("--json", action="store_true", help="print a JSON object")
+    evaluate.add("checkpoint", path, "CHECKPOINT")
+    evaluate.add("file", "TOML file (default: the config in the checkpoint)", "CONFIG", nargs="?")
+    evaluate.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
+    evaluate.add("--json", "print a JSON object")
     trust.add_argument(evaluate.add_argument)
 
 
@@ -300,6 +290,4 @@ def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
         (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
         for name, one in losses.items()
     ]
-    return render(
-        Table(("text", "loss", "perplexity", "tokens"), cells, title=title), sys.stdout.isatty()
-    )
+    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title))

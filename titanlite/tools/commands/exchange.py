@@ -14,7 +14,7 @@ from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
 from titanlite.tools.commands.checkpoint_folders import check_weights
-from titanlite.tools.parser import BASE, EMA, Commands, new_command
+from titanlite.tools.parser import BASE, EMA, Commands, Parser, new_command
 from titanlite.utils import human_bytes, human_time, say
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -32,8 +32,8 @@ def add_commands(commands: Commands) -> None:
     )
     run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
     _add_paths(parser, ("RUN_OR_CHECKPOINT", run), ("FOLDER", "a new folder"))
-    parser.add_argument("--ema", action="store_true", help=EMA)
-    parser.add_argument("--base", type=to_path, metavar="PATH", help=BASE)
+    parser.add("--ema", EMA)
+    parser.add("--base", BASE, "PATH", type=to_path)
     parser.set_defaults(to="hf")
     trust.add_argument(parser.add_argument)
 
@@ -51,16 +51,14 @@ def add_commands(commands: Commands) -> None:
     trust.add_argument(parser.add_argument)
 
 
-def _add_paths(
-    parser: argparse.ArgumentParser, source: tuple[str, str], target: tuple[str, str]
-) -> None:
+def _add_paths(parser: Parser, source: tuple[str, str], target: tuple[str, str]) -> None:
     """Add the paths and the precision. source, target: name and help of each path."""
     for name, (metavar, help) in (("source", source), ("target", target)):
-        parser.add_argument(name, type=to_path, metavar=metavar, help=help)
-    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+        parser.add(name, help, metavar, type=to_path)
+    parser.add("--dtype", DTYPE, choices=PRECISIONS)
 
 
-def _add(commands: Commands, name: str, help: str, text: str) -> argparse.ArgumentParser:
+def _add(commands: Commands, name: str, help: str, text: str) -> Parser:
     checked = (
         "The files of the tokenizer and generation_config.json come along. At the end the logits "
         "of 64 random tokens are computed from what was read and from what was written, with "

@@ -44,44 +44,34 @@ def add_command(commands: Commands) -> None:
         "text of a config instead.",
     )
     add_arguments(parser)
-    add = parser.add_argument
+    add = parser.add
     add(
         _TASKS,
+        "tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
+        "NAMES",
         required=True,
-        metavar="NAMES",
-        help="tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
     )
-    add("--include-path", metavar="FOLDER", help="folder with task files (YAML) of your own")
+    add("--include-path", "folder with task files (YAML) of your own", "FOLDER")
     add(
         "--num-fewshot",
+        "examples before each question (default: the task's own)",
+        "N",
         type=at_least(0),
-        metavar="N",
-        help="examples before each question (default: the task's own)",
     )
     add(
         "--limit",
+        "only the first N documents of each task, to try things out",
+        "N",
         type=at_least(1),
-        metavar="N",
-        help="only the first N documents of each task, to try things out",
     )
-    add(
-        "--batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="sequences at once (default: 8)",
-    )
+    add("--batch-size", "sequences at once (default: 8)", "N", type=at_least(1), default=8)
     add(
         "--text-key",
+        "field of the texts in a file of yours (default: text)",
+        "NAME",
         default="text",
-        metavar="NAME",
-        help="field of the texts in a file of yours (default: text)",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print a JSON object with the results and versions of the tasks",
-    )
+    add("--json", "print a JSON object with the results and versions of the tasks")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -171,7 +161,7 @@ def _own_table(figures: dict[str, dict[str, float]]) -> list[str]:
             lines.append((name, metric, f"{value:.4f}"))
     if not lines:
         return []
-    return [render(Table(("task", "figure", "value"), lines, (0, 1)), sys.stdout.isatty())]
+    return [render(Table(("task", "figure", "value"), lines, (0, 1)))]
 
 
 def _tables(found: Any) -> list[str]:

@@ -27,9 +27,7 @@ def add_command(commands: Commands) -> None:
         (f"Draw the learning rate over the steps of a run, and print it for some of them. {FLAGS}"),
     )
     add_files(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print the learning rate of every step as a JSON list"
-    )
+    parser.add("--json", "print the learning rate of every step as a JSON list")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:

@@ -42,14 +42,10 @@ def add_command(commands: Commands) -> None:
     add_files(parser)
     ranks = "ranks (default: NGPU of the environment, else one per GPU; without a GPU 2 on the CPU)"
     parser.add_argument("--nproc", "--nproc-per-node", dest="nproc", metavar="N", help=ranks)
-    parser.add_argument(
-        "--nnodes", type=int, metavar="N", help="machines, each with so many ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0"
-    )
+    parser.add("--nnodes", "machines, each with so many ranks (default: 1)", "N", type=int)
+    parser.add("--node-rank", "number of this machine, from 0", "N", type=int, default=0)
     first = f"address of machine 0, which the others can reach (default port: {PORT})"
-    parser.add_argument("--master", metavar="HOST[:PORT]", help=first)
+    parser.add("--master", first, "HOST[:PORT]")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:

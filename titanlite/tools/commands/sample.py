@@ -22,7 +22,7 @@ from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, new_command
+from titanlite.tools.parser import Commands, Parser, new_command
 from titanlite.utils import Style, counted, escape, say
 
 if TYPE_CHECKING:
@@ -45,34 +45,27 @@ def add_command(commands: Commands) -> None:
     _add_sampling(parser)
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
-    file = "a prompt on each line, after those of the command line"
-    add("--prompt-file", metavar="FILE", help=file)
-    chat = "each prompt is a user's message, rendered by the chat template"
-    add("--chat", action="store_true", help=chat)
-    template = "Jinja file for --chat (default: the run's, or the tokenizer's)"
-    add("--chat-template", metavar="FILE", help=template)
+def _add_prompts(parser: Parser) -> None:
+    add = parser.add
+    add("prompts", "a prompt; - is standard input", "TEXT", nargs="*")
+    add("--prompt-file", "a prompt on each line, after those of the command line", "FILE")
+    add("--chat", "each prompt is a user's message, rendered by the chat template")
+    add("--chat-template", "Jinja file for --chat (default: the run's, or the tokenizer's)", "FILE")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    most = "most tokens to write (default: 256)"
-    add("--max-tokens", type=at_least(1), default=256, metavar="N", help=most)
-    temperature = "0 is --greedy (default: 1)"
-    add("--temperature", type=_number(0, None), default=1.0, metavar="T", help=temperature)
-    add("--greedy", action="store_true", help="always take the most probable token")
+def _add_sampling(parser: Parser) -> None:
+    add = parser.add
+    add("--max-tokens", "most tokens to write (default: 256)", "N", type=at_least(1), default=256)
+    add("--temperature", "0 is --greedy (default: 1)", "T", type=_number(0, None), default=1.0)
+    add("--greedy", "always take the most probable token")
     top_k = "draw from the K most probable tokens (0: all)"
-    add("--top-k", type=at_least(0), default=0, metavar="K", help=top_k)
+    add("--top-k", top_k, "K", type=at_least(0), default=0)
     top_p = "draw from the fewest that sum to P (1: all)"
-    add("--top-p", type=_number(0, 1), default=1.0, metavar="P", help=top_p)
+    add("--top-p", top_p, "P", type=_number(0, 1), default=1.0)
     seed = "the same seed gives the same text (default: 0)"
-    add("--seed", type=at_least(0), default=0, metavar="N", help=seed)
-    size = "prompts continued at once (default: 8)"
-    add("--batch-size", type=at_least(1), default=8, metavar="N", help=size)
-    as_json = "print a JSON object at the end instead of the text as it comes"
-    add("--json", action="store_true", help=as_json)
+    add("--seed", seed, "N", type=at_least(0), default=0)
+    add("--batch-size", "prompts continued at once (default: 8)", "N", type=at_least(1), default=8)
+    add("--json", "print a JSON object at the end instead of the text as it comes")
 
 
 def _number(low: float, high: float | None) -> Callable[[str], float]:

@@ -26,12 +26,7 @@ def add_command(commands: Commands) -> None:
         f"{FLAGS} Exit status: docs/reliability.md lists it.",
     )
     add_files(train)
-    train.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="start N ranks on this machine with torchrun",
-    )
+    train.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
 
 
 def _train(arguments: argparse.Namespace) -> NoReturn:

@@ -65,20 +65,18 @@ def add_command(commands: Commands) -> None:
     parser.set_defaults(takes_keys=True)
     names = [scenario.name for scenario in SCENARIOS]
     table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add = parser.add
+    add("config", "TOML file; also looked up in train_configs/", "CONFIG")
     add(
         "--ranks",
+        "processes (default: 2, or 4 with two kinds of parallelism)",
+        "N",
         type=at_least(2),
-        metavar="N",
-        help="processes (default: 2, or 4 with two kinds of parallelism)",
     )
-    add(
-        "--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable"
-    )
-    add("--list", action="version", version=table, help="print the names of the faults and exit")
-    add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
-    add("--json", action="store_true", help="print the result as JSON")
+    add("--only", "only this fault; repeatable", "NAME", action="append", choices=names)
+    add("--list", "print the names of the faults and exit", action="version", version=table)
+    add("--compile", "leave training.compile as it is in CONFIG: slow")
+    add("--json", "print the result as JSON")
 
 
 @dataclass(frozen=True)

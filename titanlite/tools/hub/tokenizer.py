@@ -27,16 +27,9 @@ def add_commands(commands: Commands) -> None:
         "check that titanlite reads them. HF_TOKEN, or a login of huggingface_hub, "
         "opens gated models.",
     )
-    fetch.add_argument(
-        "repository", metavar="REPO", help="id of the model, such as meta-llama/Llama-3.1-8B"
-    )
-    fetch.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where to put them; default: assets/hf/NAME of REPO",
-    )
-    fetch.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
+    fetch.add("repository", "id of the model, such as meta-llama/Llama-3.1-8B", "REPO")
+    fetch.add("--out", "where to put them; default: assets/hf/NAME of REPO", "FOLDER", type=Path)
+    fetch.add("--revision", "branch, tag or commit; default: main", "NAME")
 
 
 def _fetch(arguments: argparse.Namespace) -> str:

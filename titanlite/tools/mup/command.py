@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,23 +50,21 @@ def add_commands(commands: Commands) -> None:
     help = "train several widths for a few steps, and compare how much their activations change"
     parser = add_to_group(actions, _check, help, _ABOUT, _EXITS)
     add_files(parser)
-    add = parser.add_argument
+    add = parser.add
     widths = "values of dim (default: the first four of 64, 128, 256, … that the model can have)"
-    add("--widths", metavar="N,N,…", type=_widths, default=(), help=widths)
-    add("--steps", type=at_least(1), default=4, metavar="N", help="steps of each (default: 4)")
-    layers = "blocks of the models at most (default: 4)"
-    add("--layers", type=at_least(1), default=4, metavar="N", help=layers)
+    add("--widths", widths, "N,N,…", type=_widths, default=())
+    add("--steps", "steps of each (default: 4)", "N", type=at_least(1), default=4)
+    add("--layers", "blocks of the models at most (default: 4)", "N", type=at_least(1), default=4)
     # So few that updates add up in the same direction for most tokens, at small widths too.
     tokens = "tokens of a step, one sequence (default: 16)"
-    add("--tokens", type=at_least(2), default=16, metavar="N", help=tokens)
+    add("--tokens", tokens, "N", type=at_least(2), default=16)
     seeds = "seeds of initial weights, whose sizes are averaged (default: 3)"
-    add("--seeds", type=at_least(1), default=3, metavar="N", help=seeds)
-    add("--random", action="store_true", help="random tokens in place of the config's text")
-    device = "cpu, cuda or cuda:N (default: a GPU if there is one)"
-    add("--device", metavar="NAME", help=device)
+    add("--seeds", seeds, "N", type=at_least(1), default=3)
+    add("--random", "random tokens in place of the config's text")
+    add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
     png = f"the picture (default: {_PICTURE}); a dark one is written beside it"
-    add("--png", metavar="FILE", type=Path, help=png)
-    add("--json", action="store_true", help="print a JSON object, and draw only with --png")
+    add("--png", png, "FILE", type=Path)
+    add("--json", "print a JSON object, and draw only with --png")
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -114,7 +111,7 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
                 "written": list(map(str, drawn)),
             }
         ), code
-    parts = [f"{title}; {source}", render(_table(lines, models), sys.stdout.isatty())]
+    parts = [f"{title}; {source}", render(_table(lines, models))]
     parts.append("\n".join(told))
     if drawn:
         parts.append(f"written: {', '.join(map(str, drawn))}")
