@@ -20,8 +20,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.training.bad_steps import BadStepError, not_finite_reason, spike_reason
 
 if TYPE_CHECKING:
@@ -228,6 +228,5 @@ def _ranks_not_finite(share: float) -> list[int]:
 
     Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
     """
-    shares: list[float] = [share] * dist.get_world_size()
-    dist.all_gather_object(shares, share)
+    shares = gather_objects(share)
     return [rank for rank, value in enumerate(shares) if not math.isfinite(value)]

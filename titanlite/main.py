@@ -34,7 +34,7 @@ from titanlite.start.signals import (
     exit_on_signals,
 )
 from titanlite.start.supported import system_problem
-from titanlite.utils import MissingPackageError, escape, logger, require
+from titanlite.utils import MissingPackageError, escape, logger, require, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -76,14 +76,14 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)  # for torchrun's summary
-        print(escape(traceback.format_exc()), end="", file=sys.stderr)
+        say(traceback.format_exc().removesuffix("\n"))
         code = exit_codes.ERROR
         last_error = f"{type(error).__name__}: {error}"
         if (
             os.environ.get("WORLD_SIZE", "1") != "1"
         ):  # the line that is read last should say where this is from
             last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
-            print(escape(f"error: {last_error}"), file=sys.stderr)
+            say(f"error: {last_error}")
         _tell_sagemaker(last_error, code)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
@@ -173,7 +173,7 @@ def _stopped(error: BaseException) -> int:
     """Return the code of a run that was asked to stop; say so where nothing has logged it."""
     together = getattr(error, "together", False)
     if not together and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
+        say(f"stopped: {str(error) or 'second Ctrl-C'}")
     return exit_codes.code_of(error)
 
 
@@ -338,7 +338,7 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
 
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
-            print(escape(traceback.format_exc()), end="", file=sys.stderr)
+            say(traceback.format_exc().removesuffix("\n"))
         return (
             f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false "
             "trains without"
@@ -365,7 +365,7 @@ def print_error(message: str, code: int, printer: int = 0) -> int:
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _tell_sagemaker(message, code)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        say(f"error: {message}")
     else:
         from titanlite.parallel.process import has_ended
 
@@ -375,7 +375,7 @@ def print_error(message: str, code: int, printer: int = 0) -> int:
         # A rank that ended by this code has told why. That of memory is noted before.
         if code == exit_codes.OUT_OF_MEMORY or exit_codes.report_code(code):
             rank = os.environ.get("RANK")
-            print(f"error: [rank {rank}] {message}", file=sys.stderr, flush=True)
+            say(f"error: [rank {rank}] {message}")
     return code
 
 

@@ -24,7 +24,7 @@ from typing import NoReturn
 from titanlite import exit_codes
 from titanlite.parallel.process import raise_file_limit
 from titanlite.start.signals import exit_on_signals, line_break
-from titanlite.utils import escape
+from titanlite.utils import escape, say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Names the seconds from a start of the ranks to that of their spares.
@@ -211,7 +211,7 @@ def _spares() -> AbstractContextManager[None]:
     if text is None:
         return nullcontext()
     if not text.isdecimal():
-        print(f"error: {_SPARES} is {text!r}, expected seconds, as 60", file=sys.stderr)
+        say(f"error: {_SPARES} is {text!r}, expected seconds, as 60")
         sys.exit(exit_codes.CONFIG)
     from titanlite.parallel.spares import spares
 
@@ -246,7 +246,7 @@ def _explain(end: _End, text: str | None) -> None:
     # The last line is read first.
     message = last_error(text or "")
     if end.code == exit_codes.ERROR and message:
-        print(escape(f"error: {message}"), file=sys.stderr)
+        say(f"error: {message}")
 
 
 if __name__ == "__main__":

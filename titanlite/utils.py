@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
@@ -182,6 +182,11 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     return "".join(parts)
 
 
+def say(text: str) -> None:
+    """Print a text on stderr at once, as `escape` gives it."""
+    print(escape(text), file=sys.stderr, flush=True)
+
+
 def escape_name(text: str) -> str:
     """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction
     too: one line.
@@ -294,12 +299,17 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     try:
         with open(aside, "wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def sync(stream: IO[bytes]) -> None:
+    """Bring what was written to a file to the disk. Raises OSError."""
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
@@ -534,13 +544,15 @@ class Table:
     title: str = ""
 
 
-def render(table: Table, terminal: bool) -> str:
+def render(table: Table, terminal: bool | None = None) -> str:
     """The table as text without a final line end, in a terminal with a bold head.
 
-    Control characters are escaped.
+    Control characters are escaped. terminal: None: whether standard output is one.
 
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
+    if terminal is None:
+        terminal = sys.stdout.isatty()
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, in_words, new_group
+from titanlite.parallel.dist_env import gather_objects
+from titanlite.parallel.local import plain_local
 from titanlite.training.bad_steps import WeightsError
 from titanlite.utils import logger
 
@@ -95,7 +97,7 @@ class AsyncSave:
         def copy(tensors: Tensors) -> Tensors:
             # An operator of DTensor would leave references to Python objects with this thread.
             # torch 2.13 releases them at its end, while other threads run Python.
-            parts = {name: _part(tensor) for name, tensor in tensors.items()}
+            parts = {name: plain_local(tensor) for name, tensor in tensors.items()}
             copies = cast(Tensors, self._stager.stage(parts))
             self._copied.set()
             return {name: _like(tensors[name], part) for name, part in copies.items()}
@@ -173,9 +175,8 @@ class AsyncSave:
         outcome = self.wait()
         self._outcome = None
         problem = self._start_thread()
-        failed: list[Any] = [None] * dist.get_world_size()
         lost = outcome is not None and bool(outcome.problem)
-        dist.all_gather_object(failed, (lost, problem), group)
+        failed = gather_objects((lost, problem), group)
         if any(lost for lost, _ in failed):
             self._leave_group()
             self._group = new_group(self._timeout)
@@ -210,11 +211,6 @@ class AsyncSave:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

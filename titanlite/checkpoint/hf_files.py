@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.paths import AnyPath, StorePath
+
+if TYPE_CHECKING:
+    from titanlite.models.spec import ModelSpec
 
 HF_CONFIG = "config.json"
 HF_INDEX = "model.safetensors.index.json"
@@ -14,6 +19,18 @@ META_FILES = "consolidated.*.pth"
 #: Of PEFT: low-rank adapters without the weights beside them.
 PEFT_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
+
+
+def hf_form(spec: ModelSpec, args: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return a model's names and config.json at Hugging Face. Raises ValueError where it has no
+    form there.
+    """
+    names = spec.hf_names(args)
+    config = spec.hf_config(args)
+    reason = spec.why_not(args, "checkpoint.last_save_in_hf", 1)
+    if reason:
+        raise ValueError(reason)
+    return names, config
 
 
 def holds_adapters(path: AnyPath) -> bool:

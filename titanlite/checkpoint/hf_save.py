@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,14 +30,16 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
+from titanlite.checkpoint.safetensors_header import header
 from titanlite.checkpoint.weights import total_bytes
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec
+from titanlite.parallel.dist_env import gather_objects
+from titanlite.utils import sync
 
 #: Bytes of tensors in one file, unless one tensor is larger.
 SHARD_BYTES = 4 << 30
 GENERATION = "generation_config.json"
-_TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: Our name → [dtype, shape].
 Entries = Mapping[str, Sequence[Any]]
 
@@ -92,7 +93,7 @@ class FileWriter:
         self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))
         self._left = len(file.names)
         self._is_local = isinstance(path, Path)
-        self._stream.write(_header(file, entries))
+        self._stream.write(header(_tensors_of(file, entries)))
 
     def write(self, tensor: torch.Tensor) -> None:
         """Write the next tensor [whole, on the CPU]; a stack is its tensors in order.
@@ -103,34 +104,21 @@ class FileWriter:
         self._left -= 1
         if not self._left:
             if self._is_local:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+                sync(self._stream)
             self.close()
 
     def close(self) -> None:
         self._stack.close()
 
 
-def _header(file: File, entries: Entries) -> bytes:
-    """Return the bytes before the tensors: a length, and JSON with type, shape, place of each."""
-    # Without the format, `transformers` 4 refuses the file.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
+def _tensors_of(file: File, entries: Entries) -> Iterator[tuple[str, str, Sequence[int], int]]:
+    """Yield name, type, shape and bytes of each tensor of a file."""
     for ours, theirs in file.names.items():
         dtype, shape = entries[ours][:2]
         if not isinstance(theirs, str):
             shape = [shape[1] // parts_of_entry(theirs), *shape[2:]]
         for name in as_names(theirs):
-            end = start + total_bytes({name: [dtype, shape]})
-            header[name] = {
-                "dtype": _TYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
-            start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+            yield name, dtype, shape, total_bytes({name: [dtype, shape]})
 
 
 def write_files(
@@ -223,7 +211,7 @@ def write_configs(
         path.write_bytes(data)
         if isinstance(path, Path):
             with open(path, "rb") as stream:
-                os.fsync(stream.fileno())
+                sync(stream)
 
 
 def _index(files: Sequence[File]) -> bytes:
@@ -365,9 +353,7 @@ def save_hf(
 
 def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: int) -> list[File]:
     """Return the files, and who writes them, by the ranks that hold each tensor."""
-    held: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(held, list(weights.tensors), group)
-    sets = [set(names) for names in held]
+    sets = gather_objects(set(weights.tensors), group)
     names = weights.spec.hf_names(weights.args)
     holders = {}
     for name in names:
@@ -377,8 +363,7 @@ def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: i
 
 def _raise_together(final: AnyPath, problem: str, group: dist.ProcessGroup) -> None:
     """Raise CheckpointError on all ranks if one of them has a problem."""
-    problems = [""] * dist.get_world_size(group)
     mine = problem and f"rank {dist.get_rank(group)}: {problem}"
-    dist.all_gather_object(problems, mine, group)
+    problems = gather_objects(mine, group)
     if any(problems):
         raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")

@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from titanlite import exit_codes
 from titanlite.config.urls import is_url, store_needs
+from titanlite.utils import sync
 
 #: Bytes of one part of a large upload.
 _PART = 32 << 20
@@ -234,8 +235,7 @@ def write_new(path: AnyPath, content: bytes) -> None:
     try:
         with open(temporary, "wb") as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
     except OSError as error:
         # Of a full disk, without a name.
         raise OSError(error.errno, f"{temporary} cannot be written: {error.strerror}") from error

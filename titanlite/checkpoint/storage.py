@@ -47,7 +47,7 @@ from titanlite.checkpoint.manifest import (
     progress,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
 from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger
 
@@ -184,9 +184,7 @@ def describe(
     group: dist.ProcessGroup | None = getattr(model, "pipeline_group", None)
     if group is None:
         return mine
-    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(parts, mine, group)
-    return {name: entry for part in parts for name, entry in part.items()}
+    return {name: entry for part in gather_objects(mine, group) for name, entry in part.items()}
 
 
 class Written(NamedTuple):
@@ -463,8 +461,7 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     except Exception as error:
         # The other ranks wait for an answer in any case.
         problem = str(error) or repr(error)
-    problems = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
+    problems = gather_objects(problem, group)
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:
         raise CheckpointError("; ".join(found))
@@ -532,8 +529,7 @@ def verify_files(
         # The others wait for this rank's answer in any case.
         told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
         failure = f"rank {world.rank} cannot read {told}"
-    found = [(problems, failure)] * world.size
-    dist.all_gather_object(found, (problems, failure), group)
+    found = gather_objects((problems, failure), group)
     failures = sorted(text for _, text in found if text)
     if failures:
         raise CheckpointError("; ".join(failures))

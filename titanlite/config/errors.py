@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,9 +91,28 @@ class ConfigError(ValueError):
         super().__init__("\n".join(lines))
 
 
+def refuse(problems: Collection[Problem]) -> None:
+    """Raise ConfigError for problems, if there are any."""
+    if problems:
+        raise ConfigError(problems)
+
+
+def unfit(key: str, message: str, hint: str = "", code: str = "does-not-fit") -> ConfigError:
+    """Return the error of one value for which no single place is to blame."""
+    return ConfigError([Problem("", key, message, hint, code)])
+
+
 def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
     """Return the error of a wrong word of a command line."""
     return ConfigError([Problem("command line", key, message, hint, code="bad-flag")])
+
+
+def problems_of(findings: Iterable[Sequence[str]], where: str = "") -> list[Problem]:
+    """Return what rules found (`titanlite.config.rules.Finding`) as problems of one place."""
+    found = []
+    for code, key, message, hint in findings:
+        found.append(Problem(where, key, message, hint, code))
+    return found
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.errors import Problem, nearest, refuse
 from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
@@ -219,5 +219,4 @@ def load_functions(config: LoadedConfig) -> None:
                 problems.append(
                     Problem(config.place(key), key, str(error), HINT, code="unresolved")
                 )
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)

@@ -33,7 +33,7 @@ from titanlite.config.entries import (
     file_entries,
     type_of_name,
 )
-from titanlite.config.errors import ConfigError, Problem, Source, nearest
+from titanlite.config.errors import Problem, Source, nearest, refuse
 from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
@@ -71,8 +71,7 @@ def load(argv: Sequence[str]) -> LoadedConfig:
     contradiction between keys. `-h` or `--help` prints the usage and exits with 0.
     """
     config, problems = read(argv)
-    if problems := problems or contradictions(config):
-        raise ConfigError(problems)
+    refuse(problems or contradictions(config))
     return config
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import enum
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.toml import quote
-from titanlite.utils import escape
+from titanlite.utils import say
 
 FLAG = "--trust-code"
 _HINT = f"give {FLAG} if you trust the author of that file (SECURITY.md)"
@@ -78,14 +77,13 @@ def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
     is_first = os.environ.get("RANK", "0") == "0"  # the other ranks have the same to say
     if origin is Origin.TRUSTED and is_first:
         for claim in claims:
-            print(escape(claim.announcement()), file=sys.stderr, flush=True)
+            say(claim.announcement())
     return []
 
 
 def admit(claims: Sequence[Claim], origin: Origin) -> None:
     """Do as `refusals`, and raise ConfigError with all problems if there are some."""
-    if problems := refusals(claims, origin):
-        raise ConfigError(problems)
+    refuse(refusals(claims, origin))
 
 
 def add_argument(add: Callable[..., Any]) -> None:

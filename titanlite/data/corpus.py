@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import cores, counted, logger, progress_text
 
 if TYPE_CHECKING:
-    from titanlite.data.token_checks import HashCheck
+    from titanlite.data.token_files import TokenFiles
 
 #: Seconds between two lines about progress.
 REPORT_EVERY = 5.0
@@ -43,101 +43,8 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-class Tokens(Protocol):
-    """Tokenized documents end to end: a `Corpus` in memory, or `TokenFiles`."""
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of texts, tokenizer and packing."""
-        ...
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether all epochs have the documents in this order, and the order of windows is computed
-        place by place.
-        """
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        ...
-
-    @property
-    def documents(self) -> int: ...
-
-    @property
-    def offsets(self) -> NDArray[np.int64]:
-        """Where documents begin, and the end [documents + 1]."""
-        ...
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether not every token is a target."""
-        ...
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether each read asks a server."""
-        ...
-
-    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Get tokens [begin, end) of each range ready, which are read next."""
-        ...
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Return tokens [begin, end)."""
-        ...
-
-    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
-        ...
-
-    def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the documents of tokens [begin, end), see `DocumentArray`."""
-        ...
-
-    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in [begin, end), see `DocumentArray`."""
-        ...
-
-    @property
-    def cut(self) -> str:
-        """How ids alone tell documents apart, for the order of a run; "" where offsets do."""
-        ...
-
-    def place_of(self, document: int) -> FilePlace | None:
-        """Return where a document is from; None where that is not kept."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files whose records are the documents, in order; () where `place_of` tells, or a
-        function returned them.
-        """
-        ...
-
-    @property
-    def check(self) -> HashCheck | None:
-        """Compares the hashes of the parts that are read; None without hashes."""
-        ...
-
-    @property
-    def text_bytes(self) -> int | None:
-        """Bytes of the text; None where they were not counted."""
-        ...
-
-    @property
-    def characters(self) -> int | None:
-        """Characters of the text; None where they were not counted."""
-        ...
-
-    def describe(self) -> str:
-        """Return the size in words."""
-        ...
+#: Tokenized documents end to end, in memory or in files.
+Tokens: TypeAlias = "Corpus | TokenFiles"
 
 
 class DocumentArray:
@@ -184,7 +91,10 @@ class Corpus(DocumentArray):
     files: tuple[Path, ...]
     targets: NDArray[np.bool_] | None = None
     characters: int | None = None
+    #: Whether all epochs have the documents in this order, and the order of windows is computed
+    #: place by place.
     keeps_order: ClassVar[bool] = False
+    #: Files of tokens have hashes, and count bytes; their ids alone may tell documents apart.
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
     cut: ClassVar[str] = ""
@@ -201,6 +111,7 @@ class Corpus(DocumentArray):
 
     @property
     def has_targets(self) -> bool:
+        """Whether not every token is a target."""
         return self.targets is not None
 
     def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -216,8 +127,9 @@ class Corpus(DocumentArray):
             return np.ones(end - begin, dtype=bool)
         return self.targets[begin:end]
 
-    def place_of(self, document: int) -> None:
-        """Return nothing: to find a document, its file is read again."""
+    def place_of(self, document: int) -> FilePlace | None:
+        """Return None: to find a document, its file is read again."""
+        return None
 
     def describe(self) -> str:
         """Return the size in words."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.course import Course, StepSize
 from titanlite.data.rows import Row, Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.data.state import check_loader
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.utils import counted
 
 
@@ -217,9 +217,7 @@ def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
     """
     if "rows" not in state:
         return state
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state["rows"])
-    return {**state, "rows": rows.merge_states(states)}
+    return {**state, "rows": rows.merge_states(gather_objects(state["rows"]))}
 
 
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:

@@ -33,7 +33,7 @@ from titanlite.data.kinds import Format
 from titanlite.data.records import Columns
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger, parse_json
+from titanlite.utils import logger, parse_json, sync
 
 #: "auto" keeps the tokens of texts of at least this many bytes. Less is tokenized in a tenth of a
 #: second.
@@ -287,8 +287,7 @@ def _save(corpus: Corpus, path: Path) -> None:
             file.write(header.ljust(_HEADER_BYTES))
             for array in arrays:
                 file.write(array.view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(partial, path)
         size = path.stat().st_size / 1e6
         logger.info(

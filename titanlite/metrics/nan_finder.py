@@ -24,6 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.loss import LossFunction, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import local_gradients
+from titanlite.parallel.dist_env import gather_objects
+from titanlite.parallel.local import local
 from titanlite.step import PlainRunner
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def diagnose_nonfinite(
 def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Finding:
     # Every rank runs the same modules in the same order, so the number of an event means the same
     # on all.
-    shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
+    shared = gather_objects(recorder.first_events())
     stages: tuple[Stage, ...] = ("forward", "backward")
     for stage in stages:
         events = {rank: found[stage] for rank, found in enumerate(shared) if stage in found}
@@ -126,7 +128,7 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
             ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
             return Finding(stage, first.module, ranks, first.order[0], first.kind)
         if stage == "forward":
-            losses: list[bool] = _gather(loss_is_finite)
+            losses = gather_objects(loss_is_finite)
             bad_ranks = tuple(rank for rank, finite in enumerate(losses) if not finite)
             if bad_ranks:
                 return Finding("loss", None, bad_ranks)
@@ -137,7 +139,7 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
 
 def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
     """Return a finding about parameters, if any rank names some."""
-    names: list[Sequence[str]] = _gather(mine)
+    names = gather_objects(mine)
     ranks = tuple(rank for rank, found in enumerate(names) if found)
     if not ranks:
         return None
@@ -145,15 +147,8 @@ def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
     return Finding(stage, None, ranks, parameters=tuple(order))
 
 
-def _gather(value: Any) -> list[Any]:
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _finite(tensor: torch.Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(local.detach().isfinite().all())
+    return bool(local(tensor).detach().isfinite().all())
 
 
 class _Event(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.callbacks import Callback
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.config.run_sections import Sample
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.jsonl import MetricsLog
@@ -52,9 +52,7 @@ class PromptSampler(Callback):
                 f"the longest prompt and sample.max_tokens need {most} tokens, and the model's "
                 f"sequence has {limit}"
             )
-            raise ConfigError(
-                [Problem("", "sample.prompts", message, "shorten them, or lower sample.max_tokens")]
-            )
+            raise unfit("sample.prompts", message, "shorten them, or lower sample.max_tokens")
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue after the last step of the checkpoint, or begin a new file."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.config.extensions import load_optimizer
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.groups import parameter_groups
@@ -46,7 +46,7 @@ def _of_class(
         optimizer = maker(groups, lr=settings.lr, **args)
     except (TypeError, ValueError) as error:
         message = f"{settings.name!r} refuses them: {error}"
-        raise ConfigError([Problem("", "optimizer.args", message)]) from error
+        raise unfit("optimizer.args", message) from error
     for group in groups:
         unknown = [name for name in group if name not in ("params", *optimizer.defaults)]
         if unknown:
@@ -55,5 +55,5 @@ def _of_class(
                 "parameters sets"
             )
             remedy = "remove it from [[optimizer.groups]], or optimizer.no_decay_on_norms"
-            raise ConfigError([Problem("", "optimizer.groups", message, remedy)])
+            raise unfit("optimizer.groups", message, remedy)
     return optimizer

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS, LaunchEnv, this_rank
@@ -36,6 +36,20 @@ KEEPS_TIMEOUT = "titanlite_keeps_timeout"
 
 #: Variables with which a user sets up torch's allocator.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group, in their order. They call it together.
+
+    group: None: all ranks.
+    """
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:

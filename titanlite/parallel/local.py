@@ -11,6 +11,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def plain_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, outside of autograd.
+
+    No operator of DTensor runs: a thread that ran one releases references without Python's lock.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def parts_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that this rank runs: its stages of a pipeline, or the model itself."""
     stages = getattr(model, "pipeline_stages", None)

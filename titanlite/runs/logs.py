@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.utils import escape, logger
+from titanlite.utils import escape, logger, say
 
 FOLDER = "logs"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -35,10 +35,7 @@ class RankLog(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of logging
         if not self._warned:
             self._warned = True
-            print(
-                f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost",
-                file=sys.stderr,
-            )
+            say(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost")
 
 
 @contextmanager

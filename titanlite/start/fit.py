@@ -22,7 +22,7 @@ from titanlite.config.checks import (
     missing_packages,
     placed,
 )
-from titanlite.config.errors import ConfigError, Problem, Source
+from titanlite.config.errors import ConfigError, Problem, Source, refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
@@ -186,9 +186,7 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     config = shaped(config)
     run = derive(config, world_size, total_sequences)
-    problems = misfits(config, run)
-    if problems:
-        raise ConfigError(problems)
+    refuse(misfits(config, run))
     return run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, unfit
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
 from titanlite.utils import atomic_write, logger
@@ -56,7 +56,7 @@ def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
         logs = run_folder / LOGS
         if folder.is_relative_to(os.path.realpath(logs)):
             reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
-            raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
+            raise unfit("checkpoint.folder", reason, "name another folder")
     if not isinstance(source, Path):
         with _store_errors("checkpoint.initial_load_path"):
             source.is_dir()
@@ -100,7 +100,7 @@ def _store_errors(key: str) -> Iterator[None]:
 def _not_writable(key: str, folder: AnyPath, error: OSError) -> ConfigError:
     why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
     reason = f"cannot write to {str(folder)!r}: {why}"
-    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
+    return unfit(key, reason, "name a folder that you may write to")
 
 
 def show_config(job: Job, toml: str) -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, around, divisors
 from titanlite.config.sections import ActivationCheckpoint, Config
 from titanlite.features.interactions import uneven_sequences
@@ -203,13 +202,3 @@ def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
             hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
         yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
     yield from uneven_sequences(run)
-
-
-def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
-    """Return `tensor_misfits` without places, for a vocabulary that is known only when the
-    tokenizer is read.
-    """
-    return [
-        Problem("", key, message, hint, code=code)
-        for code, key, message, hint in tensor_misfits(args, run)
-    ]

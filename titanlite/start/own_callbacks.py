@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite.callbacks import Callback
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.extensions import HINT
 from titanlite.utils import resolve_as
 
@@ -33,6 +33,5 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
             if not isinstance(error, ValueError):
                 reason = f"{path!r} {type(error).__name__}: {error}"
             problems.append(Problem(where, "job.callbacks", reason, HINT, code="unresolved"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return made

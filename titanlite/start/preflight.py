@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanlite.config.data_sections import Data
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, problems_of, refuse
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import Compile, Config, Training
 from titanlite.features import features_of
@@ -20,7 +20,7 @@ from titanlite.features.interactions import needs_whole_groups
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 from titanlite.start.derive import RunConfig
-from titanlite.start.misfits import tensor_problems
+from titanlite.start.misfits import tensor_misfits
 
 
 def check_machine(run: RunConfig) -> None:
@@ -28,9 +28,7 @@ def check_machine(run: RunConfig) -> None:
 
     Needs no process group. Raises ConfigError.
     """
-    problems = machine_problems(run)
-    if problems:
-        raise ConfigError(problems)
+    refuse(machine_problems(run))
 
 
 def check_model(run: RunConfig, tokenizer_size: int) -> None:
@@ -40,14 +38,14 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     tokenizer_size: entries of the tokenizer. Needs no process group. Raises ConfigError.
     """
     args = run.model_args(tokenizer_size)
-    problems = tensor_problems(args, run)
+    # Its vocabulary may be known only since the tokenizer is read.
+    problems = problems_of(tensor_misfits(args, run))
     for feature in features_of(run).on:
         problems += feature.machine_problems(run, args)
     problems += mask_problems(run.spec, args, run.data)
     problems += optimizer_problems(run.spec, args, run.optimizer)
     problems += fsdp_problems(run.spec, args, run)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 # The machine

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from titanlite.config.key_types import inner_section
 from titanlite.config.keys import keys, sections
 from titanlite.config.value_types import paths
 from titanlite.metrics.throughput import device_name
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.dist_env import DistEnv, gather_objects
 from titanlite.parallel.interfaces import INTERFACES, interface_problem
 from titanlite.runs import provenance
 from titanlite.utils import counted, human_bytes, human_time, logger
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
     from titanlite.start.run_text import Datasets
 
-T = TypeVar("T")
 
 #: Seconds between the clocks of two hosts from which they are reported.
 CLOCK_SECONDS = 2.0
@@ -158,13 +157,13 @@ def check_ranks(
     if world.rank == 0 and folder is not None:
         probe = _write_probe(folder)
     try:
-        ranks = _gather(_describe(world, config, texts or {}, probe))
+        ranks = gather_objects(_describe(world, config, texts or {}, probe))
         config_problems, warnings = _config_findings(ranks, config)
         _refuse([*_version_problems(ranks), *config_problems, *_text_problems(ranks)])
         hosts = _first_ranks(ranks)
         asked = folder if ranks[0].probe and ranks[world.rank] in hosts else None
         sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
-        found = _gather(_measure(world, sees_folder, len(hosts) > 1))
+        found = gather_objects(_measure(world, sees_folder, len(hosts) > 1))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
@@ -272,12 +271,6 @@ def _read(path: str) -> str:
     return ""
 
 
-def _gather(value: T) -> list[T]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def _version_problems(ranks: Sequence[Rank]) -> list[str]:
     problems = []
     differ = _differences(ranks, [rank.versions for rank in ranks])
@@ -285,7 +278,7 @@ def _version_problems(ranks: Sequence[Rank]) -> list[str]:
         listed = "; ".join(f"{name}: {shares}" for name, shares in differ.items())
         problems.append(f"the ranks have different versions of {listed}. {_SAME}")
     if len({rank.code for rank in ranks}) > 1:
-        commits = _gather(str(provenance.git_state().record.get("commit", "no commit"))[:12])
+        commits = gather_objects(str(provenance.git_state().record.get("commit", "no commit"))[:12])
         names = [f"files {rank.code[:8]}, commit {commits[rank.number]}" for rank in ranks]
         problems.append(
             f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. "
@@ -312,7 +305,7 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
     groups = list(_by_value(ranks, [rank.config for rank in ranks]).values())
     problems: list[str] = []
     warnings: list[str] = []
-    texts = _gather(provenance.public_config(config)) if len(groups) > 1 else []
+    texts = gather_objects(provenance.public_config(config)) if len(groups) > 1 else []
     for group in groups[1:]:
         sides = texts[0], texts[group[0].number]
         changes = provenance.config_changes(*sides)

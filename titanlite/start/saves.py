@@ -6,9 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from titanlite.checkpoint.hf_files import hf_form
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.features import local_saves_of, lora_of
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
@@ -72,10 +73,6 @@ def build_saves(
 
 def _check_hf_form(run: RunConfig, args: Any) -> None:
     try:
-        run.spec.hf_names(args)
-        run.spec.hf_config(args)
+        hf_form(run.spec, args)
     except ValueError as error:
-        raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
-    reason = run.spec.why_not(args, "checkpoint.last_save_in_hf", 1)
-    if reason:
-        raise ConfigError([Problem("", "checkpoint.last_save_in_hf", reason)])
+        raise unfit("checkpoint.last_save_in_hf", str(error)) from None

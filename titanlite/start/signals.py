@@ -145,10 +145,11 @@ class StopSignal:
         """
         import torch.distributed as dist
 
+        from titanlite.parallel.dist_env import gather_objects
+
         reasons = [self.reason]
         if dist.is_initialized():
-            reasons *= dist.get_world_size()
-            dist.all_gather_object(reasons, self.reason)
+            reasons = gather_objects(self.reason)
         parts = []
         for reason in dict.fromkeys(filter(None, reasons)):
             ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]

@@ -13,15 +13,15 @@ from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
 from titanlite.start.supported import system_problem
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
-from titanlite.tools.parser import Commands, no_flags
-from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public
+from titanlite.tools.parser import Commands, new_command, no_flags
+from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
     problem = system_problem()
     if problem:
-        print(f"error: {problem}", file=sys.stderr)
+        say(f"error: {problem}")
         return exit_codes.CONFIG
     # A shell asks what a word may become.
     if "_ARGCOMPLETE" in os.environ:
@@ -37,19 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from titanlite.metrics.terminal import wants_color
 
     hide_secrets_in_tracebacks()
+    arguments.flags = flags
+    arguments.style = Style(wants_color(sys.stdout))
     try:
-        result = arguments.run(arguments, flags, Style(wants_color(sys.stdout)))
+        if not arguments.takes_keys:
+            no_flags(flags)
+        result = arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(f"error: {missing_package('torch')}", file=sys.stderr)
+        say(f"error: {missing_package('torch')}")
         return exit_codes.CONFIG
     except Exception as error:
         code = exit_codes.own_code(error)
         if code is None:
             raise
         report = str(error) if isinstance(error, ConfigError) else f"error: {error}"
-        print(escape(report), file=sys.stderr)
+        say(report)
         return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     if text:
@@ -103,21 +107,18 @@ def _plain_words(words: Sequence[str]) -> list[str]:
 
 def add_help(commands: Commands) -> None:
     """Add `titanlite help` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _help,
         "help",
-        help="show the help of a command",
-        description=(
-            "Show the help of a command, as --help behind the command does; of all commands "
-            "without one."
-        ),
-        allow_abbrev=False,
+        "show the help of a command",
+        "Show the help of a command, as --help behind the command does; of all commands without "
+        "one.",
     )
-    parser.add_argument("words", nargs="*", metavar="COMMAND", help="a command, as `config check`")
-    parser.set_defaults(run=_help)
+    parser.add("words", "a command, as `config check`", "COMMAND", nargs="*")
 
 
-def _help(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _help(arguments: argparse.Namespace) -> tuple[str, int]:
     return "", main([*arguments.words, "--help"])
 
 

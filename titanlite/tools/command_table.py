@@ -57,13 +57,10 @@ def top_parser() -> Parser:
         description="Train Llama-family models from one TOML file.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action="store_true", help="print the versions of titanlite, torch and Python"
-    )
+    parser.add("--version", "print the versions of titanlite, torch and Python")
     parser.set_defaults(
-        run=lambda arguments, *_: (
-            _versions() if arguments.version else parser.format_help().rstrip()
-        )
+        run=lambda arguments: _versions() if arguments.version else parser.format_help().rstrip(),
+        takes_keys=True,
     )
     return parser
 

@@ -16,8 +16,8 @@ from titanlite.config.key_types import choices, members
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import config_folders
 from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
-from titanlite.tools.parser import Commands, Parser, no_flags
-from titanlite.utils import Style, pip_install
+from titanlite.tools.parser import Commands, Parser, new_command
+from titanlite.utils import pip_install
 
 #: Set by the shell's function when it asks for completions.
 VARIABLE = "_ARGCOMPLETE"
@@ -32,22 +32,19 @@ _WHERE = {
 def add_command(commands: Commands) -> None:
     """Add `titanlite completion` to argparse."""
     lines = "; ".join(_WHERE.values())
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "completion",
-        help="print the code for tab completion in a shell",
-        description="Print code with which a shell completes commands, options, keys of the "
+        "print the code for tab completion in a shell",
+        "Print code with which a shell completes commands, options, keys of the "
         "config and their values, and config files. Add one of these lines to the "
         f"start of your shell: {lines}",
-        allow_abbrev=False,
     )
-    parser.add_argument(
-        "shell", choices=_SHELLS, metavar="SHELL", help=f"one of {', '.join(_SHELLS)}"
-    )
-    parser.set_defaults(run=_run)
+    parser.add("shell", f"one of {', '.join(_SHELLS)}", "SHELL", choices=_SHELLS)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> str:
     try:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError:

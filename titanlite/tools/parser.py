@@ -25,9 +25,9 @@ FLAGS = (
 _KEYS_SHOWN = 3
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
+def add_files(parser: Parser) -> None:
     """Let a command take config files; `files_of` has them."""
-    parser.add_argument("files", nargs="*", metavar="CONFIG", help=FILES)
+    parser.add("files", FILES, "CONFIG", nargs="*")
 
 
 def files_of(arguments: argparse.Namespace) -> list[str]:
@@ -41,31 +41,44 @@ def no_flags(flags: Sequence[str]) -> None:
         raise bad_flag(flags[0], "this command takes no --section.key flags")
 
 
-def add_group(commands: Any, name: str, help: str) -> Any:
+def new_command(
+    commands: Commands,
+    run: Callable[..., Any],
+    name: str,
+    help: str,
+    description: str,
+    epilog: str = "",
+) -> Parser:
+    """Add a command, which a function runs; return its parser.
+
+    run: gets the arguments, with the `--section.key` flags as `flags` and the Style of the output
+    as `style`; it returns the text to print, perhaps with an exit code.
+    """
+    parser: Parser = commands.add_parser(
+        name, help=help, description=description, epilog=epilog, allow_abbrev=False
+    )
+    parser.set_defaults(run=run, takes_keys=parser.takes_keys)
+    return parser
+
+
+def add_group(commands: Commands, name: str, help: str) -> Commands:
     """Add a command that has commands below it; return what takes those. Alone it prints its
     help.
     """
     group = commands.add_parser(name, help=help, allow_abbrev=False)
-    group.set_defaults(run=lambda *_: group.format_help().rstrip())
+    group.set_defaults(run=lambda _: group.format_help().rstrip())
     return group.add_subparsers(title="commands", metavar="COMMAND")
 
 
 def add_to_group(
-    actions: Any, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
-) -> argparse.ArgumentParser:
+    actions: Commands, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
+) -> Parser:
     """Add the command of a function, under its name, to those that `add_group` returned.
 
     Its description is the help and what `more` says.
     """
-    parser: argparse.ArgumentParser = actions.add_parser(
-        run.__name__.strip("_").replace("_", "-"),
-        help=help,
-        description=f"{help[0].upper()}{help[1:]}. {more}",
-        epilog=epilog,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
+    name = run.__name__.strip("_").replace("_", "-")
+    return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +91,20 @@ class Parser(argparse.ArgumentParser):
     #: Parse words in their order, which is all that argcomplete understands.
     in_order = False
     _inside = False
+
+    def add(
+        self, name: str, help: str | None = None, value: str | None = None, **more: Any
+    ) -> None:
+        """Add a word of the command line, or an option.
+
+        value: what stands for it in the help. An option with a name and a help alone is a switch.
+        more: for argparse.
+        """
+        if value is not None:
+            more["metavar"] = value
+        elif name.startswith("-") and not more:
+            more["action"] = "store_true"
+        self.add_argument(name, help=help, **more)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the arguments and no words: words that belong to nothing end the process

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import titanlite
-from titanlite.utils import escape
+from titanlite.utils import say
 
 #: Time for torchrun to end; it gives its workers 10 seconds less.
 GRACE_SECONDS = 40
@@ -238,4 +238,4 @@ def last_lines(console: Path, count: int = 15) -> list[str]:
 
 def tell(text: str) -> None:
     """Write progress to standard error: standard output holds the table."""
-    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)
+    say(f"{datetime.now():%H:%M:%S} {text}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.callbacks import Callback
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class DeadWeights(Callback):
         zero = _zero_here(names)
         # On some rank a weight may have all its parts, or only zeros of it.
         learning = bool(names) and len(zero) < len(names)
-        answers: list[tuple[set[str], bool]] = [(zero, learning)] * dist.get_world_size()
-        dist.all_gather_object(answers, (zero, learning))
+        answers = gather_objects((zero, learning))
         suspects = set[str]().union(*(part for part, _ in answers))
         if not any(ok for _, ok in answers):
             # The guard held all steps back, or there is nothing to examine.
@@ -56,8 +56,7 @@ class DeadWeights(Callback):
 
     def _tell(self, suspects: set[str], alive_here: set[str], step: int) -> None:
         """Warn of the suspects that are zero on every rank. All ranks call it together."""
-        alive: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(alive, suspects & alive_here)
+        alive = gather_objects(suspects & alive_here)
         dead = sorted(suspects.difference(*alive))
         if not dead or dist.get_rank():
             return

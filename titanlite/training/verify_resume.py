@@ -6,8 +6,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.resume_check import ResumeCheck
@@ -15,6 +13,7 @@ from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.course import Course
 from titanlite.data.hashes import add_hashes, step_hash
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ class VerifyResume(Callback):
             logger.warning(
                 f"the next batch cannot be hashed, so a resume will not compare it: {error}"
             )
-        found: list[tuple[int, str | None]] = [(0, None)] * parts.world.size
-        dist.all_gather_object(found, (rank, part))
+        found = gather_objects((rank, part))
         whole = [part for part in dict(found).values() if part is not None]
         return add_hashes(whole) if len(whole) == degree else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,7 +42,7 @@ DATATROVE = "datatrove"
 NUMPY = "numpy"
 
 #: Returns a file beside a token file by the suffix to its name; None: there is none.
-Beside = Callable[[str], ByteFile | None]
+Beside: TypeAlias = "Callable[[str], ByteFile | None]"
 
 
 class Header(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,30 +32,9 @@ _AHEAD = 1 << 20
 _REQUESTS = 16
 
 
-class Numbers(Protocol):
-    """Numbers of a file, of which slices are read."""
-
-    def __getitem__(self, span: slice) -> NDArray[Any]: ...
-
-
-class ByteFile(Protocol):
-    """A file of known size. `name`: for messages, without what is secret in a URL."""
-
-    is_remote: ClassVar[bool]
-    size: int
-    #: Of a remote file once it was read.
-    identity: Identity | None
-
-    @property
-    def name(self) -> str: ...
-
-    def read(self, begin: int, count: int) -> bytes:
-        """Return bytes [begin, begin + count); fewer at the end of the file."""
-        ...
-
-    def numbers(self, dtype: Any, count: int, first_byte: int = 0) -> Numbers:
-        """Return `count` numbers from `first_byte` on."""
-        ...
+#: A file of known size, and numbers of it, of which slices are read.
+ByteFile: TypeAlias = "LocalFile | RemoteFile"
+Numbers: TypeAlias = "NDArray[Any] | RemoteNumbers"
 
 
 def open_bytes(
@@ -86,11 +65,13 @@ class LocalFile:
         return str(self.path)
 
     def read(self, begin: int, count: int) -> bytes:
+        """Return bytes [begin, begin + count); fewer at the end of the file."""
         with open(self.path, "rb", buffering=0) as stream:
             stream.seek(begin)
             return stream.read(count)
 
     def numbers(self, dtype: Any, count: int, first_byte: int = 0) -> NDArray[Any]:
+        """Return `count` numbers from `first_byte` on."""
         return map_array(self.path, dtype, count, first_byte)
 
 
@@ -120,6 +101,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
+        """The URL without what is secret in it, for messages."""
         return public_name(self.url)
 
     def prepare(self, spans: Iterable[tuple[int, int]]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.features.activation_offload.host_memory import HostMemory, OffloadedTensor
+from titanlite.parallel.local import plain_local
 
 #: Smaller tensors stay: a copy of any size costs some microseconds.
 LEAST_BYTES = 1 << 16
@@ -61,8 +62,10 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
         if not stay:
             # Not earlier: the weights of a sharded block are gathered inside its call.
             shared = [a for a in arguments if isinstance(a, Tensor) and not a.requires_grad]
-            stay.update(_storage(_local(t)) for t in (*block.parameters(), *buffers(), *shared))
-        local = _local(tensor)
+            stay.update(
+                _storage(plain_local(t)) for t in (*block.parameters(), *buffers(), *shared)
+            )
+        local = plain_local(tensor)
         # A tensor made of others is torchao's: a weight gathered in float8, or an input cast to
         # float8.
         if is_traceable_wrapper_subclass(local):
@@ -113,10 +116,6 @@ def _fetch_sharded(fetch: Callable[[], Tensor], tensor: DTensor) -> Callable[[],
     return lambda: DTensor.from_local(
         fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
     ).detach()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _storage(tensor: Tensor) -> int:

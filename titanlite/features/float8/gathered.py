@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.features.float8.package import float8_linears, torchao
+from titanlite.parallel.local import plain_local
 from titanlite.parallel.meshes import fsdp_mesh
 
 
 def wrapper_of(tensor: Tensor) -> Any:
     """Return torchao's wrapper of a weight that is gathered in float8, or None."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = plain_local(tensor)
     module = sys.modules.get("torchao.float8.fsdp_utils")
     if module is None or not isinstance(local, module.WeightWithDynamicFloat8CastTensor):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears
 from titanlite.models.linears import LinearKind
@@ -41,7 +41,7 @@ class Float8Speed(ProductSpeed):
         if gpu.float8 is None:
             message = f"{gpu.key} has no float8"
             hint = "set it to false, or name another GPU"
-            raise ConfigError([Problem("", "float8.enable_float8_linear", message, hint)])
+            raise unfit("float8.enable_float8_linear", message, hint)
         self._peak = step.rates.constants.float8 * gpu.float8
 
     @cached_property

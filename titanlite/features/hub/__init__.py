@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.hf_files import hf_form
 from titanlite.config.errors import Problem
 from titanlite.features.feature import Feature
 
@@ -64,8 +65,11 @@ class HubFeature(Feature):
         problem = _contact_problem(self.section.hub, run.job.dump_folder, run.checkpoint.folder)
         if problem:
             yield Problem("", self.key, problem)
-        if args is not None and (reason := _why_no_export(run, args)):
-            yield Problem("", self.key, reason, "train without it")
+        try:
+            if args is not None:
+                hf_form(run.spec, args)
+        except ValueError as error:
+            yield Problem("", self.key, str(error), "train without it")
 
     # The run: `titanlite.start.callbacks` calls this
 
@@ -135,13 +139,3 @@ def _own_id(folder: Path, root: AnyPath) -> str:
     with suppress(RunError):
         run = read_run(folder, partial=True)
     return own_id(folder, newest, run)
-
-
-def _why_no_export(run: RunConfig, args: Any) -> str:
-    """Return why a model has no form for the hub; "" where it has one."""
-    try:
-        run.spec.hf_names(args)
-        run.spec.hf_config(args)
-    except ValueError as error:
-        return str(error)
-    return run.spec.why_not(args, "checkpoint.last_save_in_hf", 1) or ""

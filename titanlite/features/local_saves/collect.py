@@ -7,12 +7,11 @@ a replica, which holds the same shards.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,8 @@ from titanlite.features.local_saves.folder import (
     part_path,
 )
 from titanlite.features.local_saves.survey import Offer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.utils import counted
+from titanlite.parallel.dist_env import DistEnv, gather_objects
+from titanlite.utils import counted, sync
 
 #: Copies that the start report names.
 _TOLD = 4
@@ -109,9 +108,7 @@ class Collector:
                 return plan
             compared |= new
             mine = {one: self._fault(one) for one in new if one.holder == self.world.rank}
-            found: list[Any] = [None] * self.world.size
-            dist.all_gather_object(found, mine, self.group)
-            for faults in found:
+            for faults in gather_objects(mine, self.group):
                 self._bad |= {source: text for source, text in faults.items() if text}
 
     def _source(self, rank: int) -> Source | None:
@@ -142,8 +139,7 @@ class Collector:
     def _share_generators(self) -> str | None:
         """Get the random generators of all ranks from the first rank that has them."""
         mine = self._read_generators()
-        have: list[Any] = [False] * self.world.size
-        dist.all_gather_object(have, bool(mine), self.group)
+        have = gather_objects(bool(mine), self.group)
         if True not in have:
             return f"the local save of step {self.manifest.step}: no node has its {GENERATORS}"
         sent = [mine]
@@ -176,8 +172,7 @@ class Collector:
                 self._send(to, source)
             elif to == rank:
                 problem = self._receive(source)
-        problems: list[Any] = [""] * self.world.size
-        dist.all_gather_object(problems, problem, self.group)
+        problems = gather_objects(problem, self.group)
         for to, source in moves[:_TOLD]:
             self.notes.append(
                 f"rank {to} got its part of the local save from the node of rank {source.holder}"
@@ -228,8 +223,7 @@ class Collector:
     def _sync(self, stream: BinaryIO) -> str:
         """Make a part durable, since its manifest follows; return why it could not be."""
         try:
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
         return ""

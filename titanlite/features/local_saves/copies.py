@@ -18,8 +18,8 @@ import torch.distributed as dist
 from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
 from titanlite.checkpoint.storage import Written
 from titanlite.features.local_saves.folder import LocalFolder, begin, part_path, remove
-from titanlite.parallel.dist_env import DistEnv, log_once
-from titanlite.utils import logger
+from titanlite.parallel.dist_env import DistEnv, gather_objects, log_once
+from titanlite.utils import logger, sync
 
 #: Bytes that are sent at a time.
 BLOCK = 32 << 20
@@ -103,8 +103,7 @@ def plan_copies(
     if not number:
         return Copies(folder)
     stat = os.stat(folder.root)
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (socket.gethostname(), stat.st_dev, stat.st_ino), group)
+    found = gather_objects((socket.gethostname(), stat.st_dev, stat.st_ino), group)
     places = places_of(found)
     keepers = keepers_of(places, number)
     nodes = len(set(places))
@@ -172,8 +171,7 @@ class _Arriving:
         """Make the copy durable, and compare it."""
         with self._problems():
             if self._stream is not None:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+                sync(self._stream)
                 self._stream.close()
             found = f"{FAST_HASH}:{self._hash.hexdigest()}"
             if not self.problem and read_back:

@@ -21,9 +21,11 @@ from titanlite.checkpoint.selection import Selection
 from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank, on_rank_0
 from titanlite.features.local_saves.collect import Collector
 from titanlite.features.local_saves.folder import ABOUT, LocalFolder
-from titanlite.features.local_saves.part import layout, local_of, read_part
+from titanlite.features.local_saves.part import layout, read_part
 from titanlite.features.local_saves.past import Past, read_past
 from titanlite.features.local_saves.survey import Offer, survey
+from titanlite.parallel.dist_env import gather_objects
+from titanlite.parallel.local import plain_local
 from titanlite.utils import logger
 
 
@@ -132,7 +134,7 @@ class LocalReader:
         tensors = {name: tensor for name, tensor in state.items() if name != RNG}
         read_part(self.collector.path, tensors)
         if RNG in state:
-            row = local_of(state[RNG])
+            row = plain_local(state[RNG])
             content = bytearray(self.collector.generators)
             rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row.numel())
             row.copy_(rows[rank : rank + 1])
@@ -176,8 +178,8 @@ class TieredLoader(Loader):
 
     def look(self, model: nn.Module) -> None:
         """Learn which local saves there are. All ranks call it together."""
-        places: list[Any] = [""] * self.world.size
-        dist.all_gather_object(places, digest_of(layout(gather(model)).encode()), self._group)
+        mine = digest_of(layout(gather(model)).encode())
+        places = gather_objects(mine, self._group)
         self.layout = digest_of("\n".join(places).encode())
         self.past = on_rank_0(self.world, lambda: read_past(self.chooser.root), self._group)
         shared = self.chooser.root

@@ -7,7 +7,6 @@ file, and its hash tells.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,24 +14,14 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.dcp_index import dtype_name
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, new_hash
+from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors, Written
-from titanlite.utils import parse_json
+from titanlite.parallel.local import plain_local
+from titanlite.utils import parse_json, sync
 
-#: safetensors' names of types.
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 #: A longer header is not read: safetensors' own limit.
 _LONGEST_HEADER = 100_000_000
 
@@ -46,8 +35,7 @@ def write_part(path: Path, tensors: Tensors) -> Written:
             digest.update(block)
             size += memoryview(block).nbytes
             stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync(stream)
     return Written(size, f"{FAST_HASH}:{digest.hexdigest()}")
 
 
@@ -55,27 +43,20 @@ def _blocks(tensors: Tensors) -> Any:
     """Yield header and tensors as bytes."""
     yield _header(tensors)
     for name in sorted(tensors):
-        local = local_of(tensors[name]).detach().cpu().contiguous()
+        local = plain_local(tensors[name]).detach().cpu().contiguous()
         yield local.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Tensors) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "layout": layout(tensors)}}
-    start = 0
+    """Return what stands before the tensors."""
+    entries = []
     for name in sorted(tensors):
-        local = local_of(tensors[name])
-        if local.dtype not in _TYPES:
-            raise CheckpointError(f"{name} is {local.dtype}, which a local save cannot hold")
-        end = start + local.numel() * local.element_size()
-        entries[name] = {
-            "dtype": _TYPES[local.dtype],
-            "shape": list(local.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        part = plain_local(tensors[name])
+        dtype = dtype_name(part.dtype)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} is {part.dtype}, which a local save cannot hold")
+        entries.append((name, dtype, list(part.shape), part.nbytes))
+    return header(entries, layout=layout(tensors))
 
 
 def read_part(path: Path, tensors: Tensors) -> None:
@@ -87,14 +68,14 @@ def read_part(path: Path, tensors: Tensors) -> None:
         entries, begin = _read_header(path, stream)
         places = _places(path, entries)
         for name, tensor in tensors.items():
-            local = local_of(tensor)
-            wanted = [_TYPES.get(local.dtype), list(local.shape), place_of(tensor)]
+            local = plain_local(tensor)
+            wanted = [DTYPES.get(dtype_name(local.dtype)), list(local.shape), place_of(tensor)]
             entry = entries.get(name, {})
             found = [entry.get("dtype"), entry.get("shape"), places.get(name)]
             if found != wanted:
                 raise CheckpointError(f"{path}: {name} is {found} there, {wanted} here")
             start = entry["data_offsets"][0]
-            data = torch.empty(local.numel() * local.element_size(), dtype=torch.uint8)
+            data = torch.empty(local.nbytes, dtype=torch.uint8)
             stream.seek(begin + start)
             if data.numel() and stream.readinto(data.numpy().data) != data.numel():
                 raise CheckpointError(f"{path} ends within {name}")
@@ -122,14 +103,6 @@ def _places(path: Path, entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return places
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor.
-
-    No operator of DTensor runs: a thread that ran one releases references without Python's lock.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def layout(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return where the local part of each tensor lies in the whole, as JSON."""
     places = {name: place_of(tensor) for name, tensor in sorted(tensors.items())}
@@ -154,5 +127,5 @@ def place_of(tensor: torch.Tensor) -> list[Any]:
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return the bytes that this rank's part takes, without its header."""
-    parts = map(local_of, tensors.values())
-    return sum(part.numel() * part.element_size() for part in parts)
+    parts = map(plain_local, tensors.values())
+    return sum(part.nbytes for part in parts)

@@ -13,7 +13,7 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import on_each_rank, on_rank_0
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
 from titanlite.features.local_saves.past import Past
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.dist_env import DistEnv, gather_objects
 from titanlite.utils import counted
 
 
@@ -60,8 +60,7 @@ def survey(
         if reason:
             notes.append(f"the local save of step {manifest.step}: {reason}")
             continue
-        parts: list[Any] = [()] * world.size
-        dist.all_gather_object(parts, tuple(folder.parts_of(manifest)), group)
+        parts = gather_objects(tuple(folder.parts_of(manifest)), group)
         offers.append(Offer(save, manifest, tuple(parts)))
     return Survey(offers, notes)
 
@@ -76,8 +75,7 @@ def _manifests(
 
     Each is sent once, by the first rank that has it.
     """
-    known: list[Any] = [None] * world.size
-    dist.all_gather_object(known, (sorted(mine), problems), group)
+    known = gather_objects((sorted(mine), problems), group)
     manifests: dict[str, Manifest] = {}
     for rank, (saves, _) in enumerate(known):
         sent: list[Any] = [None]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.async_save import Copy
@@ -30,10 +29,11 @@ from titanlite.features.local_saves.folder import (
     publish,
     remove,
 )
-from titanlite.features.local_saves.part import bytes_of, local_of, write_part
+from titanlite.features.local_saves.part import bytes_of, write_part
 from titanlite.features.local_saves.past import LINE, SHARED, Past
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.utils import human_bytes
+from titanlite.parallel.dist_env import DistEnv, gather_objects
+from titanlite.parallel.local import plain_local
+from titanlite.utils import human_bytes, sync
 
 #: Beside a part: manifest and generators.
 _SMALL_FILES = 16 << 20
@@ -75,7 +75,7 @@ class LocalWriter:
         self._check_space(state, group)
         try:
             written = on_each_rank(lambda: self._write_part(step, identity, state), group)
-            parts = self._exchange(written, local_of(rows), group)
+            parts = gather_objects((written, plain_local(rows).numpy().tobytes()), group)
             generators = b"".join(row for _, row in parts)
             files = [file for file, _ in parts]
             past = {LINE: self.past.line, SHARED: self.past.newest}
@@ -100,18 +100,15 @@ class LocalWriter:
 
     def _drop_failed(self, group: dist.ProcessGroup) -> None:
         """Delete parts of saves of which no rank has a manifest."""
-        published: list[Any] = [None] * self.world.size
-        mine = on_each_rank(self.folder.published, group)
-        dist.all_gather_object(published, mine, group)
+        published = gather_objects(on_each_rank(self.folder.published, group), group)
         on_each_rank(lambda: self.folder.drop_failed(set().union(*published)), group)
 
     def _check_space(self, state: Tensors, group: dist.ProcessGroup) -> None:
         """Raise CheckpointError, on all ranks, where a node has too little space for its parts."""
         place, free = on_each_rank(self._place, group)
-        needs: list[Any] = [None] * self.world.size
         # Copies of others are about as large.
         need = (bytes_of(state) + _SMALL_FILES) * (1 + len(self.copies.owners))
-        dist.all_gather_object(needs, (place, need), group)
+        needs = gather_objects((place, need), group)
         total = sum(need for other, need in needs if other == place)
 
         def check() -> None:
@@ -135,15 +132,6 @@ class LocalWriter:
         begin(folder)
         return write_part(part_path(folder, identity), state)
 
-    def _exchange(
-        self, written: Written, row: torch.Tensor, group: dist.ProcessGroup
-    ) -> list[tuple[Written, bytes]]:
-        """Return size and hash of each rank's part, and its random generators."""
-        mine = (written, row.numpy().tobytes())
-        parts: list[Any] = [None] * self.world.size
-        dist.all_gather_object(parts, mine, group)
-        return parts
-
     def _finish(
         self, folders: Sequence[Path], part: Path, written: Written, generators: bytes
     ) -> None:
@@ -151,8 +139,7 @@ class LocalWriter:
         for folder in folders:
             with (folder / GENERATORS).open("wb") as stream:
                 stream.write(generators)
-                stream.flush()
-                os.fsync(stream.fileno())
+                sync(stream)
         if self.read_back and file_digest(part, FAST_HASH) != written.digest:
             raise CheckpointError(f"what was written could not be read back: {part} has changed")
 

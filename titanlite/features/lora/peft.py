@@ -6,7 +6,6 @@ A name there is Hugging Face's of the linear, between a prefix and the matrix: o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.features.lora.settings import DOWN, UP, Adapters, differing, names_at_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.spec import ModelSpec, Size
+from titanlite.utils import sync
 
 _PREFIX = "base_model.model."
 #: Ours → theirs.
@@ -203,7 +203,7 @@ def save_peft(
         (aside / PEFT_CONFIG).write_bytes(as_json(config))
         for name in (PEFT_FILE, PEFT_CONFIG):
             with open(aside / name, "rb") as stream:
-                os.fsync(stream.fileno())
+                sync(stream)
         publish_folder(aside, final)
     except BaseException:
         remove_folder(aside)

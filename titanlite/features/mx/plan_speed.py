@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.config.sections import Float8
 from titanlite.features.mx.checks import RECIPE
 from titanlite.plan.product_speed import ProductSpeed
@@ -31,4 +31,4 @@ class MXSpeed(ProductSpeed):
         if not section.emulate and not gpu.key.startswith(_GPUS):
             message = f"{gpu.key} has no MXFP8"
             hint = "take another recipe, or name another GPU"
-            raise ConfigError([Problem("", RECIPE, message, hint)])
+            raise unfit(RECIPE, message, hint)

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.rules import Finding
 from titanlite.features.feature import Feature
 from titanlite.features.tasks import entries
@@ -161,5 +161,4 @@ def _refuse_writing(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
             )
             hint = "run it by `titanlite eval`"
             problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)

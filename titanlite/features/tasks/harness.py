@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse, unfit
 from titanlite.data.remote import words
 from titanlite.features.tasks.entries import HARNESS, KEY
 from titanlite.utils import pip_install
@@ -113,7 +113,7 @@ def open_manager(include_path: str | None, key: str) -> Any:
     """
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
-        raise ConfigError([Problem("", key, message, code="missing-package")])
+        raise unfit(key, message, code="missing-package")
     with _seeded():
         from lm_eval.tasks import TaskManager
 
@@ -134,7 +134,7 @@ def load_tasks(
     be loaded, also for want of a network.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise ConfigError([Problem("", "eval.include_path", f"there is no folder {include_path}")])
+        raise unfit("eval.include_path", f"there is no folder {include_path}")
     manager = open_manager(include_path, KEY)
     logging.getLogger(HARNESS).setLevel(logging.ERROR)
     import datasets
@@ -146,12 +146,10 @@ def load_tasks(
         message = f"the harness has no task {name!r}"
         hint = "`lm_eval ls tasks` lists them, eval.include_path adds yours"
         problems.append(Problem("", KEY, message, hint, code="unknown-value"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     for task in found:
         problems += _loaded(task)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 

@@ -15,7 +15,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.features.tasks.scoring import Likelihood, Request, Scorer, Writing
 from titanlite.training.generate import Sampling
 
@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):
         most: int = options["max_gen_toks"]
         if most >= self.scorer.longest_text:
             message = f"the model has {self.max_length} tokens, and a task writes {most}"
-            raise ConfigError([Problem("", "", message)])
+            raise unfit("", message)
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
         sampling = Sampling(temperature, options.get("top_k", 0), options.get("top_p", 1.0))
         return Writing(tuple(until), most, sampling)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.checks import contradictions
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
@@ -123,9 +123,7 @@ def migrate_arguments(text: str) -> Migration:
     changes += [Change("without equivalent", "command line", text) for text in left]
     new = "\n".join([*lines, ""])
     config, problems = read_text(new, Path("migrated.toml"), origin=Origin.OWN)
-    problems = problems or contradictions(config)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems or contradictions(config))
     return Migration(new, tuple(changes))
 
 

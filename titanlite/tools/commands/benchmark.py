@@ -38,8 +38,9 @@ from titanlite.tools.commands.benchmark_levels import (
 )
 from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
+from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, last_lines, stoppable, tell, train
-from titanlite.utils import atomic_write, render
+from titanlite.utils import atomic_write, render, say
 
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
@@ -72,44 +73,41 @@ Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the com
 130 after Ctrl-C."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add the command to argparse."""
     width = max(len(level.name) for level in LEVELS)
     levels = []
     for level in LEVELS:
         about = f"+ {level.about}" if level.adds else level.about
         levels.append(f"  {level.name:<{width}}  {about}")
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "benchmark",
-        help="compare speed, memory and losses with compile, float8 and other settings",
-        description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
+        "compare speed, memory and losses with compile, float8 and other settings",
+        "Train CONFIG at four optimisation levels, in turn, from the same weights on "
         "the same text:\n\n" + "\n".join(levels) + "\n\nPrints and writes speed, memory and "
         "losses of each level, and its speed over the first level's.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_keys=True)
+    add = parser.add
+    add("config", "TOML file; also looked up in train_configs/", "CONFIG")
     overlay = "add a level: FILE over the first level; repeatable"
-    add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
-    skip = "leave a level out; repeatable"
-    add("--skip", action="append", default=[], metavar="LEVEL", help=skip)
-    add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
+    add("--overlay", overlay, "NAME=FILE.toml", action="append", default=[])
+    add("--skip", "leave a level out; repeatable", "LEVEL", action="append", default=[])
+    add("--steps", "steps of a run (default: 30)", "N", type=at_least(1), default=30)
     warmup = "first steps not counted for speed (default: 10)"
-    add("--warmup", type=at_least(1), default=10, metavar="N", help=warmup)
-    repeats = "runs of each level (default: 3)"
-    add("--repeats", type=at_least(1), default=3, metavar="N", help=repeats)
-    ranks = "processes (default: one per GPU; without a GPU 2)"
-    add("--ranks", type=at_least(1), metavar="N", help=ranks)
-    out = "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)"
-    add("--out", type=Path, metavar="FOLDER", help=out)
-    add("--json", action="store_true", help="print the results as JSON")
-    parser.set_defaults(run=_run)
+    add("--warmup", warmup, "N", type=at_least(1), default=10)
+    add("--repeats", "runs of each level (default: 3)", "N", type=at_least(1), default=3)
+    add("--ranks", "processes (default: one per GPU; without a GPU 2)", "N", type=at_least(1))
+    add("--out", "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)", "FOLDER", type=Path)
+    add("--json", "print the results as JSON")
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
-    benchmark = _benchmark_of(arguments, flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    benchmark = _benchmark_of(arguments)
     out = benchmark.out
     try:
         benchmark.find_finished()
@@ -122,7 +120,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
         ) from None
 
 
-def _benchmark_of(arguments: argparse.Namespace, flags: list[str]) -> Benchmark:
+def _benchmark_of(arguments: argparse.Namespace) -> Benchmark:
     """Return the benchmark of a command line; all its levels are checked.
 
     Raises BenchmarkError and ConfigError.
@@ -131,6 +129,7 @@ def _benchmark_of(arguments: argparse.Namespace, flags: list[str]) -> Benchmark:
     warmup = arguments.warmup
     if steps <= warmup:
         raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
+    flags = arguments.flags
     refuse_keys(flags, OWN)
     config = find_config(arguments.config)
     if config is None:
@@ -320,8 +319,7 @@ class Benchmark:
         if as_json:
             return results
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        shown = render(table, sys.stdout.isatty())
-        return "\n".join(["", *head, shown, *below, "", f"written: {written}"])
+        return "\n".join(["", *head, render(table), *below, "", f"written: {written}"])
 
     def _figures(self) -> list[report.RunFigures]:
         """Return the figures of the finished runs, in the order of the runs."""
@@ -380,7 +378,7 @@ class Benchmark:
         try:
             report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
         except PlotsMissing as error:
-            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            say(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}")
             return []
         return [_LOSSES, _SPEEDS]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
 from titanlite.runs.provenance import config_values
@@ -266,8 +266,7 @@ def _check(
         problems += compile_problems(d.training, d.compile, "cuda" if machine.gpus else "cpu")
     if d.float8.enable_float8_linear and not d.float8.emulate:
         problems += machine.no_float8
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     values = config_values(config.to_toml())
     del values["job.dump_folder"]
     task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -36,14 +35,13 @@ from titanlite.tools.commands.checkpoint_folders import (
     checkpoint_of,
     inspect,
     list_checkpoints,
-    print_progress,
     remove,
     roots_of,
     verify,
 )
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS, convert_weights
-from titanlite.tools.parser import BASE, EMA, add_group, no_flags
-from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render
+from titanlite.tools.parser import BASE, EMA, Commands, add_group, new_command
+from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
 
 if TYPE_CHECKING:
     from titanlite.features.local_saves.listing import LocalSave
@@ -58,7 +56,7 @@ _PATH = (
 )
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `checkpoint` with its own commands to argparse."""
     about = "list, inspect, verify, compare, convert and delete checkpoints"
     actions = add_group(commands, "checkpoint", about)
@@ -75,28 +73,18 @@ _ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
 
 
 def _add(
-    actions: Any, run: Callable[[Any], Any], help: str, description: str, code: str = ""
+    actions: Commands, run: Callable[[Any], Any], help: str, description: str, code: str = ""
 ) -> Any:
     """Add the command of a function, under its name; return what adds its arguments.
 
     code: an exit status, in words.
     """
-
-    def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
-        no_flags(flags)
-        answer: str | Answer = run(arguments)
-        return answer
-
     name = run.__name__.strip("_")
     epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
-    parser = actions.add_parser(
-        name, help=help, description=description, epilog=epilog, allow_abbrev=False
-    )
-    parser.set_defaults(run=without_flags)
-    return parser.add_argument
+    return new_command(actions, run, name, help, description, epilog).add
 
 
-def _add_ls(actions: Any) -> None:
+def _add_ls(actions: Commands) -> None:
     description = (
         "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
         "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
@@ -106,29 +94,27 @@ def _add_ls(actions: Any) -> None:
     )
     add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
     add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
-    add("--json", action="store_true", help="print a JSON list, one object per folder")
+    add("--json", "print a JSON list, one object per folder")
 
 
-def _add_inspect(actions: Any) -> None:
+def _add_inspect(actions: Commands) -> None:
     description = "Show the manifest of a checkpoint."
     add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
     add("path", **_ONE)
-    config = "print the config of the run that wrote it, as TOML"
-    add("--config", action="store_true", help=config)
-    add("--json", action="store_true", help="print the manifest as it is")
+    add("--config", "print the config of the run that wrote it, as TOML")
+    add("--json", "print the manifest as it is")
 
 
-def _add_verify(actions: Any) -> None:
+def _add_verify(actions: Commands) -> None:
     description = (
         "Read every file of the checkpoints and compare it with the hash taken when it was written."
     )
     code = f"{exit_codes.CHECKPOINT} when one is damaged, "
     add = _add(actions, _verify, "read every byte and compare with the hashes", description, code)
-    paths = "checkpoints (step-N), or folders of them or of runs"
-    add("paths", nargs="+", **_FOLDER, help=paths)
+    add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), or folders of them or of runs")
 
 
-def _add_diff(actions: Any) -> None:
+def _add_diff(actions: Commands) -> None:
     description = (
         "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
         "absolute and relative difference. They are read one tensor at a time, without a GPU."
@@ -139,7 +125,7 @@ def _add_diff(actions: Any) -> None:
     add("right", **_ONE)
 
 
-def _add_convert(actions: Any) -> None:
+def _add_convert(actions: Commands) -> None:
     description = (
         "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
         "a folder), a folder of Hugging Face's layout, or a file made with --to torch; "
@@ -147,22 +133,22 @@ def _add_convert(actions: Any) -> None:
         "nothing is overwritten. It needs no GPU, and memory for a few tensors."
     )
     add = _add(actions, _convert, "write its weights in another format", description)
-    add("source", type=to_path, metavar="SOURCE", help="what to convert")
-    add("target", type=to_path, metavar="TARGET", help="where to")
+    add("source", "what to convert", "SOURCE", type=to_path)
+    add("target", "where to", "TARGET", type=to_path)
     formats = (
         "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
         "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
         "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
         "the adapters alone, for `peft`"
     )
-    add("--to", required=True, choices=("hf", "torch", "checkpoint", "peft"), help=formats)
-    add("--dtype", choices=PRECISIONS, help=DTYPE)
-    add("--ema", action="store_true", help=EMA)
+    add("--to", formats, required=True, choices=("hf", "torch", "checkpoint", "peft"))
+    add("--dtype", DTYPE, choices=PRECISIONS)
+    add("--ema", EMA)
     add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
     trust.add_argument(add)
 
 
-def _add_rm(actions: Any) -> None:
+def _add_rm(actions: Commands) -> None:
     description = (
         "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
         "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "
@@ -170,8 +156,8 @@ def _add_rm(actions: Any) -> None:
     )
     add = _add(actions, _rm, "delete checkpoints", description)
     add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
-    add("--force", action="store_true", help="delete what would be refused")
-    add("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
+    add("--force", "delete what would be refused")
+    add("--dry-run", "delete nothing, print what would be deleted")
 
 
 def _ls(arguments: argparse.Namespace) -> str:
@@ -216,10 +202,7 @@ def _local_listing(root: AnyPath, found: Sequence[Entry]) -> Iterator[str]:
         size = human_bytes(one.manifest.size)
         ranks = str(one.manifest.world_size)
         rows.append((f"step-{one.manifest.step}", one.state, size, ranks, age))
-    yield render(
-        Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)),
-        sys.stdout.isatty(),
-    )
+    yield render(Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)))
     for one in saves:
         if one.reason:
             yield f"note: step-{one.manifest.step}: {one.reason}"
@@ -244,7 +227,7 @@ def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
     valid = [entry for entry in found if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
-    return "\n".join([render(table, sys.stdout.isatty()), *notes, total])
+    return "\n".join([render(table), *notes, total])
 
 
 def human_age(seconds: float) -> str:
@@ -275,9 +258,8 @@ def _inspect(arguments: argparse.Namespace) -> str:
     tensors = []
     for name, (dtype, shape) in manifest.tensors.items():
         tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
-    colors = sys.stdout.isatty()
-    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)), colors)
-    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)), colors)
+    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)))
+    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)))
     return "\n\n".join(["\n".join(lines), about_files, about_tensors])
 
 
@@ -335,7 +317,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     bad = 0
     for folder in folders:
         started = time.perf_counter()
-        manifest, problems = verify(folder, progress(print_progress, f"{folder}: "))
+        manifest, problems = verify(folder, progress(say, f"{folder}: "))
         bad += bool(problems)
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
@@ -370,7 +352,7 @@ def _diff(arguments: argparse.Namespace) -> Answer:
         left=(0, 1),
     )
     rest = f"{len(differing)} tensors differ, {equal} are equal"
-    return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
+    return f"{head}\n{render(table)}\n{rest}", DIFFERENT
 
 
 def _entry_text(entry: Sequence[Any]) -> str:

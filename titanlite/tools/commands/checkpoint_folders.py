@@ -5,7 +5,6 @@ deletes checkpoints. No torch.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,6 +43,7 @@ from titanlite.checkpoint.retention import (
     leftovers,
     unpublish,
 )
+from titanlite.utils import say
 
 VALID = "valid"
 INVALID = "invalid"
@@ -291,7 +291,7 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
     for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
         if folder in [entry.folder for entry in going]:
             continue
-        manifest, problems = verify(folder, progress(print_progress, f"{folder}: "))
+        manifest, problems = verify(folder, progress(say, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
             return
         reason = problems[0] if problems else f"{folder} holds weights only"
@@ -300,8 +300,3 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
         f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
         "Nothing was removed; --force removes it anyway"
     )
-
-
-def print_progress(text: str) -> None:
-    """Write progress to standard error: standard output has the result alone."""
-    print(text, file=sys.stderr, flush=True)

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from titanlite.runs.read import RunError
 from titanlite.tools.commands.comparison import compare, compare_json, read_runs, tables
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import no_flags
-from titanlite.utils import atomic_write, escape_name, render
+from titanlite.tools.parser import Commands, new_command
+from titanlite.utils import atomic_write, escape_name, render, say
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `compare` to argparse."""
-    compare = commands.add_parser(
+    compare = new_command(
+        commands,
+        _run,
         "compare",
-        help="put runs side by side: speed, memory, losses, what differs",
-        description="Print the figures of several runs and the differences between them, and "
+        "put runs side by side: speed, memory, losses, what differs",
+        "Print the figures of several runs and the differences between them, and "
         f"draw their curves as {PAGE}, which opens in any browser. Where matplotlib "
         f"is installed (the extra `plots`), also as {PICTURE}.",
-        allow_abbrev=False,
     )
-    compare.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file"
-    )
-    compare.add_argument(
+    compare.add("runs", "a run's folder, or a metrics file", "RUN", nargs="+", type=Path)
+    compare.add(
         "--out",
-        metavar="FOLDER",
+        "where to draw (default: ./comparison)",
+        "FOLDER",
         type=Path,
         default=Path("comparison"),
-        help="where to draw (default: ./comparison)",
     )
-    compare.add_argument("--png", action="store_true", help=f"fail where {PICTURE} cannot be drawn")
-    compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    compare.set_defaults(run=_run)
+    compare.add("--png", f"fail where {PICTURE} cannot be drawn")
+    compare.add("--json", "print the figures as one JSON object")
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
+def _run(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.compare_page import comparison_page
     from titanlite.tools.commands.plots import PlotsMissing, charts, draw_png
 
-    no_flags(flags)
     comparison = compare(read_runs(arguments.runs))
     drawn = charts(comparison.runs, comparison.labels)
     page = arguments.out / PAGE
@@ -66,10 +61,10 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
             f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out"
         ) from None
     for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
-        print(f"note: {escape_name(problem)}", file=sys.stderr)
+        say(f"note: {escape_name(problem)}")
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
-    parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
+    parts = list(map(render, tables(comparison)))
     if comparison.notes:
         parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])

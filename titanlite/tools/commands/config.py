@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
-from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, refuse, unfit
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
@@ -36,9 +35,8 @@ from titanlite.tools.parser import (
     add_group,
     add_to_group,
     files_of,
-    no_flags,
 )
-from titanlite.utils import REMOVED, Style, counted, escape, parse_json
+from titanlite.utils import REMOVED, Style, counted, parse_json, say
 
 DIFFERENT = 1
 """Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
@@ -66,9 +64,7 @@ def add_commands(commands: Commands) -> None:
         _template,
         "print a TOML file with every key, its meaning and its default, as comments",
     )
-    template.add_argument(
-        "--markdown", action="store_true", help="print the table of the documentation instead"
-    )
+    template.add("--markdown", "print the table of the documentation instead")
 
 
 def _add_check(actions: Commands) -> None:
@@ -79,14 +75,14 @@ def _add_check(actions: Commands) -> None:
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
     add = add_to_group(
         actions, _check, "check a config and show what a run of it would do", stages, exits
-    ).add_argument
-    add("files", nargs="*", metavar="FILE", help=FILES)
+    ).add
+    add("files", FILES, "FILE", nargs="*")
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
-    add("--world-size", type=int, metavar="N", help=ranks)
+    add("--world-size", ranks, "N", type=int)
     strict = (
         "also refuse features that are not built yet and files that are not there, as training does"
     )
-    add("--strict", action="store_true", help=strict)
+    add("--strict", strict)
 
 
 def _add_explain(actions: Commands) -> None:
@@ -96,9 +92,8 @@ def _add_explain(actions: Commands) -> None:
         "show every key, or one: value, source, type, default, meaning",
         "Nothing given: the defaults of all keys.",
         FLAGS,
-    ).add_argument
-    words = "a key or section to explain in depth, and the TOML file"
-    add("words", nargs="*", metavar="KEY|FILE", help=words)
+    ).add
+    add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
 
 
 def _add_diff(actions: Commands) -> None:
@@ -108,12 +103,11 @@ def _add_diff(actions: Commands) -> None:
         "compare the effective values of two configs, with their sources",
         "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
         f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
-    ).add_argument
-    add("left", metavar="FILE|FOLDER")
-    add("right", metavar="FILE|FOLDER")
-    add("--plans", action="store_true", help="also compare the values derived from them")
-    ranks = "ranks for --plans (default: as for `config check`)"
-    add("--world-size", type=int, metavar="N", help=ranks)
+    ).add
+    add("left", value="FILE|FOLDER")
+    add("right", value="FILE|FOLDER")
+    add("--plans", "also compare the values derived from them")
+    add("--world-size", "ranks for --plans (default: as for `config check`)", "N", type=int)
     trust.add_argument(add)
 
 
@@ -128,19 +122,17 @@ def _add_migrate(actions: Commands) -> None:
         "other mistakes."
     )
     help = "rewrite a TOML file with titanlite's own names of the keys"
-    add = add_to_group(actions, _migrate, help, rewriting, exits).add_argument
-    add("file", nargs="?", metavar="FILE", help=_FILE)
-    in_place = "replace the file, and keep the old one as FILE.orig"
-    add("--in-place", action="store_true", help=in_place)
-    add("--check", action="store_true", help="only list the changes")
+    add = add_to_group(actions, _migrate, help, rewriting, exits).add
+    add("file", _FILE, "FILE", nargs="?")
+    add("--in-place", "replace the file, and keep the old one as FILE.orig")
+    add("--check", "only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
-    add("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
+    add("--aws-fsdp", arguments, "ARGUMENTS")
 
 
-def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.tools.commands.migrate import migrate_file, write_in_place
 
-    no_flags(flags)
     if arguments.aws_fsdp is not None:
         from titanlite.tools.commands.aws_fsdp import migrate_arguments
 
@@ -162,32 +154,30 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
         if migration.changes:
             report += f"\nthe old file is {write_in_place(path, migration.text)}"
         return report, exit_codes.DONE
-    print(escape(report), file=sys.stderr)
+    say(report)
     return migration.text.removesuffix("\n"), exit_codes.DONE
 
 
-def _schema(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _schema(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.config_pages import schema_text
 
-    no_flags(flags)
     return schema_text().removesuffix("\n")
 
 
-def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _template(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands.config_pages import markdown, template
 
-    no_flags(flags)
     return markdown() if arguments.markdown else template()
 
 
 # Check
 
 
-def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    argv = [*files_of(arguments), *flags]
+def _check(arguments: argparse.Namespace) -> str:
+    argv = [*files_of(arguments), *arguments.flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
-    return _report(config, run, why, style)
+    return _report(config, run, why, arguments.style)
 
 
 def world_size_of(asked: int | None) -> tuple[int | None, str]:
@@ -284,7 +274,7 @@ def _saves(run: RunConfig) -> str:
 # Explain
 
 
-def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+def _explain(arguments: argparse.Namespace) -> str:
     files = []
     names = []
     for word in arguments.words:
@@ -294,8 +284,8 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
             names.append(word.strip("[]"))
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
-    config = load([*(f"--job.config_file={file}" for file in files), *flags])
-    return "\n\n".join(_explain_one(config, name, style) for name in names or sections())
+    config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
+    return "\n\n".join(_explain_one(config, name, arguments.style) for name in names or sections())
 
 
 def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
@@ -307,7 +297,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     name = table_of(name) or name
     if key_of(name) not in keys():
         problem = unknown(name, COMMAND_LINE)
-        raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])
+        raise unfit(name, problem.message, problem.hint, problem.code)
     key = keys()[key_of(name)]
     head = style.bold(key.name)
     if name in ALIASES:
@@ -406,8 +396,8 @@ Shown = tuple[str, str]
 Difference = tuple[str, Shown, Shown]
 
 
-def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
+    style = arguments.style
     trust_code = arguments.trust_code
     left = side(arguments.left, trust_code=trust_code)
     right = side(arguments.right, trust_code=trust_code)
@@ -457,8 +447,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
         )
     config, problems = read_text(text, file, over, trust.foreign(trust_code))
     problems = problems or contradictions(config)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return Side(name, config)
 
 

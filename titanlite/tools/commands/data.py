@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -13,8 +12,8 @@ from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.config.data_sections import RecordForm, TextFormat
 from titanlite.data import DataError
-from titanlite.tools.parser import FLAGS, Commands, add_group, add_to_group, no_flags
-from titanlite.utils import Style, cores
+from titanlite.tools.parser import FLAGS, Commands, Parser, add_group, add_to_group
+from titanlite.utils import cores, say
 
 if TYPE_CHECKING:
     from titanlite.tools.commands.look import Run
@@ -39,46 +38,40 @@ def _add_fetch(actions: Commands) -> None:
         "private data sets."
     )
     help = "copy files of a data set of the hub, or files behind a URL"
-    add = add_to_group(actions, _fetch, help, more).add_argument
-    source = "registered name (c4), id of the hub (owner/name) or URL"
-    add("source", metavar="SOURCE", help=source)
-    add("--out", required=True, type=Path, metavar="FOLDER", help="where the files go")
-    add("--files", metavar="N-M,…", help="numbers of the files, from 0 (default: all)")
-    add("--subset", metavar="NAME", help="part of the data set (default: the usual one)")
-    add("--split", metavar="NAME", help="split of the data set (default: train)")
+    add = add_to_group(actions, _fetch, help, more).add
+    add("source", "registered name (c4), id of the hub (owner/name) or URL", "SOURCE")
+    add("--out", "where the files go", "FOLDER", required=True, type=Path)
+    add("--files", "numbers of the files, from 0 (default: all)", "N-M,…")
+    add("--subset", "part of the data set (default: the usual one)", "NAME")
+    add("--split", "split of the data set (default: train)", "NAME")
 
 
 def _add_prepare(actions: Commands) -> None:
     help = "tokenize text once, into a folder that training maps into memory"
     more = "After a crash the same command continues where it was, and the result is the same."
-    add = add_to_group(actions, _prepare, help, more).add_argument
-    source = "file, folder, pattern, URL, name of text, id of the hub"
-    add("source", metavar="SOURCE", help=source)
-    add("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
-    subset = "part of a data set of the hub (default: the usual one)"
-    add("--subset", metavar="NAME", help=subset)
+    add = add_to_group(actions, _prepare, help, more).add
+    add("source", "file, folder, pattern, URL, name of text, id of the hub", "SOURCE")
+    add("--out", "where the tokens go", "FOLDER", required=True, type=Path)
+    add("--subset", "part of a data set of the hub (default: the usual one)", "NAME")
     split = (
         "split of a data set of the hub (default: train), or of a folder that has several; all: "
         "each of them"
     )
-    add("--split", metavar="NAME", help=split)
-    tokenizer = "as model.tokenizer_path (default: the bundled one)"
-    add("--tokenizer", metavar="PATH", help=tokenizer)
-    add("--text-key", metavar="KEY", help="field that holds the text (default: text)")
-    add("--prompt-key", metavar="KEY", help="field that is read and not trained on")
-    add("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
-    add("--messages-key", metavar="KEY", help="field that holds conversations")
+    add("--split", split, "NAME")
+    add("--tokenizer", "as model.tokenizer_path (default: the bundled one)", "PATH")
+    add("--text-key", "field that holds the text (default: text)", "KEY")
+    add("--prompt-key", "field that is read and not trained on", "KEY")
+    add("--completion-key", "field that follows the prompt and is trained on", "KEY")
+    add("--messages-key", "field that holds conversations", "KEY")
     record = "text, completion, messages, sharegpt or alpaca (default: recognised by the fields)"
-    add("--record", choices=get_args(RecordForm), metavar="FORM", help=record)
+    add("--record", record, "FORM", choices=get_args(RecordForm))
     kind = "json, parquet, arrow, csv, text or source (default: by content)"
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
-    add("--format", choices=formats, metavar="KIND", help=kind)
-    template = "as data.chat_template (default: the tokenizer's)"
-    add("--chat-template", metavar="FILE", help=template)
-    workers = "cores to use (default: all)"
-    add("--workers", type=int, default=cores(), metavar="N", help=workers)
+    add("--format", kind, "KIND", choices=formats)
+    add("--chat-template", "as data.chat_template (default: the tokenizer's)", "FILE")
+    add("--workers", "cores to use (default: all)", "N", type=int, default=cores())
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
-    add("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
+    add("--part-tokens", tokens, "N", type=int, default=1 << 27)
 
 
 def _add_verify(actions: Commands) -> None:
@@ -87,12 +80,10 @@ def _add_verify(actions: Commands) -> None:
         "Sizes, offsets and hashes of all parts. Files of other programs have no hashes: what "
         "they tell is checked"
     )
-    add = add_to_group(actions, _verify, help, more).add_argument
-    folder = "prepared folder, or files of Megatron-LM or numpy"
-    add("folder", type=Path, metavar="FOLDER", help=folder)
-    workers = "threads (default: cores, 8 at most)"
-    add("--workers", type=int, default=min(cores(), 8), metavar="N", help=workers)
-    add("--json", action="store_true", help="print JSON")
+    add = add_to_group(actions, _verify, help, more).add
+    add("folder", "prepared folder, or files of Megatron-LM or numpy", "FOLDER", type=Path)
+    add("--workers", "threads (default: cores, 8 at most)", "N", type=int, default=min(cores(), 8))
+    add("--json", "print JSON")
 
 
 def _add_peek(actions: Commands) -> None:
@@ -100,13 +91,13 @@ def _add_peek(actions: Commands) -> None:
     parser = add_to_group(actions, _peek, help, FLAGS)
     # It shows documents.
     parser.set_defaults(verbatim=True)
-    add = parser.add_argument
-    add("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    add("--rows", type=int, default=2, metavar="N", help="sequences to print (default: 2)")
-    add("--step", type=int, default=1, metavar="N", help="from this step on (default: 1)")
-    add("--rank", type=int, metavar="R", help="only those of one data-parallel rank")
-    add("--ids", action="store_true", help="print the ids, too")
-    add("--validation", action="store_true", help="the validation's text instead")
+    add = parser.add
+    add("file", _CONFIG, "CONFIG", nargs="?")
+    add("--rows", "sequences to print (default: 2)", "N", type=int, default=2)
+    add("--step", "from this step on (default: 1)", "N", type=int, default=1)
+    add("--rank", "only those of one data-parallel rank", "R", type=int)
+    add("--ids", "print the ids, too")
+    add("--validation", "the validation's text instead")
     _add_ranks(parser)
 
 
@@ -114,45 +105,43 @@ def _add_at_step(actions: Commands) -> None:
     help = "list the documents of the batch of a step"
     more = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
     parser = add_to_group(actions, _at_step, help, more)
-    parser.add_argument("step", type=int, metavar="N", help="the step, from 1")
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add("step", "the step, from 1", "N", type=int)
+    parser.add("file", _CONFIG, "CONFIG", nargs="?")
+    parser.add("--json", "print JSON")
     _add_ranks(parser)
 
 
 def _add_stats(actions: Commands) -> None:
     help = "count the documents and tokens of a config's text"
     parser = add_to_group(actions, _stats, help, FLAGS)
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add("file", _CONFIG, "CONFIG", nargs="?")
+    parser.add("--json", "print JSON")
     _add_ranks(parser)
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
+def _add_ranks(parser: Parser) -> None:
     ranks = "ranks of the run (default: as for `titanlite config check`)"
-    parser.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    parser.add("--world-size", ranks, "N", type=int)
     trust.add_argument(parser.add_argument)
 
 
-def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+def _fetch(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.tools.hub.fetch import fetch
 
-    no_flags(flags)
     try:
         return fetch(
             arguments.source, arguments.out, arguments.files, arguments.subset, arguments.split
         )
     except KeyboardInterrupt:
-        print("stopped: the same command continues", file=sys.stderr)
+        say("stopped: the same command continues")
         return "", exit_codes.INTERRUPTED
 
 
-def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.config.data_sections import Data
     from titanlite.tools.commands.prepare import prepare
     from titanlite.tools.commands.prepare_tasks import Options
 
-    no_flags(flags)
     if arguments.workers < 1 or arguments.part_tokens < 1:
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
@@ -178,14 +167,13 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
             arguments.split,
         )
     except KeyboardInterrupt:
-        print("stopped: finished parts are kept; the same command continues", file=sys.stderr)
+        say("stopped: finished parts are kept; the same command continues")
         return "", exit_codes.INTERRUPTED
 
 
-def _verify(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.tools.commands.verify_tokens import verify
 
-    no_flags(flags)
     if arguments.workers < 1:
         raise DataError("--workers: expected a whole number >= 1")
     verdict = verify(arguments.folder, arguments.workers)
@@ -193,29 +181,29 @@ def _verify(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[
     return text, exit_codes.ERROR if verdict.problems else exit_codes.DONE
 
 
-def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+def _peek(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    run = _open(arguments, flags, arguments.validation)
-    return look.peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
+    run = _open(arguments, arguments.validation)
+    a = arguments
+    return look.peek(run, a.rows, a.step, a.rank, a.ids, a.style)
 
 
-def _at_step(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _at_step(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    return look.at_step(_open(arguments, flags), arguments.step, arguments.json)
+    return look.at_step(_open(arguments), arguments.step, arguments.json)
 
 
-def _stats(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+def _stats(arguments: argparse.Namespace) -> str:
     from titanlite.tools.commands import look
 
-    return look.stats(_open(arguments, flags), arguments.json)
+    return look.stats(_open(arguments), arguments.json)
 
 
-def _open(arguments: argparse.Namespace, flags: list[str], validation: bool = False) -> Run:
+def _open(arguments: argparse.Namespace, validation: bool = False) -> Run:
     """Return the run that CONFIG and the flags of a command name."""
     from titanlite.tools.commands import look
 
-    file = arguments.file
-    ranks = arguments.world_size
-    return look.open_run(file, flags, ranks, validation, arguments.trust_code)
+    a = arguments
+    return look.open_run(a.file, a.flags, a.world_size, validation, a.trust_code)

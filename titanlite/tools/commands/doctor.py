@@ -16,7 +16,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,8 +31,8 @@ from titanlite.plan.plan import checkpoint_disk
 from titanlite.runs.provenance import versions
 from titanlite.start.fit import check_config
 from titanlite.start.supported import accelerator_warning
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style, cores, counted, human_bytes
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.utils import Style, cores, counted, human_bytes, say, sync
 
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
@@ -81,28 +80,26 @@ Check = Callable[[], _Found]
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite doctor` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "doctor",
-        help="examine this machine: versions, devices, network, folders, clock",
-        description="Examine this machine and print each finding with its fix. With CONFIG also "
+        "examine this machine: versions, devices, network, folders, clock",
+        "Examine this machine and print each finding with its fix. With CONFIG also "
         f"what that config needs, and its folders. {FLAGS}",
-        epilog="Exit status: 0, or 1 with an error among the findings, or 2 for a wrong config.",
-        allow_abbrev=False,
+        "Exit status: 0, or 1 with an error among the findings, or 2 for a wrong config.",
     )
     add_files(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, with `findings`"
-    )
-    parser.set_defaults(run=_run)
+    parser.add("--json", "print one JSON object, with `findings`")
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    argv = [*files_of(arguments), *flags]
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    argv = [*files_of(arguments), *arguments.flags]
     run = check_config(argv, training=False)[1] if argv else None
     findings = examine(checks(run))
     code = exit_codes.ERROR if any(one.status == ERROR for one in findings) else exit_codes.DONE
     if not arguments.json:
-        return _report(findings, style), code
+        return _report(findings, arguments.style), code
     result = {
         "schema": SCHEMA,
         "host": socket.gethostname(),
@@ -195,7 +192,7 @@ def _wait(threads: dict[str, threading.Thread], seconds: float) -> list[str]:
         if now >= tell:
             tell = now + _TELL_SECONDS
             left = f"{began + seconds - now:.0f} s at most; Ctrl-C ends"
-            print(f"waiting for {', '.join(late)} ({left})", file=sys.stderr, flush=True)
+            say(f"waiting for {', '.join(late)} ({left})")
         threads[late[0]].join(min(tell, began + seconds) - now)
     return late
 
@@ -467,8 +464,7 @@ def _folder(name: str) -> _Found:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".titanlite-doctor-") as file:
             began = time.monotonic()
             file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
             took = time.monotonic() - began
             skew = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:

@@ -27,7 +27,7 @@ from titanlite.start.fit import check_loaded
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.commands.train import check_ranks, start_ranks
-from titanlite.tools.parser import FLAGS
+from titanlite.tools.parser import FLAGS, Commands, new_command
 from titanlite.utils import Table, logger, render, require
 
 if TYPE_CHECKING:
@@ -66,47 +66,38 @@ _NO_TRAINING = (
 )
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `evaluate` to argparse."""
-    evaluate = commands.add_parser(
+    evaluate = new_command(
+        commands,
+        _run,
         "evaluate",
-        help="measure a checkpoint on held-out text",
-        description="Print loss, perplexity and tokens for each validation text of a config, with "
+        "measure a checkpoint on held-out text",
+        "Print loss, perplexity and tokens for each validation text of a config, with "
         "the weights of a checkpoint. Nothing is trained or written. A process that "
         "torchrun starts is one of its ranks.",
-        epilog=(
+        (
             f"{FLAGS} Such as --validation.steps -1 for a full pass. Exit status: "
             "docs/reliability.md lists it."
         ),
-        allow_abbrev=False,
     )
     path = (
         "a run, its folder of checkpoints (the newest valid one), or one step-N; a folder or a URL"
     )
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help=path)
-    evaluate.add_argument(
-        "file",
-        nargs="?",
-        metavar="CONFIG",
-        help="TOML file (default: the config in the checkpoint)",
-    )
-    evaluate.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="start N ranks on this machine with torchrun",
-    )
-    evaluate.add_argument("--json", action="store_true", help="print a JSON object")
+    evaluate.add("checkpoint", path, "CHECKPOINT")
+    evaluate.add("file", "TOML file (default: the config in the checkpoint)", "CONFIG", nargs="?")
+    evaluate.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
+    evaluate.add("--json", "print a JSON object")
     trust.add_argument(evaluate.add_argument)
-    evaluate.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> NoReturn:
+def _run(arguments: argparse.Namespace) -> NoReturn:
     from titanlite import main
 
     ranks = arguments.nproc_per_node
     file = arguments.file
     trust_code = arguments.trust_code
+    flags = arguments.flags
     if ranks is None:
         main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
     check_ranks(ranks)
@@ -299,6 +290,4 @@ def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
         (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
         for name, one in losses.items()
     ]
-    return render(
-        Table(("text", "loss", "perplexity", "tokens"), cells, title=title), sys.stdout.isatty()
-    )
+    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title))

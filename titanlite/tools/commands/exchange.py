@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
-from titanlite.tools.commands.checkpoint_folders import check_weights, print_progress
-from titanlite.tools.parser import BASE, EMA, no_flags
-from titanlite.utils import human_bytes, human_time
+from titanlite.tools.commands.checkpoint_folders import check_weights
+from titanlite.tools.parser import BASE, EMA, Commands, Parser, new_command
+from titanlite.utils import human_bytes, human_time, say
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 DTYPE = "precision of the weights; as they are without it"
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `export` and `import` to argparse."""
     parser = _add(
         commands,
@@ -33,8 +32,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
     _add_paths(parser, ("RUN_OR_CHECKPOINT", run), ("FOLDER", "a new folder"))
-    parser.add_argument("--ema", action="store_true", help=EMA)
-    parser.add_argument("--base", type=to_path, metavar="PATH", help=BASE)
+    parser.add("--ema", EMA)
+    parser.add("--base", BASE, "PATH", type=to_path)
     parser.set_defaults(to="hf")
     trust.add_argument(parser.add_argument)
 
@@ -52,16 +51,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     trust.add_argument(parser.add_argument)
 
 
-def _add_paths(
-    parser: argparse.ArgumentParser, source: tuple[str, str], target: tuple[str, str]
-) -> None:
+def _add_paths(parser: Parser, source: tuple[str, str], target: tuple[str, str]) -> None:
     """Add the paths and the precision. source, target: name and help of each path."""
     for name, (metavar, help) in (("source", source), ("target", target)):
-        parser.add_argument(name, type=to_path, metavar=metavar, help=help)
-    parser.add_argument("--dtype", choices=PRECISIONS, help=DTYPE)
+        parser.add(name, help, metavar, type=to_path)
+    parser.add("--dtype", DTYPE, choices=PRECISIONS)
 
 
-def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:
+def _add(commands: Commands, name: str, help: str, text: str) -> Parser:
     checked = (
         "The files of the tokenizer and generation_config.json come along. At the end the logits "
         "of 64 random tokens are computed from what was read and from what was written, with "
@@ -69,21 +66,15 @@ def _add(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentPar
         "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
         "one block of the model."
     )
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=f"{text} {checked}",
-        epilog=f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits "
-        "that differ.",
-        allow_abbrev=False,
+    exits = (
+        f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that "
+        "differ."
     )
-    parser.set_defaults(run=_run)
-    return parser
+    return new_command(commands, _run, name, help, f"{text} {checked}", exits)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
-    no_flags(flags)
-    return convert_weights(arguments, report=print_progress)
+def _run(arguments: argparse.Namespace) -> str:
+    return convert_weights(arguments, report=say)
 
 
 def convert_weights(
@@ -103,7 +94,7 @@ def convert_weights(
         arguments.target,
         arguments.to,
         arguments.dtype,
-        progress(print_progress, ""),
+        progress(say, ""),
         ema=arguments.ema,
         report=report,
         trust_code=arguments.trust_code,

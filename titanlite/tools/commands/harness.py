@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
-from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.config.errors import ConfigError, bad_flag, problems_of, refuse
 from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, no_flags
-from titanlite.utils import Style, Table, escape, render
+from titanlite.tools.parser import Commands, new_command
+from titanlite.utils import Table, render, say
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.harness import HarnessTask
@@ -33,65 +33,54 @@ _BOOTSTRAP = 100_000
 
 def add_command(commands: Commands) -> None:
     """Add `eval` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "eval",
-        help="run tasks on a checkpoint",
-        description="Run tasks with the weights of a checkpoint, on one device: those of "
+        "run tasks on a checkpoint",
+        "Run tasks with the weights of a checkpoint, on one device: those of "
         "lm-evaluation-harness (pip install 'titanlite[eval]'), and files of your own, as "
         "docs/evaluation.md shows them. `titanlite evaluate` measures the loss on the held-out "
         "text of a config instead.",
-        allow_abbrev=False,
     )
     add_arguments(parser)
-    add = parser.add_argument
+    add = parser.add
     add(
         _TASKS,
+        "tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
+        "NAMES",
         required=True,
-        metavar="NAMES",
-        help="tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
     )
-    add("--include-path", metavar="FOLDER", help="folder with task files (YAML) of your own")
+    add("--include-path", "folder with task files (YAML) of your own", "FOLDER")
     add(
         "--num-fewshot",
+        "examples before each question (default: the task's own)",
+        "N",
         type=at_least(0),
-        metavar="N",
-        help="examples before each question (default: the task's own)",
     )
     add(
         "--limit",
+        "only the first N documents of each task, to try things out",
+        "N",
         type=at_least(1),
-        metavar="N",
-        help="only the first N documents of each task, to try things out",
     )
-    add(
-        "--batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="sequences at once (default: 8)",
-    )
+    add("--batch-size", "sequences at once (default: 8)", "N", type=at_least(1), default=8)
     add(
         "--text-key",
+        "field of the texts in a file of yours (default: text)",
+        "NAME",
         default="text",
-        metavar="NAME",
-        help="field of the texts in a file of yours (default: text)",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print a JSON object with the results and versions of the tasks",
-    )
-    parser.set_defaults(run=_run)
+    add("--json", "print a JSON object with the results and versions of the tasks")
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     check_weights(to_path(arguments.checkpoint))
     entries = arguments.tasks.split(",")
     own = _own_tasks(entries, arguments)
     harness = _harness_tasks(entries, arguments)
     loaded = load_model(arguments)
-    print(escape(loaded.summary), file=sys.stderr)
+    say(loaded.summary)
     scorer = _scorer(loaded, arguments.batch_size)
     # The harness prints its progress.
     with contextlib.redirect_stdout(sys.stderr):
@@ -116,12 +105,7 @@ def _own_tasks(
     from titanlite.features.tasks.own_files import read_own
 
     files = [entry for entry in entries if is_file(entry)]
-    problems = [
-        Problem("command line", key, message, hint, code=code)
-        for code, key, message, hint in entry_problems(files, _TASKS)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems_of(entry_problems(files, _TASKS), "command line"))
     return [read_own(path, arguments.text_key, arguments.limit) for path in files]
 
 
@@ -177,7 +161,7 @@ def _own_table(figures: dict[str, dict[str, float]]) -> list[str]:
             lines.append((name, metric, f"{value:.4f}"))
     if not lines:
         return []
-    return [render(Table(("task", "figure", "value"), lines, (0, 1)), sys.stdout.isatty())]
+    return [render(Table(("task", "figure", "value"), lines, (0, 1)))]
 
 
 def _tables(found: Any) -> list[str]:

@@ -6,12 +6,11 @@ import argparse
 import json
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.optim.schedule import LearningRate
 from titanlite.start.fit import check_config
 from titanlite.start.run_text import phases_of
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
 
 _WIDTH = 72
 _HEIGHT = 10
@@ -20,29 +19,22 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite lr` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "lr",
-        help="draw the learning rate of a config over its steps",
-        description=(
-            "Draw the learning rate over the steps of a run, and print it for some of them. "
-            f"{FLAGS}"
-        ),
-        allow_abbrev=False,
+        "draw the learning rate of a config over its steps",
+        (f"Draw the learning rate over the steps of a run, and print it for some of them. {FLAGS}"),
     )
     add_files(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print the learning rate of every step as a JSON list"
-    )
-    parser.set_defaults(run=_run)
+    parser.add("--json", "print the learning rate of every step as a JSON list")
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    run = check_config([*files_of(arguments), *flags], training=False)[1]
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    run = check_config([*files_of(arguments), *arguments.flags], training=False)[1]
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
-        raise ConfigError(
-            [Problem("", "training.epochs", message, "give --training.steps N for this command")]
-        )
+        raise unfit("training.epochs", message, "give --training.steps N for this command")
     phases = phases_of(run)
     rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=run.course)
     if phases is not None:

@@ -21,7 +21,7 @@ from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.tools import at_least
-from titanlite.tools.parser import BASE, EMA
+from titanlite.tools.parser import BASE, EMA, Parser
 from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
@@ -56,30 +56,25 @@ class LoadedModel:
     summary: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add CHECKPOINT and the options of `load_model`."""
-    add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--ema", action="store_true", help=EMA)
-    add("--base", type=to_path, metavar="PATH", help=BASE)
+    add = parser.add
+    add("checkpoint", CHECKPOINT, "CHECKPOINT")
+    add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
+    add("--ema", EMA)
+    add("--base", BASE, "PATH", type=to_path)
     precisions = ("float32", "bfloat16", "float16")
     add(
         "--dtype",
+        "precision of the weights (default: bfloat16 on a GPU, else float32)",
         choices=precisions,
-        help="precision of the weights (default: bfloat16 on a GPU, else float32)",
     )
     add(
         "--tokenizer",
-        metavar="PATH",
-        help="tokenizer file or folder (default: that of the run, or in the folder)",
+        "tokenizer file or folder (default: that of the run, or in the folder)",
+        "PATH",
     )
-    add(
-        "--context",
-        type=at_least(1),
-        metavar="N",
-        help="longest sequence in tokens (default: the model's own)",
-    )
+    add("--context", "longest sequence in tokens (default: the model's own)", "N", type=at_least(1))
     trust.add_argument(parser.add_argument)
 
 

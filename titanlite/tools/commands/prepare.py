@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -57,6 +56,8 @@ from titanlite.utils import (
     parse_json,
     progress_text,
     public_tree,
+    say,
+    sync,
 )
 
 PLAN = "prepare.json"
@@ -135,12 +136,10 @@ def _job(
     tokenizer = load_tokenizer(options.tokenizer_path)
     if options.tokenizer_path is None:
         # Before hours of work with one that was not meant.
-        print(
+        say(
             f"no --tokenizer: the bundled {BUNDLED_TOKENIZER.name} of {tokenizer.vocab_size:,} ids "
             "is taken. A model with a tokenizer of its own (model.tokenizer_path) needs its "
-            "tokens: --tokenizer PATH",
-            file=sys.stderr,
-            flush=True,
+            "tokens: --tokenizer PATH"
         )
     known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
     # The files of the first attempt are read again.
@@ -381,11 +380,7 @@ def _run(
                     speed = f"{text_bytes / 1e6 / (reported - began):,.1f} MB/s"
                     share = progress_text(text_bytes, total, reported - began)
                     groups = f"{len(finished)} of {counted(len(tasks), 'groups of files')}"
-                    print(
-                        f"{groups}: {words}, {speed}{share and f', {share}'}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    say(f"{groups}: {words}, {speed}{share and f', {share}'}")
             return [part for future in futures for part in future.result()]
         except BrokenProcessPool:
             raise DataError(
@@ -496,8 +491,7 @@ class _PartWriter:
         its task.
         """
         with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         checksums = {"tokens": f"{_HASH}:{self._hash.hexdigest()}"}
         others = {"offsets": np.array(self._offsets, dtype="<i8").tobytes()}
         if self._has_targets:

@@ -17,8 +17,8 @@ from titanlite.parallel.process import TUNABLES, chose_malloc
 from titanlite.start.fit import check_loaded
 from titanlite.start.signals import SIGNALS, exit_on_signals
 from titanlite.tools.commands.train import check_ranks, start_ranks
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import REMOVED, Style
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.utils import REMOVED
 
 #: Port of the first machine, by default.
 PORT = 29400
@@ -26,34 +26,30 @@ PORT = 29400
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite run` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "run",
-        help="train a config on all GPUs of this machine",
-        description="Check a config, then train it by torchrun on this machine and end with the "
+        "train a config on all GPUs of this machine",
+        "Check a config, then train it by torchrun on this machine and end with the "
         "code of its ranks. Rank 0 is shown, or the ranks of LOG_RANK, as 0,1; all "
         f"are in logs/ of job.dump_folder. {FLAGS}",
-        epilog="With launch.system, and without --nproc and --nnodes, it submits a job to that "
+        "With launch.system, and without --nproc and --nnodes, it submits a job to that "
         "scheduler, as `titanlite launch --submit` does. For several machines by hand, run "
         "the same command on each, with its own --node-rank. Exit status: "
         "docs/reliability.md lists it.",
-        allow_abbrev=False,
     )
     add_files(parser)
     ranks = "ranks (default: NGPU of the environment, else one per GPU; without a GPU 2 on the CPU)"
     parser.add_argument("--nproc", "--nproc-per-node", dest="nproc", metavar="N", help=ranks)
-    parser.add_argument(
-        "--nnodes", type=int, metavar="N", help="machines, each with so many ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0"
-    )
+    parser.add("--nnodes", "machines, each with so many ranks (default: 1)", "N", type=int)
+    parser.add("--node-rank", "number of this machine, from 0", "N", type=int, default=0)
     first = f"address of machine 0, which the others can reach (default port: {PORT})"
-    parser.add_argument("--master", metavar="HOST[:PORT]", help=first)
-    parser.set_defaults(run=_run)
+    parser.add("--master", first, "HOST[:PORT]")
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    argv = [*files_of(arguments), *flags]
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    argv = [*files_of(arguments), *arguments.flags]
     config, problems = read(argv)
     if (
         arguments.nproc is None

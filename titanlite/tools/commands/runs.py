@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,46 +12,39 @@ from typing import Any
 
 from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
-from titanlite.tools.parser import no_flags
+from titanlite.tools.parser import Commands, new_command
 from titanlite.utils import Table, escape_name, human_time, render
 
 NONE = "–"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `runs` to argparse."""
-    runs = commands.add_parser(
+    runs = new_command(
+        commands,
+        _run,
         "runs",
-        help="list runs and how they are doing",
-        description="List the runs below some folders, the newest first: state, step, losses, "
+        "list runs and how they are doing",
+        "List the runs below some folders, the newest first: state, step, losses, "
         "speed. "
         "A run without an end that shows no sign of life has died.",
-        allow_abbrev=False,
     )
-    runs.add_argument(
-        "folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)"
-    )
-    runs.add_argument("--json", action="store_true", help="print a JSON list, one object per run")
-    runs.add_argument(
-        "--attempts", action="store_true", help="show each run's attempts: how each began and ended"
-    )
-    runs.add_argument(
+    runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
+    runs.add("--json", "print a JSON list, one object per run")
+    runs.add("--attempts", "show each run's attempts: how each began and ended")
+    runs.add(
         "--goodput",
-        action="store_true",
-        help="show where the time of each run went: start-up, steps, waits, saves, lost steps, "
-        "downtime",
+        "show where the time of each run went: start-up, steps, waits, saves, lost steps, downtime",
     )
-    runs.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> str:
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
         if arguments.json:
             return to_json({str(run.folder): read_entries(run.folder) for run in found})
-        tables = (attempts_text(run.folder, sys.stdout.isatty()) for run in found)
+        tables = (attempts_text(run.folder) for run in found)
         return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
     if arguments.json:
         return to_json([_as_json(run) for run in found])
@@ -61,8 +53,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if arguments.goodput:
         from titanlite.tools.commands.runs_goodput import goodput_text
 
-        return goodput_text(found, sys.stdout.isatty())
-    return runs_text(found, sys.stdout.isatty())
+        return goodput_text(found)
+    return runs_text(found)
 
 
 def to_json(value: Any) -> str:
@@ -83,13 +75,11 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
     return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
 
 
-def runs_text(runs: Sequence[Run], terminal: bool) -> str:
+def runs_text(runs: Sequence[Run]) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
-    return "\n".join(
-        [render(table(runs), terminal), *(f"note: {escape_name(note)}" for note in notes)]
-    )
+    return "\n".join([render(table(runs)), *(f"note: {escape_name(note)}" for note in notes)])
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -165,7 +155,7 @@ def _tasks(run: Run) -> dict[str, float]:
     return found
 
 
-def attempts_text(folder: Path, terminal: bool) -> str:
+def attempts_text(folder: Path) -> str:
     """Return the attempts of a run as a table; "" where none is recorded."""
     problems: list[str] = []
     attempts = read_attempts(folder, problems)
@@ -209,7 +199,7 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     )
     return "\n".join(
         [
-            render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal),
+            render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder))),
             *notes,
             *said,
         ]

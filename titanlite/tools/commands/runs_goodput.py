@@ -39,7 +39,7 @@ def _mtbf(seen: Observed) -> dict[str, Any]:
     }
 
 
-def goodput_text(runs: Sequence[Run], terminal: bool) -> str:
+def goodput_text(runs: Sequence[Run]) -> str:
     """Return a table with the share of each part of the time, and below it how often runs failed.
 
     The goodput is the share of the part "steps".
@@ -58,7 +58,7 @@ def goodput_text(runs: Sequence[Run], terminal: bool) -> str:
             )
         notes += run.problems
     table = Table(("run", "time", "goodput", *_COLUMNS), rows)
-    return "\n".join([render(table, terminal), *(f"note: {escape_name(note)}" for note in notes)])
+    return "\n".join([render(table), *(f"note: {escape_name(note)}" for note in notes)])
 
 
 def _cells(found: Goodput | None) -> list[str]:

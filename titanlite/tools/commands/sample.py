@@ -22,8 +22,8 @@ from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, no_flags
-from titanlite.utils import Style, counted, escape
+from titanlite.tools.parser import Commands, Parser, new_command
+from titanlite.utils import Style, counted, escape, say
 
 if TYPE_CHECKING:
     from titanlite.training.generate import Sampling, TextStream
@@ -31,48 +31,41 @@ if TYPE_CHECKING:
 
 def add_command(commands: Commands) -> None:
     """Add `sample` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "sample",
-        help="continue text with a checkpoint",
-        description="Continue each TEXT with the weights of a checkpoint, token by token, on one "
+        "continue text with a checkpoint",
+        "Continue each TEXT with the weights of a checkpoint, token by token, on one "
         "device. Without TEXT the prompt is read from standard input. The text goes "
         "to standard output, figures go to standard error.",
-        allow_abbrev=False,
     )
     add_arguments(parser)
     _add_prompts(parser)
     _add_sampling(parser)
-    parser.set_defaults(run=_run)
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
-    file = "a prompt on each line, after those of the command line"
-    add("--prompt-file", metavar="FILE", help=file)
-    chat = "each prompt is a user's message, rendered by the chat template"
-    add("--chat", action="store_true", help=chat)
-    template = "Jinja file for --chat (default: the run's, or the tokenizer's)"
-    add("--chat-template", metavar="FILE", help=template)
+def _add_prompts(parser: Parser) -> None:
+    add = parser.add
+    add("prompts", "a prompt; - is standard input", "TEXT", nargs="*")
+    add("--prompt-file", "a prompt on each line, after those of the command line", "FILE")
+    add("--chat", "each prompt is a user's message, rendered by the chat template")
+    add("--chat-template", "Jinja file for --chat (default: the run's, or the tokenizer's)", "FILE")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    most = "most tokens to write (default: 256)"
-    add("--max-tokens", type=at_least(1), default=256, metavar="N", help=most)
-    temperature = "0 is --greedy (default: 1)"
-    add("--temperature", type=_number(0, None), default=1.0, metavar="T", help=temperature)
-    add("--greedy", action="store_true", help="always take the most probable token")
+def _add_sampling(parser: Parser) -> None:
+    add = parser.add
+    add("--max-tokens", "most tokens to write (default: 256)", "N", type=at_least(1), default=256)
+    add("--temperature", "0 is --greedy (default: 1)", "T", type=_number(0, None), default=1.0)
+    add("--greedy", "always take the most probable token")
     top_k = "draw from the K most probable tokens (0: all)"
-    add("--top-k", type=at_least(0), default=0, metavar="K", help=top_k)
+    add("--top-k", top_k, "K", type=at_least(0), default=0)
     top_p = "draw from the fewest that sum to P (1: all)"
-    add("--top-p", type=_number(0, 1), default=1.0, metavar="P", help=top_p)
+    add("--top-p", top_p, "P", type=_number(0, 1), default=1.0)
     seed = "the same seed gives the same text (default: 0)"
-    add("--seed", type=at_least(0), default=0, metavar="N", help=seed)
-    size = "prompts continued at once (default: 8)"
-    add("--batch-size", type=at_least(1), default=8, metavar="N", help=size)
-    as_json = "print a JSON object at the end instead of the text as it comes"
-    add("--json", action="store_true", help=as_json)
+    add("--seed", seed, "N", type=at_least(0), default=0)
+    add("--batch-size", "prompts continued at once (default: 8)", "N", type=at_least(1), default=8)
+    add("--json", "print a JSON object at the end instead of the text as it comes")
 
 
 def _number(low: float, high: float | None) -> Callable[[str], float]:
@@ -106,21 +99,20 @@ class Row:
     finish: str = ""
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> tuple[str, int]:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     check_weights(to_path(arguments.checkpoint))
     prompts = read_prompts(arguments.prompts, arguments.prompt_file)
     loaded = load_model(arguments)
     from titanlite.training.generate import Sampling
 
-    print(escape(loaded.summary), file=sys.stderr)
+    say(loaded.summary)
     rows = make_rows(loaded, prompts, arguments.chat, arguments.chat_template)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     started = time.perf_counter()
     show = None
     try:
-        show = None if arguments.json else _Printer(rows, style, arguments.chat)
+        show = None if arguments.json else _Printer(rows, arguments.style, arguments.chat)
         first_seconds = sample(
             loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show
         )
@@ -153,14 +145,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
         return to_json({**about, "samples": found}), exit_codes.DONE
     if cut := [str(number) for number, row in enumerate(rows, 1) if row.finish == "context"]:
         which = f"prompt {', '.join(cut)}" if len(rows) > 1 else "the text"
-        print(
-            f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it",
-            file=sys.stderr,
-        )
-    print(
-        f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s",
-        file=sys.stderr,
-    )
+        say(f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it")
+    say(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s")
     return "", exit_codes.DONE
 
 

@@ -9,37 +9,32 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite.config.errors import bad_flag
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style, require
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.utils import require
 
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite train` to argparse."""
-    train = commands.add_parser(
+    train = new_command(
+        commands,
+        _train,
         "train",
-        help="train a model on this machine",
-        description="Train a config, as train.py does: one rank in this process, or N ranks with "
+        "train a model on this machine",
+        "Train a config, as train.py does: one rank in this process, or N ranks with "
         "--nproc-per-node. A process that torchrun starts is one of its ranks: "
         "torchrun --nproc_per_node 8 -m titanlite train CONFIG",
-        epilog=f"{FLAGS} Exit status: docs/reliability.md lists it.",
-        allow_abbrev=False,
+        f"{FLAGS} Exit status: docs/reliability.md lists it.",
     )
     add_files(train)
-    train.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="start N ranks on this machine with torchrun",
-    )
-    train.set_defaults(run=_train)
+    train.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
 
 
-def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+def _train(arguments: argparse.Namespace) -> NoReturn:
     from titanlite import main
     from titanlite.start.fit import check_config
     from titanlite.start.signals import SIGNALS, exit_on_signals
 
-    argv = [*files_of(arguments), *flags]
+    argv = [*files_of(arguments), *arguments.flags]
     ranks = arguments.nproc_per_node
     if ranks is None:
         main.main(argv)

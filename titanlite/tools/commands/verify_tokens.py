@@ -4,7 +4,6 @@ compared.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,7 +21,7 @@ from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, PartHashes, check_offsets, check_part
 from titanlite.data.token_parts import Part
 from titanlite.data.token_paths import INDEX, is_index, is_tokens
-from titanlite.utils import counted, human_bytes, human_time
+from titanlite.utils import counted, human_bytes, human_time, say
 
 #: Seconds between two lines of progress.
 _REPORT_SECONDS = 10.0
@@ -94,7 +93,7 @@ class _Progress:
             f"{human_bytes(self._done)} of {human_bytes(self._total)} "
             f"({self._done / self._total:.0%})"
         )
-        print(f"{share}, {human_bytes(speed)}/s, {left} left", file=sys.stderr, flush=True)
+        say(f"{share}, {human_bytes(speed)}/s, {left} left")
 
 
 def verify(folder: Path, workers: int) -> Verdict:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
@@ -104,8 +104,7 @@ def tiny_config(
     """
     argv = [f"--job.config_file={config}", *flags]
     base, problems = read(argv)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     d = base.sections
     if d.model.name == "hf":
         message = "the drill shrinks a model by dim and n_layers, which models of transformers lack"

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,9 @@ from titanlite.tools.drill.runs import (
     records,
     saved_steps,
 )
+from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, stoppable
-from titanlite.utils import Style, escape, read_lines
+from titanlite.utils import Style, read_lines, say
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -48,36 +48,35 @@ faults passed, 1 if one failed (the folders of the runs are then kept), 2 if the
 command line is wrong, 130 after Ctrl-C."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add the command to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "drill",
-        help="test how a tiny copy of a config survives kills, damage, signals and other faults",
-        description="Train a tiny copy of CONFIG, with its features and kinds of parallelism, on "
+        "test how a tiny copy of a config survives kills, damage, signals and other faults",
+        "Train a tiny copy of CONFIG, with its features and kinds of parallelism, on "
         "CPU processes in a\n"
         "temporary folder. Inject faults, one per run. Compare the result bit for bit "
         "with a run without\na fault, or check the trace that the fault must leave.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_keys=True)
     names = [scenario.name for scenario in SCENARIOS]
     table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add = parser.add
+    add("config", "TOML file; also looked up in train_configs/", "CONFIG")
     add(
         "--ranks",
+        "processes (default: 2, or 4 with two kinds of parallelism)",
+        "N",
         type=at_least(2),
-        metavar="N",
-        help="processes (default: 2, or 4 with two kinds of parallelism)",
     )
-    add(
-        "--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable"
-    )
-    add("--list", action="version", version=table, help="print the names of the faults and exit")
-    add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
-    add("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_run)
+    add("--only", "only this fault; repeatable", "NAME", action="append", choices=names)
+    add("--list", "print the names of the faults and exit", action="version", version=table)
+    add("--compile", "leave training.compile as it is in CONFIG: slow")
+    add("--json", "print the result as JSON")
 
 
 @dataclass(frozen=True)
@@ -312,23 +311,23 @@ SCENARIOS = (
 _WIDTH = max(len(scenario.name) for scenario in SCENARIOS)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
-    tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
+    tiny = tiny_config(arguments.config, arguments.flags, arguments.ranks, arguments.compile)
     for line in tiny.notes:
-        _log(f"  {line}")
+        say(f"  {line}")
     folder = Path(tempfile.mkdtemp(prefix="titanlite-drill-"))
     results: list[dict[str, Any]] = []
     code = exit_codes.ERROR
     try:
         with stoppable():
-            code = _play(Workspace(tiny, folder), chosen, results, style)
+            code = _play(Workspace(tiny, folder), chosen, results, arguments.style)
     except Stopped as stop:
-        _log(f"stopped by {stop}")
+        say(f"stopped by {stop}")
         code = 128 + stop.number
     finally:
         if code == exit_codes.ERROR:
-            _log(f"the runs, with their output in console.log: {folder}")
+            say(f"the runs, with their output in console.log: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     if not arguments.json:
@@ -349,7 +348,7 @@ def _play(
     try:
         work.make_references()
     except RanksError as problem:
-        _log(f"{style.warn('FAIL')}    the run without a fault: {problem}")
+        say(f"{style.warn('FAIL')}    the run without a fault: {problem}")
         return exit_codes.ERROR
     for scenario in chosen:
         began = time.monotonic()
@@ -364,13 +363,8 @@ def _play(
             told = repr(problem)
         seconds = time.monotonic() - began
         word = style.good("pass") if passed else style.warn("FAIL")
-        _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
+        say(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
         results.append(
             {"name": scenario.name, "passed": passed, "seconds": round(seconds, 2), "told": told}
         )
     return exit_codes.DONE if all(result["passed"] for result in results) else exit_codes.ERROR
-
-
-def _log(text: str) -> None:
-    """Print progress to standard error; standard output has the result."""
-    print(escape(text), file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.foreign import open_weights, our_tensors
-from titanlite.checkpoint.hf_files import HF_CONFIG, holds_adapters, holds_weights
+from titanlite.checkpoint.hf_files import HF_CONFIG, hf_form, holds_adapters, holds_weights
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
     begin_folder,
@@ -58,7 +58,7 @@ from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
-from titanlite.utils import atomic_write, human_bytes
+from titanlite.utils import atomic_write, human_bytes, sync
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
@@ -390,13 +390,9 @@ def _write_hf(
     spec = get_spec(source.family)
     entries = describe(source.empty)
     try:
-        names = spec.hf_names(source.args)
-        config = spec.hf_config(source.args)
+        names, config = hf_form(spec, source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    reason = spec.why_not(source.args, "checkpoint.last_save_in_hf", 1)
-    if reason:
-        raise CheckpointError(f"{source.path}: {reason}")
     # The context that the weights came with.
     if source.context:
         config["max_position_embeddings"] = source.context
@@ -448,8 +444,7 @@ def _write_torch(source: Source, final: Path) -> None:
             for name in sorted(names, key=places.__getitem__):
                 stream.seek(places[name])
                 stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream)
         os.link(file, final)  # unlike a rename, it fails where there is a file
         sync_folder(final.parent)
     finally:

@@ -17,7 +17,7 @@ from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.remote import open_file
 from titanlite.data.shards import hub_files, url_files
-from titanlite.utils import counted, human_bytes, human_time
+from titanlite.utils import counted, human_bytes, human_time, sync
 
 _PIECE = 8 << 20
 #: Seconds for a source to come back.
@@ -94,8 +94,7 @@ def _copy(name: str, target: Path) -> int:
             with open(partial, "ab") as copy:
                 source.seek(copy.tell())
                 shutil.copyfileobj(source, copy, _PIECE)
-                copy.flush()
-                os.fsync(copy.fileno())
+                sync(copy)
     except DataError as error:
         raise DataError(f"{error}; the same command continues") from error
     size = partial.stat().st_size

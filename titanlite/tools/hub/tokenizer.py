@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.data import DataError
@@ -12,37 +11,28 @@ from titanlite.data.contact import reach
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.tools.parser import add_group, no_flags
-from titanlite.utils import Style, pip_install
+from titanlite.tools.parser import Commands, add_group, new_command
+from titanlite.utils import pip_install
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `titanlite tokenizer` and its commands to argparse."""
     actions = add_group(commands, "tokenizer", "fetch a tokenizer from the Hugging Face hub")
-    fetch = actions.add_parser(
+    fetch = new_command(
+        actions,
+        _fetch,
         "fetch",
-        help="download the tokenizer of a model",
-        description="Download the tokenizer's files of a model from the Hugging Face hub, and "
+        "download the tokenizer of a model",
+        "Download the tokenizer's files of a model from the Hugging Face hub, and "
         "check that titanlite reads them. HF_TOKEN, or a login of huggingface_hub, "
         "opens gated models.",
-        allow_abbrev=False,
     )
-    fetch.add_argument(
-        "repository", metavar="REPO", help="id of the model, such as meta-llama/Llama-3.1-8B"
-    )
-    fetch.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where to put them; default: assets/hf/NAME of REPO",
-    )
-    fetch.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
-    fetch.set_defaults(run=_fetch)
+    fetch.add("repository", "id of the model, such as meta-llama/Llama-3.1-8B", "REPO")
+    fetch.add("--out", "where to put them; default: assets/hf/NAME of REPO", "FOLDER", type=Path)
+    fetch.add("--revision", "branch, tag or commit; default: main", "NAME")
 
 
-def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str:
-
-    no_flags(flags)
+def _fetch(arguments: argparse.Namespace) -> str:
     repository = arguments.repository
     revision = arguments.revision
     folder = arguments.out or Path("assets", "hf", repository.rpartition("/")[2])

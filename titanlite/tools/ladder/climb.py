@@ -21,12 +21,12 @@ from titanlite.tools.ladder.target import Target, plan_of, schedule_note
 from titanlite.tools.processes import Stopped, tell
 from titanlite.tools.sweep.members import MemberResult
 from titanlite.tools.sweep.runs import run_members
-from titanlite.utils import Style, atomic_write
+from titanlite.utils import atomic_write
 
 PICTURE = "ladder.svg"
 
 
-def climb(target: Target, arguments: argparse.Namespace, style: Style) -> tuple[str, int]:
+def climb(target: Target, arguments: argparse.Namespace) -> tuple[str, int]:
     """Make the runs that are missing, write the results, and return the report.
 
     Raises LadderError, ConfigError and OSError.
@@ -57,20 +57,17 @@ def climb(target: Target, arguments: argparse.Namespace, style: Style) -> tuple[
         report = replace(report, notes=[*report.notes, note])
     atomic_write(folder / POINTS, to_json(report.as_json()) + "\n")
     atomic_write(folder / PICTURE, picture(report.fit, report.prediction))
-    text, code = _shown(report, arguments, style)
+    text, code = _shown(report, arguments)
     if not arguments.json:
         text += f"\nwritten: {folder / POINTS}, {folder / PICTURE}"
     return text, code
 
 
 def conclude(
-    points: Sequence[Point],
-    target: Target | None,
-    arguments: argparse.Namespace,
-    style: Style,
+    points: Sequence[Point], target: Target | None, arguments: argparse.Namespace
 ) -> tuple[str, int]:
     """Fit points from elsewhere, and return the report. Raises LadderError and ConfigError."""
-    return _shown(make_report(points, target, arguments), arguments, style)
+    return _shown(make_report(points, target, arguments), arguments)
 
 
 def _run(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Point], list[str]]:
@@ -114,10 +111,10 @@ def _too_few(error: LadderError, missing: Sequence[str]) -> str:
     return "\n".join([*lines, f"no law: {error}", "the same command makes the missing runs"])
 
 
-def _shown(report: Report, arguments: argparse.Namespace, style: Style) -> tuple[str, int]:
+def _shown(report: Report, arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.json:
         return to_json(report.as_json()), exit_codes.DONE
-    return report_text(report, style), exit_codes.DONE
+    return report_text(report, arguments.style), exit_codes.DONE
 
 
 def make_report(

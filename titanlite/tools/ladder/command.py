@@ -8,9 +8,8 @@ from pathlib import Path
 from titanlite import exit_codes
 from titanlite.config.errors import bad_flag
 from titanlite.tools import at_least, refuse_keys
-from titanlite.tools.parser import FLAGS, Commands, add_files
+from titanlite.tools.parser import FLAGS, Commands, Parser, add_files, new_command
 from titanlite.tools.plan.plan import price, token_count
-from titanlite.utils import Style
 
 _EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs
 in FOLDER are kept: after a kill or Ctrl-C the same command goes on.
@@ -22,41 +21,40 @@ signal's number after a signal. docs/ladder.md"""
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite ladder` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "ladder",
-        help="train small models, and predict the loss of a config by a scaling law",
-        description="Predict the loss of CONFIG with its error. Smaller models of its proportions "
+        "train small models, and predict the loss of a config by a scaling law",
+        "Predict the loss of CONFIG with its error. Smaller models of its proportions "
         "are trained for several horizons. L(N, D) = E + A/N^a + B/D^b is fitted to their losses. "
         f"With a GPU's name, time and price, too. {FLAGS}",
-        epilog=_EPILOG,
-        allow_abbrev=False,
+        _EPILOG,
     )
     add_files(parser)
-    add = parser.add_argument
+    add = parser.add
     folder = "folder of the ladder (default: job.dump_folder with -ladder behind it)"
-    add("--folder", type=Path, metavar="FOLDER", help=folder)
-    add("--dry-run", action="store_true", help="print the runs and their tokens, and run nothing")
-    ranks = "ranks of each run (default: 1)"
-    add("--nproc-per-node", type=at_least(1), metavar="N", help=ranks)
-    add("--at-once", type=at_least(1), metavar="N", help="runs at a time (default: 1)")
+    add("--folder", folder, "FOLDER", type=Path)
+    add("--dry-run", "print the runs and their tokens, and run nothing")
+    add("--nproc-per-node", "ranks of each run (default: 1)", "N", type=at_least(1))
+    add("--at-once", "runs at a time (default: 1)", "N", type=at_least(1))
     fit = "fit the points of points.json, or of a CSV (parameters, tokens, loss); train nothing"
-    add("--fit", type=Path, metavar="FILE", help=fit)
+    add("--fit", fit, "FILE", type=Path)
     at = "with --fit: predict N parameters (without the embedding) and D tokens, as 7B:160B"
-    add("--at", type=_size_and_tokens, metavar="N:D", help=at)
-    add("--far", action="store_true", help="predict more than 100 times beyond the largest run")
+    add("--at", at, "N:D", type=_size_and_tokens)
+    add("--far", "predict more than 100 times beyond the largest run")
     _add_hardware(parser)
-    add("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_run)
+    add("--json", "print the result as JSON")
 
 
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--gpu", metavar="NAME", help="GPU that CONFIG itself will train on, as h100-80g")
-    add("--gpus", type=at_least(1), metavar="N", help="its number over all machines")
-    add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
-    add("--nodes", type=at_least(1), metavar="N", help="machines")
+def _add_hardware(parser: Parser) -> None:
+    add = parser.add
+    add("--gpu", "GPU that CONFIG itself will train on, as h100-80g", "NAME")
+    add("--gpus", "its number over all machines", "N", type=at_least(1))
+    add("--instance", "kind of machine on AWS, as p5.48xlarge", "TYPE")
+    add("--nodes", "machines", "N", type=at_least(1))
     hours = "price of one GPU for an hour; none: no price is shown"
-    add("--price-per-gpu-hour", type=price, metavar="X", help=hours)
+    add("--price-per-gpu-hour", hours, "X", type=price)
 
 
 def _size_and_tokens(text: str) -> tuple[int, int]:
@@ -67,7 +65,7 @@ def _size_and_tokens(text: str) -> tuple[int, int]:
     return token_count(parameters), token_count(tokens)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     _check_options(arguments)
     from titanlite.tools.ladder.climb import climb, conclude
     from titanlite.tools.ladder.files import read_points
@@ -75,16 +73,17 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     from titanlite.tools.ladder.rungs import OWN
     from titanlite.tools.ladder.target import target_of
 
+    flags = arguments.flags
     if arguments.fit and not (arguments.files or flags):
-        return conclude(read_points(arguments.fit), None, arguments, style)
+        return conclude(read_points(arguments.fit), None, arguments)
     if not arguments.fit:
         refuse_keys(flags, OWN)
     target = target_of(arguments, flags)
     if arguments.fit:
-        return conclude(read_points(arguments.fit), target, arguments, style)
+        return conclude(read_points(arguments.fit), target, arguments)
     if arguments.dry_run:
-        return list_text(target, style), exit_codes.DONE
-    return climb(target, arguments, style)
+        return list_text(target, arguments.style), exit_codes.DONE
+    return climb(target, arguments)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

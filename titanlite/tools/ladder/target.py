@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titanlite.config.checks import placed
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.rules import Finding
@@ -61,14 +61,11 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     Raises ConfigError and LadderError for what cannot be the end of a ladder.
     """
     config, problems = read([*files_of(arguments), *flags])
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     # What this machine lacks matters only to runs on it.
     runs = not (arguments.fit or arguments.dry_run)
     config, run = check_loaded(config, problems, ranks_of(arguments, config), training=runs)
-    found = placed(config, list(_obstacles(config)))
-    if found:
-        raise ConfigError(found)
+    refuse(placed(config, list(_obstacles(config))))
     run = with_vocabulary(run)
     args = run.model_args()
     if not isinstance(args, LlamaArgs):

@@ -28,8 +28,8 @@ from titanlite.runs.provenance import config_text
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
 from titanlite.tools import at_least, templates
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
-from titanlite.utils import REMOVED, Style, control_characters, escape_name
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.utils import REMOVED, control_characters, escape_name
 
 How = Literal["print", "write", "submit"]
 _TEMPLATES = Path(__file__).parents[2] / "deploy"
@@ -103,16 +103,17 @@ class Job(NamedTuple):
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite launch` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "launch",
-        help="write the job of a config for a cluster, and submit it",
-        description="Write a job for a scheduler: section [launch] says on which machines. The "
+        "write the job of a config for a cluster, and submit it",
+        "Write a job for a scheduler: section [launch] says on which machines. The "
         "rest of the config is checked for their ranks. The job and the resolved "
         "config go to launch/ in job.dump_folder, which all machines must see. "
         f"{FLAGS}",
-        epilog="docs/launch/ has a page for each system, docs/config-keys.md every key of "
+        "docs/launch/ has a page for each system, docs/config-keys.md every key of "
         "[launch], as --launch.nodes 2 --launch.spare_nodes 1.",
-        allow_abbrev=False,
     )
     parser.add_argument("system", choices=list(_SYSTEMS), help="the scheduler")
     add_files(parser)
@@ -124,16 +125,16 @@ def add_command(commands: Commands) -> None:
     at_once = "with --sweep: runs at a time (default: all)"
     parser.add_argument("--at-once", type=at_least(1), metavar="N", help=at_once)
     # A printed job has to work.
-    parser.set_defaults(run=_run, verbatim=True)
+    parser.set_defaults(verbatim=True)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     how: How = "write"
     if arguments.dry_run:
         how = "print"
     elif arguments.submit:
         how = "submit"
-    argv = [*files_of(arguments), *flags]
+    argv = [*files_of(arguments), *arguments.flags]
     if arguments.at_once is not None and not arguments.sweep:
         raise bad_flag("--at-once", "needs --sweep")
     if not arguments.sweep:

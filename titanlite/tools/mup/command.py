@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.config.errors import bad_flag, problems_of, refuse, unfit
 from titanlite.config.sections import Mup
 from titanlite.features.mup.checks import misfits
 from titanlite.models.llama_args import LlamaArgs
@@ -21,7 +20,7 @@ from titanlite.tools.commands.runs import to_json
 from titanlite.tools.mup.models import Models, models_of
 from titanlite.tools.mup.verdict import LIMIT, Line, as_json, verdict
 from titanlite.tools.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
-from titanlite.utils import Style, Table, counted, render
+from titanlite.utils import Table, counted, render
 
 if TYPE_CHECKING:
     import torch
@@ -51,23 +50,21 @@ def add_commands(commands: Commands) -> None:
     help = "train several widths for a few steps, and compare how much their activations change"
     parser = add_to_group(actions, _check, help, _ABOUT, _EXITS)
     add_files(parser)
-    add = parser.add_argument
+    add = parser.add
     widths = "values of dim (default: the first four of 64, 128, 256, … that the model can have)"
-    add("--widths", metavar="N,N,…", type=_widths, default=(), help=widths)
-    add("--steps", type=at_least(1), default=4, metavar="N", help="steps of each (default: 4)")
-    layers = "blocks of the models at most (default: 4)"
-    add("--layers", type=at_least(1), default=4, metavar="N", help=layers)
+    add("--widths", widths, "N,N,…", type=_widths, default=())
+    add("--steps", "steps of each (default: 4)", "N", type=at_least(1), default=4)
+    add("--layers", "blocks of the models at most (default: 4)", "N", type=at_least(1), default=4)
     # So few that updates add up in the same direction for most tokens, at small widths too.
     tokens = "tokens of a step, one sequence (default: 16)"
-    add("--tokens", type=at_least(2), default=16, metavar="N", help=tokens)
+    add("--tokens", tokens, "N", type=at_least(2), default=16)
     seeds = "seeds of initial weights, whose sizes are averaged (default: 3)"
-    add("--seeds", type=at_least(1), default=3, metavar="N", help=seeds)
-    add("--random", action="store_true", help="random tokens in place of the config's text")
-    device = "cpu, cuda or cuda:N (default: a GPU if there is one)"
-    add("--device", metavar="NAME", help=device)
+    add("--seeds", seeds, "N", type=at_least(1), default=3)
+    add("--random", "random tokens in place of the config's text")
+    add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
     png = f"the picture (default: {_PICTURE}); a dark one is written beside it"
-    add("--png", metavar="FILE", type=Path, help=png)
-    add("--json", action="store_true", help="print a JSON object, and draw only with --png")
+    add("--png", png, "FILE", type=Path)
+    add("--json", "print a JSON object, and draw only with --png")
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -80,14 +77,14 @@ def _widths(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    words = [*files_of(arguments), *flags]
+def _check(arguments: argparse.Namespace) -> tuple[str, int]:
+    words = [*files_of(arguments), *arguments.flags]
     run = check_config(words, training=False)[1]
     tokenizer_size = _tokenizer_size(run)
     args = run.model_args(tokenizer_size)
     if not isinstance(args, LlamaArgs):
         message = f"has no rules for the matrices of model.name = {run.model.name!r}"
-        raise ConfigError([Problem("", _BASE, message)])
+        raise unfit(_BASE, message)
     models = models_of(args, run.mup, arguments.widths, arguments.layers)
     if not run.mup.base_dim:
         # With a base model the optimizer's settings are checked.
@@ -114,7 +111,7 @@ def _check(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[s
                 "written": list(map(str, drawn)),
             }
         ), code
-    parts = [f"{title}; {source}", render(_table(lines, models), sys.stdout.isatty())]
+    parts = [f"{title}; {source}", render(_table(lines, models))]
     parts.append("\n".join(told))
     if drawn:
         parts.append(f"written: {', '.join(map(str, drawn))}")
@@ -134,9 +131,7 @@ def _check_model(run: RunConfig, models: Models) -> None:
     """Raise ConfigError for a model whose multipliers have no place."""
     given = Mup(models.base.dim, models.kept)
     found = misfits(replace(run, mup=given), models.of[models.widths[-1]])
-    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in found]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems_of(found))
 
 
 def _task(run: RunConfig, arguments: argparse.Namespace, models: Models) -> tuple[Task, str]:

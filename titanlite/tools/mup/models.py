@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, unfit
 from titanlite.config.sections import Mup
 from titanlite.features.mup.base import base_args
 from titanlite.models.llama_args import LlamaArgs
@@ -70,7 +70,7 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> M
         unit = math.lcm(args.dim // math.gcd(args.dim, args.n_heads), 8)
         fit = ",".join(str(unit * count) for count in (1, 2, 4, 8))
         hint = f"give multiples of a head's width: --widths {fit}"
-        raise ConfigError([Problem("", "--widths", "; ".join(problems), hint)])
+        raise unfit("--widths", "; ".join(problems), hint)
     return Models(found[min(found)] if base is None else base, found, kept)
 
 

@@ -35,7 +35,7 @@ from titanlite.plan.text import gpu_table, plan_text
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.fit import fitted, many_passes, smallest_world, unclear_texts
 from titanlite.tools import at_least
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.tools.plan.failure_options import NEED_MTBF, add_failures
 from titanlite.utils import Style, atomic_write
 
@@ -46,24 +46,25 @@ _MOST = 4096
 def add_command(commands: Commands) -> None:
     """Add `titanlite plan` to argparse."""
     code = exit_codes.OUT_OF_MEMORY
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "plan",
-        help="predict memory, speed, time and disk of a config, without a GPU",
-        description="Predict what a run needs: memory of each GPU by part, host memory, disk, "
+        "predict memory, speed, time and disk of a config, without a GPU",
+        "Predict what a run needs: memory of each GPU by part, host memory, disk, "
         "speed, time and cost. Without a word on the hardware: that of [launch], "
         f"else the fewest GPUs of each kind that the run fits. {FLAGS}",
-        epilog=(
+        (
             f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. "
             "docs/plan.md"
         ),
-        allow_abbrev=False,
     )
     add_files(parser)
     _add_hardware(parser)
     _add_options(parser)
     _add_search(parser)
     add_failures(parser)
-    parser.set_defaults(run=_run, exact=None, search=None)
+    parser.set_defaults(exact=None, search=None)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +137,10 @@ def price(text: str) -> float:
     return number
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     _check_options(arguments)
-    config, problems = read([*files_of(arguments), *flags], defer=True)
+    style = arguments.style
+    config, problems = read([*files_of(arguments), *arguments.flags], defer=True)
     problems = problems or contradictions(config) or unclear_texts(config)
     if problems:
         raise ConfigError(problems)
@@ -152,7 +154,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = replace(cluster_of(run, **names), price=arguments.price)
     if arguments.search:
-        return _searched(cluster, arguments, flags, style)
+        return _searched(cluster, arguments)
     return _planned(run, cluster, arguments, style)
 
 
@@ -182,19 +184,17 @@ def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
     return nodes and nodes * (size or DEFAULT_GPUS_PER_NODE)
 
 
-def _searched(
-    cluster: Cluster, arguments: argparse.Namespace, flags: list[str], style: Style
-) -> tuple[str, int]:
+def _searched(cluster: Cluster, arguments: argparse.Namespace) -> tuple[str, int]:
     """Search the settings of a config for a cluster."""
     from titanlite.tools.plan import search_text
     from titanlite.tools.plan.search import search
 
-    argv = [*files_of(arguments), *flags]
+    argv = [*files_of(arguments), *arguments.flags]
     result = search(argv, cluster, allow=arguments.allow or ())
     if arguments.json:
         text = as_json(search_text.as_json(result))
     else:
-        text = "\n".join(search_text.lines(result, style))
+        text = "\n".join(search_text.lines(result, arguments.style))
     if not result.ranked:
         return text, exit_codes.OUT_OF_MEMORY
     if arguments.write:

@@ -21,30 +21,30 @@ from titanlite.features.hub.record import FOLDER, note
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.record import CONFIG
 from titanlite.start.signals import end_with_parent
-from titanlite.tools.commands.checkpoint_folders import print_progress
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS
-from titanlite.tools.parser import BASE, EMA, no_flags
+from titanlite.tools.parser import BASE, EMA, Commands, new_command
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.tools.push.subject import BEST, LATEST, Subject, find_subject
-from titanlite.utils import human_bytes, human_time
+from titanlite.utils import human_bytes, human_time, say
 
 MAIN = "main"
 #: Where exports wait that no folder of a run is known for.
 _ELSEWHERE = Path("titanlite-hub")
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `push` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "push",
-        help="upload a checkpoint with a model card to the Hugging Face hub",
-        description="Export a checkpoint as `titanlite export` does, and write a model card from "
+        "upload a checkpoint with a model card to the Hugging Face hub",
+        "Export a checkpoint as `titanlite export` does, and write a model card from "
         "its run. Upload both to a repository of the Hugging Face hub. Adapters go up in PEFT's "
         "format. HF_TOKEN, or a login of huggingface_hub, gives the token. A push that was cut "
         "short goes on with the same command, and sends no file twice.",
-        epilog=f"Exit status: {exit_codes.CONFIG} where the hub refuses, "
+        f"Exit status: {exit_codes.CONFIG} where the hub refuses, "
         f"{exit_codes.CHECKPOINT} for weights that cannot be used or logits that differ.",
-        allow_abbrev=False,
     )
     what = "a run, its folder of checkpoints, one step-N, or exported weights"
     parser.add_argument("source", type=to_path, metavar="RUN_OR_CHECKPOINT", help=what)
@@ -81,7 +81,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--json", action="store_true", help="print the commits as JSON")
     parser.add_argument("--of-run", type=int, help=argparse.SUPPRESS)
     trust.add_argument(parser.add_argument)
-    parser.set_defaults(run=_run)
 
 
 def _repository(text: str) -> str:
@@ -104,8 +103,7 @@ class _Push:
     branches: tuple[str, ...]
 
 
-def _run(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> Any:
-    no_flags(flags)
+def _run(arguments: argparse.Namespace) -> Any:
     if arguments.of_run is not None:
         # A run that dies takes its uploads along.
         end_with_parent(signal.SIGTERM, arguments.of_run)
@@ -113,7 +111,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> Any:
         try:
             return _push_all(arguments)
         except Stopped as stopped:
-            print_progress("stopped; the same command continues")
+            say("stopped; the same command continues")
             return "", exit_codes.after_signal(stopped.number)
 
 
@@ -245,7 +243,7 @@ def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[s
     staged = stage(subject, form, work)
     weights = weights_in(staged.folder)
     for line in _left_out(staged.folder):
-        print_progress(line)
+        say(line)
     done = []
     for branch in push.branches:
         began = time.perf_counter()

@@ -19,9 +19,8 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.pin import pinned
 from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
-from titanlite.tools.commands.checkpoint_folders import print_progress
 from titanlite.tools.push.subject import Subject
-from titanlite.utils import atomic_write, parse_json
+from titanlite.utils import atomic_write, parse_json, say
 
 _LOCK = "lock"
 _COMPARISON = "comparison.json"
@@ -64,7 +63,7 @@ def locked(work: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_progress(f"another push works in {work}: waiting for its end")
+            say(f"another push works in {work}: waiting for its end")
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError:
             # A file system without locks: exports have names that tell their content.
@@ -121,17 +120,17 @@ def _export(path: AnyPath, target: Path, manifest: Manifest, form: Form, lines: 
     from titanlite.tools.hub.convert import convert
 
     def report(line: str) -> None:
-        print_progress(line)
+        say(line)
         lines.append(line)
 
     kind = form.kind(manifest)
-    print_progress(f"exporting {path}")
+    say(f"exporting {path}")
     convert(
         path,
         target,
         kind,
         form.dtype,
-        progress(print_progress, "exported "),
+        progress(say, "exported "),
         ema=form.ema,
         report=report if form.verify else None,
         trust_code=form.trust_code,

@@ -16,9 +16,8 @@ from typing import Any
 
 from titanlite.features.hub.branches import README, heads, matches, read_branch, refuse_others
 from titanlite.features.hub.contact import HubError, asked, hub_api
-from titanlite.tools.commands.checkpoint_folders import print_progress
 from titanlite.tools.push.card import Card, merged
-from titanlite.utils import human_bytes
+from titanlite.utils import human_bytes, say
 
 #: Names of what an export may hold; files of other names on a branch stay.
 _OURS = (
@@ -106,7 +105,7 @@ def _additions(
     left = sum(one.upload_info.size for one in large)
     for number, one in enumerate(large, 1):
         size = one.upload_info.size
-        print_progress(
+        say(
             f"{branch}: {number} of {len(large)}: {one.path_in_repo}, {human_bytes(size)}, "
             f"{human_bytes(left)} left"
         )

@@ -15,7 +15,7 @@ from titanlite.config.entries import Entry
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.load import read
 from titanlite.tools import at_least
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, no_flags
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command, no_flags
 from titanlite.tools.processes import Stopped
 from titanlite.tools.sweep.folder import (
     BEST,
@@ -41,7 +41,7 @@ from titanlite.tools.sweep.picture import picture
 from titanlite.tools.sweep.points import Sweep, sweep_of
 from titanlite.tools.sweep.runs import Crew, held, make_slots, refuse_changes
 from titanlite.tools.sweep.table import best_of, groups_of, notes, table
-from titanlite.utils import Style, Table, atomic_write, counted, human_count, public, render
+from titanlite.utils import Table, atomic_write, counted, human_count, public, render
 
 _ENABLE = "validation.enable"
 
@@ -52,15 +52,16 @@ runs in the folder, 130 after Ctrl-C. docs/sweep.md"""
 
 def add_command(commands: Commands) -> None:
     """Add `titanlite sweep` to argparse."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
+        _run,
         "sweep",
-        help="train a config at several learning rates, or other values, and compare the losses",
-        description="Train a config at each point of its table [sweep]: each run in a folder of "
+        "train a config at several learning rates, or other values, and compare the losses",
+        "Train a config at each point of its table [sweep]: each run in a folder of "
         "its own. All points are checked before the first run. A sweep that was stopped or killed "
         "goes on with the same command. At the end it prints the losses, and writes a picture and "
         "the config of the best point.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
+        _EPILOG,
     )
     add_files(parser)
     add = parser.add_argument
@@ -76,7 +77,6 @@ def add_command(commands: Commands) -> None:
     show = "print the table of a sweep again, and write its files; nothing is run"
     one("--show", type=Path, metavar="FOLDER", help=show)
     add("--json", action="store_true", help="print the results, or the points, as JSON")
-    parser.set_defaults(run=_run)
 
 
 #: Option → those that have no effect beside it, by their names in argparse.
@@ -99,15 +99,15 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
                 raise bad_flag(f"--{other.replace('_', '-')}", f"has no effect with {name}")
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     _refuse_idle(arguments)
     if arguments.show is not None:
-        no_flags(flags)
+        no_flags(arguments.flags)
         if arguments.files:
             raise bad_flag("--show", "takes the folder of a sweep, and no config file")
         return report(read_plan(arguments.show), arguments.show, arguments.json)
     ranks = arguments.nproc_per_node or 1
-    asked = asked_for(files_of(arguments), flags, arguments.folder, ranks)
+    asked = asked_for(files_of(arguments), arguments.flags, arguments.folder, ranks)
     if arguments.member is not None:
         train_member(asked, arguments.member)
     checked = check_members(asked.sweep.members, asked.config_args, asked.folder, asked.ranks)
