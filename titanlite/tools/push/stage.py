@@ -85,7 +85,7 @@ def stage(subject: Subject, form: Form, work: Path) -> Staged:
     if not target.is_dir():
         _remove_parts(work)
         lines: list[str] = []
-        with pinned(subject.path, print_progress):
+        with pinned(subject.path, say):
             # It may have been deleted just before the pin.
             read_manifest(subject.path)
             notes.mkdir(parents=True, exist_ok=True)
