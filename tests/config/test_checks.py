@@ -403,6 +403,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
+    ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="m:f"}}]', "only training.dataset"),
     ("missing", "data.source[1].name", f"{SOURCE}{{weight=2}}]", "path"),
     ("conflict", "data.source[1].name", f'{SOURCE}{{path="."}}]', "two sources"),
     ("conflict", "training.epochs", f"{SOURCE}] training.epochs=2", "data.source"),

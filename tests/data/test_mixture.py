@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.sources import Numbers
+from tests.support.texts import write_records
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.course import Course, StepSize
@@ -23,7 +24,7 @@ from titanlite.data.skip_ranges import take
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start.fit import load_config
-from titanlite.start.run_text import phases_of
+from titanlite.start.run_text import phases_of, read_datasets
 from titanlite.step import ReplicationFactors
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 from titanlite.training.bad_steps import BadStepError
@@ -82,6 +83,27 @@ def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() ->
     }
     with pytest.raises(EndOfData):
         ended.sequence(40)
+
+
+def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path) -> None:
+    sources = []
+    for name in "ab":
+        path = write_records(tmp_path / name, 1)
+        sources.append(f"{{name='{name}', path='{path}', epochs=1}}")
+    flags = [
+        f"--data.source=[{', '.join(sources)}]",
+        "--training.seq_len=16",
+        "--training.batch_size=5",
+        "--training.warmup_steps=0",
+        "--no-validation.enable",
+    ]
+    rows = read_datasets(load_config("debug_model.toml", 1, [*flags, "--training.steps=1"])).train
+    last, rest = divmod(rows.total_sequences, 5)
+    assert rest > 0, "the last step is not whole"
+    read_datasets(load_config("debug_model.toml", 1, [*flags, f"--training.steps={last}"]))
+    longer = load_config("debug_model.toml", 1, [*flags, f"--training.steps={last + 1}"])
+    with pytest.raises(DataError, match=f"end after step {last} of {last + 1}. Set it to {last} "):
+        read_datasets(longer)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -404,7 +405,11 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     whole = pool(1).run(train_run, str(tmp_path / "a"), *flags)[0]
     folder = tmp_path / "b"
     pool(1).run(train_run, str(folder), *flags[:1], "--training.steps=2")
-    other = ["--training.global_batch_size=4", "--checkpoint.allow_changes=global_batch"]
+    shutil.copytree(folder, tmp_path / "c")
+    other = ["--training.global_batch_size=16", "--checkpoint.allow_changes=global_batch"]
+    longer = pool(1).run(train_run, str(tmp_path / "c"), *flags, *other)[0]
+    assert longer["step"] - 2 == -(-(whole["step"] - 2) // 2), "later than by its own size alone"
+    other[0] = "--training.global_batch_size=4"
     rest = pool(1).run(train_run, str(folder), *flags, *other)[0]
     assert (
         rest["step"] - 2 == (whole["step"] - 2) * 2

@@ -207,8 +207,8 @@ def contradictions(config: LoadedConfig) -> list[Problem]:
         *_text_names(d),
         *_held_out_sources(d),
         *_phases(d),
-        *_sources(d, "data.source", d.data.source),
-        *_sources(d, _SOURCES, d.validation.sources),
+        *_sources(d, "data.source", d.data.source, "training.dataset"),
+        *_sources(d, _SOURCES, d.validation.sources, _HELD_OUT),
         *extensions.missing(config),
         *extensions.optimizer_problems(config),
     ]
@@ -343,9 +343,6 @@ def _held_out_sources(d: Config) -> Iterator[Finding]:
         if not source.name and source.path is not None:
             message = "is missing, and the losses of a source have its name"
             yield "missing", f"{key}.name", message, 'as name = "wiki"'
-        elif source.name and is_dotted(source.name):
-            hint = "only validation.dataset takes a dotted path"
-            yield "unknown-value", f"{key}.name", f"{quote(source.name)} is a dotted path", hint
         for field in ("weight", "epochs"):
             if getattr(source, field) != getattr(plain, field):
                 yield "conflict", f"{key}.{field}", "is for mixtures of training text", "remove it"
@@ -371,8 +368,10 @@ def _phases(d: Config) -> Iterator[Finding]:
             yield "conflict", key, message, "give one of the two"
 
 
-def _sources(d: Config, list_key: str, sources: Sequence[DataSource]) -> Iterator[Finding]:
-    """Check the names and fields of a list of sources."""
+def _sources(
+    d: Config, list_key: str, sources: Sequence[DataSource], single: str
+) -> Iterator[Finding]:
+    """Check the names and fields of a list of sources. single: key that names a text alone."""
     seen: set[str] = set()
     for number, source in enumerate(sources):
         key = f"{list_key}[{number}]"
@@ -382,6 +381,9 @@ def _sources(d: Config, list_key: str, sources: Sequence[DataSource]) -> Iterato
         elif name in seen:
             message = f"{quote(name)} is the name of two sources"
             yield "conflict", f"{key}.name", message, "give each its own name"
+        elif source.path is None and is_dotted(name):
+            hint = f"only {single} takes a dotted path"
+            yield "unknown-value", f"{key}.name", f"{quote(name)} is a dotted path", hint
         elif source.path is None:
             yield from _bad_name(f"{key}.name", name)
         if name is not None:

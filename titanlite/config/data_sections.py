@@ -44,7 +44,9 @@ class DataSource(Section, frozen=True):
     """
 
     name: Name | None = None
-    """Text by name, as for training.dataset; beside a path, its name in the log. None: the path."""
+    """Text by name, as for training.dataset, but no dotted path; beside a path, its name in the
+    log. None: the path.
+    """
     path: Location | None = None
     """Files of text, as for training.dataset_path."""
     subset: Name | None = None

@@ -1,7 +1,7 @@
-"""Text in, batches out: sources, tokenizers, the global order of sequences, loaders.
+"""Text in, batches out: files, tokenizers, the global order of sequences, loaders.
 
 tokenizer = load_tokenizer()                                          # tokenizer/
-dataset = build_dataset(training, data, tokenizer, vocab_size)        # sources, corpus,
+dataset = build_dataset(training, data, tokenizer, vocab_size)        # text_files, corpus,
 token_cache, packing
 loader = Prefetcher(TrainLoader(dataset, global_batch_size=16, micro_batch_size=8))  # loader,
 prefetch
