@@ -103,13 +103,13 @@ def test_a_busy_machine_is_waited_for(
         go_on.wait()
         yield OK, "at last"
 
-    def told(text: str, **_: object) -> None:
+    def told(text: str) -> None:
         said.append(text)
         if len(said) == 3:
             go_on.set()
 
     said = list[str]()
-    monkeypatch.setattr(doctor, "print", told, raising=False)
+    monkeypatch.setattr(doctor, "say", told)
     assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == [
         "at last"
     ]
