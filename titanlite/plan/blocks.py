@@ -258,9 +258,6 @@ def embedding(s: Shape, waits: bool) -> ModuleMemory:
     # result. The backward gathers the gradient, makes that of the whole table, and copies this
     # rank's rows of it. Of a tied table the sum is a tensor beside both.
     ordered = 2 * s.whole + s.hidden
-    whole = table * s.tp
-    if waits:
-        backward = max(ordered, whole + s.whole)
-        return ModuleMemory(0, Peak(ordered), Peak(backward), whole, s.hidden)
-    backward = max(ordered, whole + max(s.whole, table))
-    return ModuleMemory(0, Peak(ordered), Peak(backward), table, s.hidden)
+    made = table * s.tp
+    backward = max(ordered, made + max(s.whole, 0 if waits else table))
+    return ModuleMemory(0, Peak(ordered), Peak(backward), made if waits else table, s.hidden)

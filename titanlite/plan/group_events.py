@@ -180,7 +180,8 @@ class GroupEvents:
         if not before and self.sizes.reduced != self.sizes.low:
             # One parameter's at a time is there in both dtypes.
             largest = max(weight.numbers for weight in group.trained.weights)
-            largest += self._rows_of_others(group)
+            # With the rows of others, where the table's waits.
+            largest += whole // self.sizes.reduced - group.trained.numbers
             copy = whole - made + self.sizes.low * largest
         yield Run("backward", first, {"communication": held + before + made + copy})
         self._unreduced.add(group)
@@ -251,17 +252,12 @@ class GroupEvents:
 
     def _unreduced_bytes(self, group: Group) -> int:
         """Return the bytes of a group's whole gradients that wait for the last micro-batch."""
-        numbers = group.trained.numbers + self._rows_of_others(group)
+        numbers = group.trained.numbers
+        if "tok_embeddings" in group.modules and numbers and not self.sizes.args.tied:
+            # That of the table has the rows of all tensor-parallel ranks until it is reduced.
+            args = self.sizes.args
+            numbers += (args.n_vocab - args.n_vocab // self.run.mesh.tensor) * args.dim
         return numbers * self.sizes.reduced
-
-    def _rows_of_others(self, group: Group) -> int:
-        """Return the numbers that the gradient of the table has beyond this rank's rows: until it
-        is reduced it has those of all tensor-parallel ranks.
-        """
-        args = self.sizes.args
-        if "tok_embeddings" not in group.modules or not group.trained.weights or args.tied:
-            return 0
-        return (args.n_vocab - args.n_vocab // self.run.mesh.tensor) * args.dim
 
     def end_backward(self) -> Iterator[Event]:
         """Free what torch holds until a backward ends."""
