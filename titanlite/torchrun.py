@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from titanlite import exit_codes
 from titanlite.parallel.process import raise_file_limit
@@ -141,6 +141,23 @@ def _quiet_stops() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
 
 
+def _keep_to_codes() -> None:
+    """Let torchrun start no rank again after a stop request, or an end that would come again."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    agent: Any = LocalElasticAgent
+    monitor = agent._monitor_workers
+
+    def monitor_and_judge(self: Any, group: Any) -> Any:
+        result = monitor(self, group)
+        for failure in result.failures.values():
+            if failure.exitcode > exit_codes.ERROR and failure.exitcode != exit_codes.LOST_PEER:
+                self._remaining_restarts = 0
+        return result
+
+    agent._monitor_workers = monitor_and_judge
+
+
 @dataclass
 class _End:
     """How torchrun ended."""
@@ -174,6 +191,7 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
     _quiet_stops()
+    _keep_to_codes()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)

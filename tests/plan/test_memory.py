@@ -46,6 +46,13 @@ PIPELINE = (
 )
 
 
+#: More ranks share the products than the weights.
+WAITS = (
+    "--training.tensor_parallel_degree=4 --training.gradient_sync=last "
+    "--training.global_batch_size=4"
+)
+
+
 @pytest.mark.parametrize(
     ("traced", "config", "ranks", "flags"),
     [
@@ -71,6 +78,9 @@ PIPELINE = (
             "--training.tensor_parallel_degree=2 --training.gradient_sync=last "
             "--training.global_batch_size=4",
         ),
+        # There the first micro-batch holds it in both dtypes, or the last one beside its own.
+        (6.925, "llama3_1_8b", 8, f"{WAITS} --training.seq_len=1024"),
+        (5.925, "llama3_1_8b", 8, f"{WAITS} --training.seq_len=2048 --model.overrides.n_layers=2"),
         (10.952, "llama3_1_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
         (8.720, "llama3_1_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
     ],

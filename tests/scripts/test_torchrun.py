@@ -108,6 +108,16 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     assert "Signal 9 (SIGKILL)" in done.stderr
 
 
+@pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2)])
+def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
+    tmp_path: Path, code: int, starts: int
+) -> None:
+    script = f"echo start >> {tmp_path / 'starts'}; exit {code}"
+    words = ["--nproc_per_node=1", "--max-restarts=1", "--standalone", "--no-python"]
+    python("-m", "titanlite.torchrun", *words, "sh", "-c", script)
+    assert (tmp_path / "starts").read_text().split() == ["start"] * starts
+
+
 #: One of two torchruns on this machine; the second one is late with its last words to the store of
 #: the first.
 LATE = """

@@ -246,8 +246,11 @@ def feed_forward_ops(s: Shape, x: str) -> list[Op]:
     return ops
 
 
-def embedding(s: Shape) -> ModuleMemory:
-    """Return the memory of the embedding, which keeps nothing but tokens."""
+def embedding(s: Shape, waits: bool) -> ModuleMemory:
+    """Return the memory of the embedding, which keeps nothing but tokens.
+
+    waits: its gradient waits whole for the last micro-batch.
+    """
     table = s.gradient(s.vocabulary * s.args.dim * s.size)
     if s.tp == 1:
         return ModuleMemory(0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
@@ -255,5 +258,6 @@ def embedding(s: Shape) -> ModuleMemory:
     # result. The backward gathers the gradient, makes that of the whole table, and copies this
     # rank's rows of it. Of a tied table the sum is a tensor beside both.
     ordered = 2 * s.whole + s.hidden
-    backward = max(ordered, table * s.tp + max(s.whole, table))
-    return ModuleMemory(0, Peak(ordered), Peak(backward), table, s.hidden)
+    made = table * s.tp
+    backward = max(ordered, made + max(s.whole, 0 if waits else table))
+    return ModuleMemory(0, Peak(ordered), Peak(backward), made if waits else table, s.hidden)

@@ -180,6 +180,8 @@ class GroupEvents:
         if not before and self.sizes.reduced != self.sizes.low:
             # One parameter's at a time is there in both dtypes.
             largest = max(weight.numbers for weight in group.trained.weights)
+            # With the rows of others, where the table's waits.
+            largest += whole // self.sizes.reduced - group.trained.numbers
             copy = whole - made + self.sizes.low * largest
         yield Run("backward", first, {"communication": held + before + made + copy})
         self._unreduced.add(group)

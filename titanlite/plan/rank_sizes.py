@@ -151,7 +151,8 @@ class RankSizes:
         if module == "output":
             return head_memory(self.shape, self.loss)
         if module == "tok_embeddings":
-            return embedding(self.shape)
+            waits = self.run.training.gradient_sync == "last" and self.run.batch.accumulation > 1
+            return embedding(self.shape, waits and not self.args.tied)
         return block_memory(self.shape_of(module), self.mode(module))
 
     def mode(self, block: str) -> str:
