@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,20 +19,24 @@ from tests.models.test_ops import DTYPES, gradients, kept_bytes
 from tests.plan.measured import config_of
 from tests.support.llamas import SMALL, built, relative, tokens_of
 from titanlite.config.errors import ConfigError
+from titanlite.config.model_sections import Model
 from titanlite.features.loss_chunks.head import chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum
 from titanlite.models import SPECS
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record, from_record, missing_fields, shape_of
 from titanlite.models.layers import Llama
 from titanlite.models.softcap import soft_cap
 from titanlite.models.spec import ShapeError
 from titanlite.plan.memory import estimate
+from titanlite.start.fingerprints import weights_fingerprints
 from titanlite.start.fit import check_config
 from titanlite.start.saves import _check_hf_form
 from titanlite.tools.plan.trace import trace
 from titanlite.training.regularized_loss import regularized
 
 CAP = 1.5
+#: Fingerprint of the model without a cap.
+WITHOUT = "cc183323e24ee532"
 KEY = "model.overrides.final_softcap"
 
 
@@ -129,6 +134,13 @@ def test_records_hold_it_and_older_ones_have_none() -> None:
     del record["final_softcap"]
     assert from_record(record) == ("llama3", SMALL)
     assert args.deciding() != SMALL.deciding()
+    # As versions without it wrote it in checkpoints: their runs can be resumed.
+    tokenizer: Any = SimpleNamespace(fingerprint="")
+    assert weights_fingerprints("llama3", SMALL, tokenizer)["model"] == WITHOUT
+    assert weights_fingerprints("llama3", args, tokenizer)["model"] != WITHOUT
+    shape = {name: value for name, value in asdict(SMALL).items() if name != "final_softcap"}
+    taken = Model(name="llama3", flavor="from_folder", overrides=shape)
+    assert missing_fields(taken) == [] and shape_of(taken) == SMALL
 
 
 def test_gemma3_alone_is_written_with_it() -> None:
