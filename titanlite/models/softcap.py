@@ -50,23 +50,26 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 class _SoftCap(torch.autograd.Function):
-    """Keeps its input alone; autograd would keep three tensors of that size."""
+    """Keeps its input; autograd would keep the tanh, in float32: twice the bytes of bf16."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
         ctx.cap = cap
         ctx.save_for_backward(logits)
         tanh = _tanh(logits, cap)
-        return fresh(torch.mul(tanh, cap, out=_room(tanh, logits.dtype)))
+        # Cast where it is written, with no pass of its own.
+        result = tanh if logits.dtype == tanh.dtype else torch.empty_like(logits)
+        return fresh(torch.mul(tanh, cap, out=result))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
-        # Of float32: near the cap the slope would be lost in the rounding of a bf16 result.
         tanh = _tanh(logits, ctx.cap)
-        result = _room(tanh, logits.dtype)
-        return torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=result), None
+        # Near the cap the slope would be lost in the rounding of bf16. The kernel for GPUs computes
+        # in the dtype of what it writes to, so that is float32 too.
+        product = torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=tanh)
+        return product.to(logits.dtype), None
 
 
 def _tanh(logits: Tensor, cap: float) -> Tensor:
@@ -74,8 +77,3 @@ def _tanh(logits: Tensor, cap: float) -> Tensor:
     # A divisor of one dimension decides the dtype of the quotient: no copy in float32 before.
     divisor = logits.new_full((1,), cap, dtype=torch.float32)
     return torch.div(logits, divisor).tanh_()
-
-
-def _room(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return where a result of that dtype goes: the values themselves, if they have it."""
-    return values if values.dtype == dtype else torch.empty_like(values, dtype=dtype)

@@ -15,7 +15,7 @@ LAUNCHES_COMPILED = 0.5e-3
 _LOSS_EAGER = 30
 _LOSS_COMPILED = 14
 #: Those that a soft cap moves more.
-_SOFT_CAP = 42
+_SOFT_CAP = 50
 #: Bytes that the update, the norm and the clipping move per parameter.
 _UPDATE_BYTES = 40
 #: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
