@@ -154,7 +154,8 @@ def missing_fields(model: Model) -> list[str]:
     """
     found = []
     for field in fields(get_spec(model.name).args_class):
-        can_lack = field.default is None or field.name == "max_seq_len"
+        # Shapes that an older version took from a folder have no cap.
+        can_lack = field.default is None or field.name in ("max_seq_len", "final_softcap")
         is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
         if not can_lack and not is_given:
             found.append(field.name)

@@ -45,6 +45,10 @@ def head_ops(s: Shape, loss: Loss) -> OpList:
         ops.append(loss_in_place(s, loss))
     else:
         ops += loss_of_torch(s, loss)
+    if s.args.final_softcap:
+        from titanlite.plan.softcap_ops import with_cap
+
+        ops = with_cap(ops, s.size, loss.holds_logits)
     return OpList(ops, {"x": s.hidden})
 
 
@@ -80,10 +84,10 @@ def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
         ops.append(Op("float", 4 * logits, (given,)))
     # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of
     # both.
-    saves = ("p", "logits") if not whole or loss.holds_logits else ("p",)
+    saves = ("p", given) if not whole or loss.holds_logits else ("p",)
     ops.append(Op("p", 4 * logits, (last,), saves, passes=not whole))
     if not loss.penalized or not whole:
-        ops.append(Op("loss", 4, ("p",), holds=("logits", last)))
+        ops.append(Op("loss", 4, ("p",), holds=(given, last)))
         return ops
     # A sum beside cross-entropy: of the exponentials of the logits less the largest.
     ops.append(Op("entropy", 4, ("p",)))
