@@ -66,6 +66,15 @@ class RankSizes:
         """Those that have gradients and a state."""
         return [weight for weight in self.weights if not weight.frozen]
 
+    @functools.cached_property
+    def shards_nothing(self) -> bool:
+        """Whether tensor parallelism alone divides weights over ranks, perhaps with experts that
+        these share.
+        """
+        mesh = self.run.mesh
+        is_whole = all(weight.shards == 1 for weight in self.weights)
+        return is_whole and mesh.world_size == mesh.tensor
+
     def held(self, weight: Weight) -> int:
         """Return the bytes of a number of a weight on this rank."""
         return min(self.low, self.master) if weight.frozen else self.master

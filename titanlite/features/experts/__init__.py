@@ -81,6 +81,15 @@ class ExpertParallel(Feature):
 
     # The plan
 
+    def rows_to_each(self, run: RunConfig, args: Any) -> int:
+        """Return the rows that a layer sends to each of its ranks, for a trace.
+
+        Raises ConfigError if they do not divide.
+        """
+        from titanlite.features.experts.plan_memory import rows_to_each
+
+        return rows_to_each(run, args)
+
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""
         from titanlite.features.experts.plan_speed import exchange_seconds

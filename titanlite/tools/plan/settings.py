@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from titanlite.config.rules import divisors
 from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.start.derive import RunConfig
@@ -22,7 +20,6 @@ LEAST_TOKENS = 8192
 Changes = dict[str, Any]
 
 TENSOR = "training.tensor_parallel_degree"
-EXPERT = "parallelism.expert_parallel_degree"
 CONTEXT = "experimental.context_parallel_degree"
 PIPELINE = "experimental.pipeline_parallel_degree"
 REPLICATE = "training.data_parallel_replicate_degree"
@@ -102,17 +99,13 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
     pipelines = _powers(MOST_STAGES) if is_large else [1]
     tensors = _powers(cluster.gpus_per_node)
     contexts = _powers(max(length // LEAST_TOKENS, 1))
-    experts = [1]
-    layers = spec.moe_layers(args)
-    if layers:
-        experts = divisors(math.gcd(*layers.values()))
-    for pipeline, tensor, context, expert in itertools.product(
-        pipelines, tensors, contexts, experts
+    for pipeline, tensor, context, experts in itertools.product(
+        pipelines, tensors, contexts, _of_experts(spec.moe_layers(args))
     ):
         readers, rest = divmod(cluster.gpus, pipeline * tensor * context)
         if rest or run.batch.global_batch_size % readers:
             continue
-        degrees = {TENSOR: tensor, CONTEXT: context, EXPERT: expert, PIPELINE: pipeline}
+        degrees = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, **experts}
         for replicate in _replicas(readers, tensor * context, pipeline, cluster):
             for schedule in ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",):
                 changes = {
@@ -123,6 +116,15 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
                     "training.data_parallel_type": "fsdp",
                 }
                 yield Mesh(changes, readers, length // context, pipeline > 1)
+
+
+def _of_experts(layers: Mapping[str, int]) -> list[Changes]:
+    """Return what is tried of experts. layers: as `ModelSpec.moe_layers`."""
+    if not layers:
+        return [{}]
+    from titanlite.features.experts.search import settings
+
+    return settings(layers)
 
 
 def _replicas(readers: int, ranks: int, pipeline: int, cluster: Cluster) -> Iterator[int]:
