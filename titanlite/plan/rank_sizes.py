@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from titanlite.features import float8_of, lora_of, pipeline_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
+from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import ModuleMemory, measure
 from titanlite.plan.loss_ops import Loss, head_ops
 from titanlite.plan.product_memory import ProductMemory
@@ -19,7 +20,6 @@ from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
-    from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.features.lora.settings import Adapters
     from titanlite.models.linears import Linears
     from titanlite.models.spec import Size
@@ -109,7 +109,7 @@ class RankSizes:
             tp=mesh.tensor,
             cp=mesh.context,
             products=self._products,
-            experts=self._experts(args),
+            feed_forward=self._feed_forward(args),
         )
 
     @functools.cached_property
@@ -132,12 +132,13 @@ class RankSizes:
             return products
         return lora.memory(self.adapters, products)
 
-    def _experts(self, args: LlamaArgs) -> ExpertMemory | None:
+    def _feed_forward(self, args: LlamaArgs) -> FeedForwardMemory:
+        """Return the feed-forward of a block. args: of that block."""
         if self.run.spec.experts is None:
-            return None
-        from titanlite.features.experts.plan_memory import expert_memory
+            return FeedForwardMemory()
+        from titanlite.features.experts.plan_memory import feed_forward_memory
 
-        return expert_memory(args, self.run.mesh.expert)
+        return feed_forward_memory(args, self.run.mesh.expert)
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.
