@@ -221,9 +221,9 @@ def test_features_move_the_speed_as_they_should() -> None:
     assert of(16, "training.data_parallel_replicate_degree=2").parts["sharding traffic"] > 0
     context = of(8, "experimental.context_parallel_degree=2", "training.seq_len=32768")
     assert context.parts["context traffic"] > 0
-    mixture = of(64, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
+    shared = of(64, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
     assert (
-        mixture.parts["expert traffic"]
+        shared.parts["expert traffic"]
         > of(64, config="mixtral_8x7b").parts["expert traffic"]
         == 0.0
     )
@@ -317,7 +317,7 @@ def test_tensor_parallel_ranks_share_experts_and_their_rows() -> None:
     assert ExpertParallel(8).traffic(step)["expert traffic"] == pytest.approx(expected)
 
 
-def test_tensor_parallel_ranks_divide_the_work_of_mixtures() -> None:
+def test_tensor_parallel_ranks_divide_the_work_of_moe_layers() -> None:
     """Shared experts and routed ones take a rank's part of the sequence."""
     seconds = []
     for degree in (1, 2):

@@ -227,8 +227,7 @@ def feed_forward_ops(s: Shape, x: str) -> list[Op]:
     An MoE layer begins with a norm, "n2".
     """
     if s.experts is not None:
-        # Tensor-parallel ranks give their part of the sequence to whole experts.
-        return s.experts.operators(replace(s, tokens=s.rows, tp=1))
+        return s.experts.operators(s)
     dim = s.args.dim
     width = s.args.ffn_width // s.tp
     before = x

@@ -22,8 +22,6 @@ _ITERATIONS = 5
 _HOST_MEMORY = 25e9
 #: Backward over forward of attention, which computes its scores again.
 _ATTENTION_BACKWARD = 2.5
-#: Share of their peak that the products of experts reach, in terms of the others'.
-_EXPERTS = 0.8
 
 
 class Pass(NamedTuple):
@@ -72,9 +70,7 @@ def block_forward(step: StepSizes) -> Pass:
 
 
 def _products(step: StepSizes) -> float:
-    # Tensor-parallel ranks give MoE layers their part of the sequence.
-    parts = step.mesh.tensor if step.moe_layers else 1
-    seconds = step.experts.flops * step.tokens / parts / (step.rates.sustained * _EXPERTS)
+    seconds = step.others.seconds
     for linear in step.linears:
         size = linear.size
         peak = step.products.peak(linear)

@@ -5,36 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from titanlite.features import float8_of, lora_of, pipeline_of
+from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
+from titanlite.plan.other_products import OtherProducts, Sharded
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
 from titanlite.plan.rates import Constants, Rates
 from titanlite.start.derive import RunConfig
-
-
-class Experts(NamedTuple):
-    """The experts of a model."""
-
-    #: Of all of them.
-    parameters: float = 0.0
-    #: Of one token, in the forward.
-    flops: float = 0.0
-
-
-class Sharded(NamedTuple):
-    """Parameters of a rank's stage that one kind of group shards."""
-
-    parameters: float
-    #: Of the group, and the distance of its neighbours.
-    ranks: int
-    stride: int
 
 
 class StepSizes:
@@ -86,6 +69,12 @@ class StepSizes:
         return products if lora is None else lora.speed(products)
 
     @cached_property
+    def others(self) -> OtherProducts:
+        """What products outside of `linears` cost."""
+        moe_layers = moe_layers_of(self.spec, self.args)
+        return OtherProducts(self) if moe_layers is None else moe_layers.speed(self)
+
+    @cached_property
     def linears(self) -> list[LinearKind]:
         """The linears of all blocks."""
         return [linear for linear in self.products.kinds if self.spec.head not in linear.names]
@@ -105,41 +94,16 @@ class StepSizes:
 
     @cached_property
     def outputs(self) -> float:
-        """Numbers that the linears of all blocks put out for a token of a micro-batch."""
+        """Numbers that the products of all blocks put out for a token of a micro-batch."""
         found = 0.0
         for linear in self.linears:
             found += linear.size.out_features * len(linear.names) * self.part(linear)
-        if self.moe_layers:
-            per_expert = 2 * self.expert_width + 2 * self.width
-            rows = len(self.moe_layers) * self.experts_per_token
-            found += rows * per_expert / self.mesh.tensor
-        return found
+        return found + self.others.outputs
 
     def part(self, linear: LinearKind) -> float:
         """Return the share of a micro-batch's tokens that a linear takes on this rank."""
         divides = self.tensor_plan.get(linear.names[0]) in ("sequence", "heads")
         return 1 / self.mesh.tensor if divides else 1.0
-
-    @cached_property
-    def moe_layers(self) -> dict[str, int]:
-        """The experts of each MoE layer; empty for a dense model."""
-        return self.spec.moe_layers(self.args)
-
-    @cached_property
-    def experts(self) -> Experts:
-        """Products outside of `linears`."""
-        if not self.moe_layers and self.spec.linears is not None:
-            return Experts()
-        # Of the whole model: tensor-parallel ranks divide some of them.
-        linears = 0
-        if self.spec.linears is not None:
-            sizes = self.spec.linears(self.args).values()
-            linears = sum(size.in_features * size.out_features for size in sizes)
-        flops = max(self.base_flops / 3 - 2 * linears, 0.0)
-        if not self.moe_layers:
-            return Experts(flops=flops)
-        count = min(self.moe_layers.values())
-        return Experts(flops / 2 * count / self.experts_per_token, flops)
 
     @cached_property
     def matrices(self) -> Counter[Size]:
@@ -150,15 +114,8 @@ class StepSizes:
         for name, size in self.spec.linears(self.args).items():
             if name != self.spec.head:
                 found[size] += 1
-        if self.moe_layers:
-            experts = sum(self.moe_layers.values())
-            found[Size(self.width, self.expert_width)] += 3 * experts
+        found.update(self.others.matrices)
         return found
-
-    @property
-    def expert_width(self) -> int:
-        """Numbers between the products of an expert; those of the stream where it is unknown."""
-        return int(getattr(self.args, "expert_width", self.width))
 
     @cached_property
     def pairs(self) -> float:
@@ -176,10 +133,6 @@ class StepSizes:
             computed += block.attention_flops(length) * (1 - window / (2 * length))
         return computed / flops
 
-    @property
-    def experts_per_token(self) -> int:
-        return getattr(self.args, "top_k", 1)
-
     # A rank's part of it
 
     @cached_property
@@ -192,23 +145,11 @@ class StepSizes:
 
     @cached_property
     def sharded(self) -> list[Sharded]:
-        """What this rank's groups shard.
-
-        Expert parallelism leaves a rank a part of the experts, which fewer ranks share.
-        """
+        """What this rank's groups shard."""
         mesh = self.mesh
-        experts = self.experts.parameters
-        dense = (self.spec.count_parameters(self.args) - experts) / mesh.tensor * self.stage_share
-        dense += self.adapters or 0.0
-        experts *= self.stage_share / mesh.expert
-        if mesh.expert == 1:
-            return [Sharded(dense + experts, mesh.weight_shards, mesh.tensor)]
-        from titanlite.features.experts.ranks import expert_shards
-
-        return [
-            Sharded(dense, mesh.weight_shards, mesh.tensor),
-            Sharded(experts, expert_shards(mesh), mesh.expert),
-        ]
+        divided = self.spec.count_parameters(self.args) - self.others.parameters
+        parameters = divided / mesh.tensor * self.stage_share + (self.adapters or 0.0)
+        return self.others.sharded(Sharded(parameters, mesh.weight_shards, mesh.tensor))
 
     @cached_property
     def adapters(self) -> float | None:
@@ -291,7 +232,7 @@ class StepSizes:
     @cached_property
     def repeated(self) -> float:
         """Share of a block's products that recomputation by operator repeats: every second one."""
-        if not self.linears or self.moe_layers:
+        if not self.linears or self.others.beside_linears:
             return 0.5
         sizes = [linear.weights for linear in self.linears]
         return sum(sizes[1::2]) / sum(sizes)
@@ -304,8 +245,9 @@ class StepSizes:
         do those of families with norms after.
         """
         has_last_norm = getattr(self.args, "norm_placement", "before") != "before"
-        ends_in_product = not self.experts.flops and self.spec.name != "hf" and not has_last_norm
-        if not self.linears or not ends_in_product or not self.stops_early:
+        ends_in_product = self.spec.name != "hf" and not has_last_norm
+        ends_in_linear = ends_in_product and not self.others.beside_linears
+        if not self.linears or not ends_in_linear or not self.stops_early:
             return 0.0
         sizes = [linear.weights for linear in self.linears]
         return sizes[-1] / sum(sizes)

@@ -182,7 +182,6 @@ def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
         matrices[name] = (size.out_features, size.in_features)
     if shape.experts is not None:
         yield from shape.experts.weights(mesh)
-        matrices["feed_forward.gate"] = shape.experts.router
     for name, (rows, columns) in matrices.items():
         yield Weight(rows, columns, shards, (rows, columns), shape.products.gathered_bytes(name))
     for length in args.block_norms().values():

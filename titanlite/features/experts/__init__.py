@@ -8,6 +8,7 @@ with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
     balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
     plan_memory.py   what MoE layers keep, need and hold
+    plan_speed.py    what their products and the exchange of rows cost
 
 The layers as modules, their arguments and names are in `titanlite.models.experts`, which lists its
 files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding
+from titanlite.config.rules import Finding, divisors
 from titanlite.features.experts import checks
 from titanlite.features.feature import Feature
 from titanlite.parallel import ParallelismError
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
+    from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.features.experts.plan_speed import ExpertSpeed
+    from titanlite.models.llama_args import LlamaArgs
     from titanlite.models.spec import ModelSpec
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
@@ -65,7 +69,29 @@ class MoELayers:
             if name in modules:  # a pipeline stage has some of them
                 modules[name].step_tokens = tokens
 
-    # The step
+    # The plan
+
+    def memory(self, args: LlamaArgs, ranks: int) -> ExpertMemory | None:
+        """Return what a block's experts and router keep, need and hold; None: it is dense.
+
+        args: of that block. ranks: that share the experts.
+        """
+        from titanlite.features.experts.plan_memory import expert_memory
+
+        return expert_memory(args, ranks)
+
+    def speed(self, step: StepSizes) -> ExpertSpeed:
+        """Return what the products of experts cost in a step."""
+        from titanlite.features.experts.plan_speed import ExpertSpeed
+
+        return ExpertSpeed(step, self.experts)
+
+    def settings(self) -> list[dict[str, int]]:
+        """Return changes of a config that the plan's search tries."""
+        degrees = divisors(math.gcd(*self.experts.values()))
+        return [{checks.DEGREE: ranks} for ranks in degrees]
+
+    # The step: `titanlite.start` calls these
 
     def balance(
         self, run: RunConfig, args: Any, model: nn.Module, device: torch.device
@@ -152,11 +178,17 @@ class ExpertParallel(Feature):
 
     # The plan
 
+    def rows_to_each(self, run: RunConfig, args: Any) -> int:
+        """Return the rows that a layer sends to each of its ranks, for a trace.
+
+        Raises ConfigError if they do not divide.
+        """
+        from titanlite.features.experts.plan_memory import rows_to_each
+
+        return rows_to_each(run, args)
+
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""
-        mesh = step.mesh
-        tokens = step.tokens / mesh.tensor
-        rows = tokens * step.experts_per_token * step.itemsize * step.width
-        again = 0 if step.by_op else 2 * step.recomputed
-        one = step.rates.collective(rows, mesh.expert, 1)
-        return {"expert traffic": step.blocks * (4 + again) * one}
+        from titanlite.features.experts.plan_speed import exchange_seconds
+
+        return {"expert traffic": exchange_seconds(step)}

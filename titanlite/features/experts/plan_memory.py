@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.features.experts.checks import DEGREE
 from titanlite.features.experts.ranks import expert_shards
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.plan.lifetimes import Op
@@ -17,7 +19,7 @@ from titanlite.plan.weights import Weight
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
     from titanlite.plan.blocks import Shape
-    from titanlite.start.derive import MeshSizes
+    from titanlite.start.derive import MeshSizes, RunConfig
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,12 @@ class ExpertMemory:
         """The experts of a rank."""
         return self.args.n_experts // self.ranks
 
-    @property
-    def router(self) -> tuple[int, int]:
-        """Rows and columns of the router's weight."""
-        return self.args.n_experts, self.args.dim
-
-    def operators(self, s: Shape) -> list[Op]:
-        """Return the operators of `moe.MoE`, from "n2" to the last one's output, with as many rows
-        for each expert.
+    def operators(self, shape: Shape) -> list[Op]:
+        """Return the operators of `titanlite.models.experts.layer.MoE`, from "n2" to the last one's
+        output, with as many rows for each expert.
         """
+        # Tensor-parallel ranks give their part of the sequence to whole experts.
+        s = replace(shape, tokens=shape.rows, tp=1)
         routed = self._routed(s)
         if not self.args.shared_width:
             return routed
@@ -64,7 +63,7 @@ class ExpertMemory:
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
         outer = rows * a.dim * s.size
-        router = s.linear("gate", "n2", *self.router)
+        router = s.linear("gate", "n2", a.n_experts, a.dim)
         # The router keeps probabilities in float32, for a z-loss logits too, and the places of rows
         # in int64.
         probabilities = s.tokens * a.n_experts * 4
@@ -140,7 +139,9 @@ class ExpertMemory:
         return [(width, dim), (dim, width), (width, dim)]
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield the matrices of a rank's experts, each stacked."""
+        """Yield the matrix of the router, and those of a rank's experts, each stacked."""
+        router = (self.args.n_experts, self.args.dim)
+        yield Weight(*router, mesh.weight_shards, matrix=router)
         over = expert_shards(mesh)
         for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
@@ -242,3 +243,18 @@ def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
     if args.joined_experts:
         return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)
+
+
+def rows_to_each(run: RunConfig, args: Any) -> int:
+    """Return the rows that a layer sends to each of the ranks that share its experts.
+
+    Experts are taken as balanced. Raises ConfigError if the rows do not divide.
+    """
+    ranks = run.mesh.expert
+    # Tensor-parallel ranks divide the sequence.
+    tokens = run.tokens_at_once // run.mesh.tensor
+    rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
+    if rest:
+        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
+        raise ConfigError([Problem("", DEGREE, message, "plan it by formula, without --exact")])
+    return rows
