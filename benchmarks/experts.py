@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titanlite.metrics.throughput import device_name
 from titanlite.models.autograd import silu_mul
-from titanlite.models.grouped import Experts
+from titanlite.models.experts.grouped import Experts
 
 #: Tokens of a micro-batch, experts, top_k, dim and width; the last is the debug model.
 CPU_SHAPES = [

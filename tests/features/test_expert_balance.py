@@ -17,7 +17,7 @@ from tests.support.watch import Calls, Operations
 from titanlite.assembly import build
 from titanlite.callbacks import Callback
 from titanlite.features.experts.balance import ExpertBalance
-from titanlite.models.moe import MoE
+from titanlite.models.experts.layer import MoE
 from titanlite.models.qwen3_moe import Qwen3MoeArgs
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import load_config

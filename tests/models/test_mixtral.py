@@ -15,8 +15,8 @@ from torch import Tensor
 from titanlite.checkpoint.source_model import differences, from_hf
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
+from titanlite.models.experts.layer import MoE, MoEDecoder
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.models.moe import MoE, MoEDecoder
 from titanlite.models.spec import ShapeError
 from titanlite.start.fingerprints import weights_fingerprints
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.models.expert_args import ExpertArgs
-from titanlite.models.moe import MoE, MoEDecoder
-from titanlite.models.router import Routing
+from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.models.experts.layer import MoE, MoEDecoder
+from titanlite.models.experts.router import Routing
 from titanlite.models.spec import ShapeError
 
 

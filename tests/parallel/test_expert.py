@@ -42,9 +42,10 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.features.experts.sharding import apply_ep, expert_mesh
 from titanlite.models import mixtral
-from titanlite.models.moe import MoE
+from titanlite.models.experts.layer import MoE
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config, smallest_world
@@ -432,6 +433,8 @@ def _parts(world: DistEnv) -> tuple[list[bool], list[str]]:
         with pytest.raises(ParallelismError) as caught:
             ModelBuilder(spec, args, one, world.device, ep=world.size).build_on_meta()
         messages.append(str(caught.value))
+    with pytest.raises(ParallelismError, match="asks for a mean"):
+        apply_fsdp(moe, [], mesh, average=True, placement=lambda _: None)
     return [p.requires_grad for p in moe.experts.parameters()], messages
 
 

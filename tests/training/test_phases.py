@@ -21,6 +21,7 @@ from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.hashes import add_hashes
 from titanlite.data.phases import Phases
+from titanlite.features import moe_layers_of
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel import dist_env
 from titanlite.start.fit import load_config
@@ -357,9 +358,10 @@ def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() ->
     run = load_config("debug_model.toml", 1, [*TINY, *more])
     args = run.model_args(2304)
     model = run.spec.build_on_meta(args)
-    assert run.spec.experts is not None
-    experts = [model.get_submodule(name) for name in run.spec.experts(args)]
-    parts: Any = SimpleNamespace(args=args, model=model, runner=None, loss=None)
+    layers = moe_layers_of(run.spec, args)
+    assert layers is not None
+    experts = [model.get_submodule(name) for name in layers.experts]
+    parts: Any = SimpleNamespace(model=model, moe_layers=layers, runner=None, loss=None)
     resize = Resizer(run, parts, run.course.size(1))
     for step, (sequences, seq_len) in enumerate(SHAPES, 1):
         resize(run.course.size(step))

@@ -14,7 +14,7 @@ in `titanlite.features.interactions`. The keys are in `titanlite.config.sections
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titanlite.config.model_sections import Optimizer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
-    from titanlite.features.experts import ExpertParallel
+    from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.hub import HubFeature
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from titanlite.features.mup import MupFeature
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.tasks import TaskEvaluation
+    from titanlite.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,16 @@ def experts_of(degree: int) -> ExpertParallel | None:
     from titanlite.features.experts import ExpertParallel
 
     return ExpertParallel(degree)
+
+
+def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:
+    """Return the MoE layers of a model, on any number of ranks; None: it has none."""
+    layers = spec.moe_layers(args)
+    if not layers:
+        return None
+    from titanlite.features.experts import MoELayers
+
+    return MoELayers(layers)
 
 
 def pipeline_of(section: Experimental, degree: int) -> PipelineParallel | None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Misfit, ShapeError, Size
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.models import llama_hf
 from titanlite.models.deepseek_args import LATENT_NORM_EPS, DeepSeekV3Args
-from titanlite.models.expert_hf import feed_forward_names
+from titanlite.models.experts.hf_names import feed_forward_names
 from titanlite.models.hf_names import HFName, entry_of
 
 #: Names in a block, ours → theirs.

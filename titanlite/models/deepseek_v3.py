@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_family, llama
+from titanlite.models import llama
 from titanlite.models.deepseek_args import DeepSeekV3Args
-from titanlite.models.expert_family import expert_spec
+from titanlite.models.experts import family
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
 
@@ -84,7 +84,7 @@ def init_rule(name: str, args: DeepSeekV3Args) -> Init:
     """
     match = _LATENT.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_family.init_rule(name, args)
+        return family.init_rule(name, args)
     return Init("ones") if "norm" in name else llama.linear_init()
 
 
@@ -110,7 +110,7 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
     kinds = dict(_ATTENTION)
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
-    return {**kinds, **expert_family.feed_forward_plan(args)}
+    return {**kinds, **family.feed_forward_plan(args)}
 
 
 def tensor_plan(args: DeepSeekV3Args) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
     return deepseek_hf.why_not(args, key, tensor)
 
 
-SPEC: ModelSpec = expert_spec(
+SPEC: ModelSpec = family.expert_spec(
     "deepseek_v3",
     FLAVORS,
     build=_build,

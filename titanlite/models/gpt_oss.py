@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_family, llama
-from titanlite.models.expert_args import ExpertArgs
-from titanlite.models.expert_family import expert_spec
+from titanlite.models import llama
+from titanlite.models.experts import family
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec
@@ -112,7 +112,7 @@ def init_rule(name: str, args: GptOssArgs) -> Init:
     """
     match = _OWN.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_family.init_rule(name, args)
+        return family.init_rule(name, args)
     if name.endswith(("bias", "sinks.weight")):
         return Init("zeros")
     if name.endswith("experts.down"):
@@ -255,7 +255,7 @@ def _build(args: GptOssArgs) -> nn.Module:
     return GptOss(args)
 
 
-SPEC: ModelSpec = expert_spec(
+SPEC: ModelSpec = family.expert_spec(
     "gpt_oss",
     FLAVORS,
     build=_build,

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titanlite.models.autograd import fresh
-from titanlite.models.grouped import (
+from titanlite.models.experts.grouped import (
     AddBias,
     Experts,
     experts_of_rows,
@@ -20,13 +20,13 @@ from titanlite.models.grouped import (
     local,
     sum_by_expert,
 )
+from titanlite.models.experts.layer import MoE, MoEBlock, MoEDecoder
 from titanlite.models.layers import Attention
-from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
 from titanlite.models.sinks import SinkAttention
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.experts.arguments import ExpertArgs
     from titanlite.models.gpt_oss import GptOssArgs
 
 #: Of the sigmoid that gates.

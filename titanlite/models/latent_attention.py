@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from titanlite.models.autograd import RMSNorm
 from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.experts.layer import MoEBlock, MoEDecoder
 from titanlite.models.layers import SdpaAttention, build_norm
-from titanlite.models.moe import MoEBlock, MoEDecoder
 from titanlite.models.rope import Rotation
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import expert_family
-from titanlite.models.expert_family import expert_spec
+from titanlite.models.experts import family
 from titanlite.models.llama import linear_init
 from titanlite.models.llama4_args import PART_OF, Llama4Args
 from titanlite.models.rope_scaling import RopeScaling
@@ -65,7 +64,7 @@ def init_rule(name: str, args: Llama4Args) -> Init:
     """
     match = _JOINED.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
-        return expert_family.init_rule(name, args)
+        return family.init_rule(name, args)
     return linear_init(int(match[1]) if match[2] == "down" else None)
 
 
@@ -102,7 +101,7 @@ def _left_out(names: Collection[str]) -> Mapping[str, str]:
     return llama4_hf.left_out(names)
 
 
-SPEC: ModelSpec = expert_spec(
+SPEC: ModelSpec = family.expert_spec(
     "llama4",
     FLAVORS,
     build=_build,

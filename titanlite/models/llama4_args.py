@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.llama_args import Rotary
 from titanlite.models.spec import Misfit, ShapeError
 

@@ -14,14 +14,14 @@ from torch.autograd.function import once_differentiable
 from titanlite.models.attention import attend
 from titanlite.models.autograd import fresh, silu_mul
 from titanlite.models.block_ropes import NoRotation
-from titanlite.models.grouped import Experts, grouped_mm, local
+from titanlite.models.experts.grouped import Experts, grouped_mm, local
+from titanlite.models.experts.layer import MoE, MoEBlock, MoEDecoder
 from titanlite.models.latent_attention import halves
 from titanlite.models.layers import Attention, FeedForward, SdpaAttention
-from titanlite.models.moe import MoE, MoEBlock, MoEDecoder
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.experts.arguments import ExpertArgs
     from titanlite.models.llama4_args import Llama4Args
     from titanlite.models.rope import Rotation
 

@@ -300,6 +300,13 @@ class LlamaArgs:
             "feed_forward.w3": Size(self.dim, self.ffn_width),
         }
 
+    def feed_forward_extras(self) -> dict[str, Size]:
+        """Return name in a block → size of what else the feed-forward has; a vector has one input.
+
+        Of a stack it is the size of each matrix.
+        """
+        return {}
+
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of a block's feed-forward, and those of them that one token is
         multiplied by.

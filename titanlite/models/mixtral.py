@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024): a Llama whose feed-forward is a mixture of experts. No torch here.
 
-`titanlite.models.moe` has the modules.
+`titanlite.models.experts.layer` has the modules.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.expert_args import ExpertArgs
-from titanlite.models.expert_family import expert_spec
+from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.models.experts.family import expert_spec
 from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:

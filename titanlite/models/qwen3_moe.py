@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama_hf
-from titanlite.models.expert_args import ExpertArgs
-from titanlite.models.expert_family import expert_spec
-from titanlite.models.expert_hf import feed_forward_names
+from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.models.experts.family import expert_spec
+from titanlite.models.experts.hf_names import feed_forward_names
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.qwen3 import check_no_windows
 from titanlite.models.spec import Misfit, ModelSpec, ShapeError

@@ -135,7 +135,7 @@ class ModelSpec:
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call
     #: takes `positions`.
     context_parallel: bool = False
-    #: Name of each MoE layer (`titanlite.models.moe.MoE`) → number of its experts; empty
+    #: Name of each MoE layer (`titanlite.models.experts.layer.MoE`) → number of its experts; empty
     #: where these arguments have none. For expert parallelism the module that holds their
     #: parameters [experts, …] has an attribute `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None

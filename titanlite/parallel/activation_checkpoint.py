@@ -119,26 +119,6 @@ class OpPolicy:
         return any(self._narrow == size for one in matrices for size in one.shape[-2:])
 
 
-def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save how many rows go to the experts of each rank, and recompute all else.
-
-    The host would wait for the device to read these numbers once more.
-    """
-    name = str(op)
-    is_exchange = name == "_c10d_functional.all_to_all_single.default"
-    has_counts = is_exchange and not args[0].is_floating_point()
-    if has_counts or name == "titanlite.sizes_on_host.default":
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _contexts_of_exchange() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for `torch.utils.checkpoint` of a block whose experts ranks share."""
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(save_sizes)
-    return contexts
-
-
 def save_by_op(
     narrow: int = 0,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -197,14 +177,18 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
-    shares_experts = any(getattr(part, "exchange", None) for part in block.modules())
-    contexts: Contexts | None = None
-    if by_op:
-        contexts = _contexts_by_op(adapter_rank(block))
-    elif shares_experts:
-        contexts = _contexts_of_exchange
+    contexts = _contexts_by_op(adapter_rank(block)) if by_op else _own_contexts(block)
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, contexts, draws)
+
+
+def _own_contexts(block: nn.Module) -> Contexts | None:
+    """Return the contexts that keep what a module sends to other ranks (its `exchange`); None: the
+    block sends nothing.
+    """
+    exchanges = [getattr(module, "exchange", None) for module in block.modules()]
+    own: list[Contexts] = [exchange.contexts for exchange in exchanges if exchange is not None]
+    return own[0] if own else None
 
 
 #: Packages whose modules draw nothing but dropout.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def apply_fsdp(  # noqa: PLR0913
     prefetch: int = 0,
     cpu_offload: bool = False,
     average: bool = False,
-    experts: DeviceMesh | None = None,
+    placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
     """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in
     place.
@@ -51,17 +51,18 @@ def apply_fsdp(  # noqa: PLR0913
     they are summed, which `train_step` needs: its loss is already divided by the number of valid
     tokens on all ranks. If each rank averages the loss over its own tokens, the sum is too large by
     the number of ranks.
-    experts: the mesh of experts that `titanlite.features.experts.sharding.apply_ep` has divided.
-    Their gradients are sums over ranks that `average` does not know, so the two exclude each other.
+    placement: a `shard_placement_fn`, for parameters that other ranks have divided before. Their
+    gradients are sums over ranks that `average` does not know, so the two exclude each other.
     """
-    if average and experts is not None:
+    if average and placement is not None:
         raise ParallelismError(
-            "gradients of experts that ranks share are summed, and average = True asks for a mean"
+            "gradients of parameters with a placement are summed, and average = True asks for a "
+            "mean"
         )
     dp_mesh = fsdp_mesh(mesh)
     policy = _precision(param_dtype, reduce_dtype)
     offloading = offloads(cpu_offload, mesh.device_type)
-    placement = _placement(dp_mesh, experts)
+    place = placement or _stack_placement(dp_mesh)
     modules = _modules_of(model, groups)
     for index, group in enumerate(modules):
         fully_shard(
@@ -70,15 +71,15 @@ def apply_fsdp(  # noqa: PLR0913
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloading else OffloadPolicy(),
             reshard_after_forward=_reshards(reshard_after_forward, len(modules) - index),
-            shard_placement_fn=placement,
+            shard_placement_fn=place,
         )
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if prefetch and dp_mesh.size(-1) > 1:
         _set_prefetch(model, modules, prefetch)
-    if not average and (experts is not None or dp_mesh.size() > 1):
+    if not average and (placement is not None or dp_mesh.size() > 1):
         _sum_gradients(model)
-    if experts is not None or dp_mesh.size() == 1:
+    if placement is not None or dp_mesh.size() == 1:
         from titanlite.parallel.one_rank import avoid_copies
 
         avoid_copies(model)
@@ -124,24 +125,14 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _placement(
-    dp_mesh: DeviceMesh, experts: DeviceMesh | None
-) -> Callable[[nn.Parameter], Shard | None]:
-    """Return the `shard_placement_fn` of all groups."""
-    if experts is None:
-        # torch 2.11 and 2.12 refuse `size(-1)` of a mesh that was flattened.
-        return _stack_placement(dp_mesh.mesh.size(-1))
-    from titanlite.features.experts.sharding import expert_placement
-
-    return expert_placement(experts)
-
-
-def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are
     cut in each matrix.
 
     Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
     """
+    # torch 2.11 and 2.12 refuse `size(-1)` of a mesh that was flattened.
+    ranks = dp_mesh.mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
         if parameter.ndim < 3 or len(parameter) % ranks == 0:

@@ -49,6 +49,7 @@ from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
 
 if TYPE_CHECKING:
+    from titanlite.features.experts import ExpertParallel
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
@@ -166,9 +167,8 @@ class ModelBuilder:
         has_blocks = bool(select(model, self.spec.block_names(self.args)))
         if context is not None and has_blocks:  # a stage may have none
             context.apply(model, self.mesh)
-        experts = experts_of(self.ep)
-        if experts is not None and self.expert_mesh is not None:
-            experts.apply(model, self.expert_mesh, offered(self.spec, "experts")(self.args))
+        if self.experts is not None:
+            self.experts.apply(model, self.mesh, offered(self.spec, "experts")(self.args))
         self._apply_ac(model)
         self._apply_compile(model)
         if lora is not None:
@@ -239,7 +239,7 @@ class ModelBuilder:
             reshard_after_forward=self.reshard_after_forward,
             prefetch=self.training.prefetch,
             cpu_offload=self.training.enable_cpu_offload,
-            experts=self.expert_mesh,
+            placement=None if self.experts is None else self.experts.placement(self.mesh),
         )
 
     def loss(self) -> LossFunction:
@@ -322,16 +322,14 @@ class ModelBuilder:
         that ranks share.
         """
         modules = select(model, self.compiled_names)
-        experts = experts_of(self.ep)
-        return modules if experts is None else experts.compiled(modules)
+        return modules if self.experts is None else self.experts.compiled(modules)
 
     # Values that follow from the sections and the mesh
 
     @cached_property
-    def expert_mesh(self) -> DeviceMesh | None:
-        """The ranks that share experts; None: each rank has all of them."""
-        experts = experts_of(self.ep)
-        return None if experts is None else experts.mesh(self.mesh)
+    def experts(self) -> ExpertParallel | None:
+        """Expert parallelism, which divides the mesh once; None: each rank has all experts."""
+        return experts_of(self.ep)
 
     @cached_property
     def stage_layout(self) -> StageLayout:

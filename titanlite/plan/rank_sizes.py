@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.features import float8_of, lora_of, pipeline_of
+from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.feed_forward import FeedForwardMemory
@@ -20,6 +20,7 @@ from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
+    from titanlite.features.experts import MoELayers
     from titanlite.features.lora.settings import Adapters
     from titanlite.models.linears import Linears
     from titanlite.models.spec import Size
@@ -132,13 +133,15 @@ class RankSizes:
             return products
         return lora.memory(self.adapters, products)
 
+    @functools.cached_property
+    def _moe_layers(self) -> MoELayers | None:
+        return moe_layers_of(self.run.spec, self.args)
+
     def _feed_forward(self, args: LlamaArgs) -> FeedForwardMemory:
         """Return the feed-forward of a block. args: of that block."""
-        if self.run.spec.experts is None:
+        if self._moe_layers is None:
             return FeedForwardMemory()
-        from titanlite.features.experts.plan_memory import feed_forward_memory
-
-        return feed_forward_memory(args, self.run.mesh.expert)
+        return self._moe_layers.memory(args, self.run.mesh.expert)
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.

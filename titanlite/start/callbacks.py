@@ -115,14 +115,9 @@ def _figures(built: Built) -> list[Any]:
         if mixture is not None and isinstance(losses, RowLosses):
             factors = built.model.factors
             found.append(SourceFigures(mixture, losses, built.loaders.share, factors))
-    experts = run.spec.moe_layers(built.model.args)
-    if experts:
-        from titanlite.features.experts.figures import ExpertFigures
-
-        # Routers of transformers keep their logits to themselves.
-        has_losses = run.spec.name != "hf"
-        device = built.world.device
-        found.append(ExpertFigures(built.model.model, experts, device, has_losses))
+    moe_layers = built.model.moe_layers
+    if moe_layers is not None:
+        found.append(moe_layers.figures(run.spec, built.model.model, built.world.device))
     return found
 
 

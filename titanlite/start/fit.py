@@ -32,7 +32,7 @@ from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import features_of
+from titanlite.features import experts_of, features_of, moe_layers_of
 from titanlite.features.feature import Feature
 from titanlite.features.interactions import halving_key
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
@@ -127,12 +127,11 @@ def smallest_world(config: LoadedConfig) -> int:
     shard = "training.data_parallel_shard_degree"
     if degrees[shard] == -1:
         reshard = d.training.reshard_after_forward
-        expert = d.parallelism.expert_parallel_degree
-        context = degrees["experimental.context_parallel_degree"]
-        # Experts are divided over the ranks of all three, so others hold a part of their degree.
-        others = context * degrees["training.tensor_parallel_degree"]
         degrees[shard] = reshard if isinstance(reshard, int) else 1
-        degrees[shard] *= expert // math.gcd(expert, others)
+        experts = experts_of(d.parallelism.expert_parallel_degree)
+        if experts is not None:
+            context = degrees["experimental.context_parallel_degree"]
+            degrees[shard] *= experts.fewest_shards(context * degrees[_TP])
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
@@ -249,10 +248,9 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += tensor_misfits(args, run)
-        if run.spec.moe_layers(args):
-            from titanlite.features.experts.checks import reshard_misfits
-
-            found += reshard_misfits(run, args)
+        moe_layers = moe_layers_of(run.spec, args)
+        if moe_layers is not None:
+            found += moe_layers.misfits(run)
         for feature in features.on:
             found += _model_misfits(feature, run, args)
     return placed(config, found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.extensions import load_function
-from titanlite.features import async_tp_of, float8_of, mup_of
+from titanlite.features import async_tp_of, float8_of, moe_layers_of, mup_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.optim.optimizer import build_optimizer
@@ -21,6 +21,9 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.start.derive import RunConfig
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
+
+if TYPE_CHECKING:
+    from titanlite.features.experts import MoELayers
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class ModelParts:
     runner: Runner
     factors: ReplicationFactors
     loss: LossFunction
+    moe_layers: MoELayers | None
 
 
 def build_model(
@@ -71,9 +75,11 @@ def build_model(
     if run.training.seed is not None:
         # Of torch's own generators: the weights and the data order have their own.
         seed_generators(run.training.seed, mesh)
-    tell_experts(run, args, model, run.batch.tokens_per_step)
+    moe_layers = moe_layers_of(run.spec, args)
+    if moe_layers is not None:
+        moe_layers.set_step_tokens(model, run.batch.tokens_per_step)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
-    return ModelParts(mesh, args, builder, model, runner, factors, loss)
+    return ModelParts(mesh, args, builder, model, runner, factors, loss, moe_layers)
 
 
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
@@ -135,14 +141,6 @@ def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossF
     )
 
 
-def tell_experts(run: RunConfig, args: Any, model: nn.Module, tokens: int) -> None:
-    """Tell each MoE layer the tokens of a step, by which its loss is divided."""
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name in run.spec.moe_layers(args):
-        if name in modules:  # a pipeline stage has some of them
-            modules[name].step_tokens = tokens
-
-
 def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:
     """Build the optimizer and the step of a model."""
     model = parts.model
@@ -164,13 +162,8 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
-    # Beside adapters the biases are frozen, as all that no checkpoint holds.
-    moves = 0.0 if run.lora.rank else getattr(parts.args, "bias_update", 0.0)
-    experts = run.spec.moe_layers(parts.args) if moves else {}
-    if experts:
-        from titanlite.features.experts.balance import ExpertBalance
-
-        train_step.balance = ExpertBalance(model, experts, moves, device)
+    if parts.moe_layers is not None:
+        train_step.balance = parts.moe_layers.balance(run, parts.args, model, device)
     float8 = float8_of(run.float8)
     if float8 is not None:
         train_step.after_update = float8.after_update(model, parts.mesh)

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from titanlite.data.course import StepSize
 from titanlite.start.derive import RunConfig
-from titanlite.start.model import ModelParts, tell_experts
+from titanlite.start.model import ModelParts
 from titanlite.utils import counted, logger
 
 
@@ -37,7 +37,8 @@ class Resizer:
         logger.info(
             f"data.phase: from here on a step has {_in_words(size)}; it had {_in_words(before)}"
         )
-        tell_experts(self._run, self._model.args, self._model.model, size.tokens)
+        if self._model.moe_layers is not None:
+            self._model.moe_layers.set_step_tokens(self._model.model, size.tokens)
         rank_len = size.seq_len // self._run.mesh.context
         if self._run.data.source:
             from titanlite.metrics.figures import RowLosses

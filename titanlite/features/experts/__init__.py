@@ -1,35 +1,116 @@
-"""Expert parallelism (EP), ranks that share the experts of an MoE layer: what titanlite knows of
-it, moment by moment.
+"""Experts: what titanlite knows of them, moment by moment. `MoELayers` is of every run of a model
+with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
 
     checks.py        other keys, ranks, model
     ranks.py         numbers of ranks that have experts
     sharding.py      experts divided over ranks, and over those that shard them
     exchange.py      rows on their way to the ranks of their experts, and back
+    balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
     plan_memory.py   what MoE layers keep, need and hold
     plan_speed.py    what their products and the exchange of rows cost
 
-The key is `parallelism.expert_parallel_degree`. Files that need torch are imported where they are
-used. The layers themselves are in models: `titanlite.models.moe`. Every run of one has the figures,
-the terms of the plan, and the check of what is resharded.
+The layers as modules, their arguments and names are in `titanlite.models.experts`, which lists its
+files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
+that need torch are imported where they are used.
+
+Elsewhere are rules about two features (`titanlite.features.interactions`, `titanlite.features.mup`)
+and tables that name experts among others: the operators of
+`titanlite.parallel.activation_checkpoint`, the biases that `titanlite.checkpoint.loaded` never
+rounds, the degrees of `titanlite.start.derive`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding
+from titanlite.config.rules import Finding, divisors
 from titanlite.features.experts import checks
 from titanlite.features.feature import Feature
 from titanlite.parallel import ParallelismError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.features.experts.balance import ExpertBalance
+    from titanlite.features.experts.figures import ExpertFigures
+    from titanlite.features.experts.plan_speed import ExpertSpeed
+    from titanlite.models.llama_args import LlamaArgs
+    from titanlite.models.spec import ModelSpec
+    from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
+
+
+@dataclass(frozen=True)
+class MoELayers:
+    """The MoE layers of a model, on any number of ranks."""
+
+    #: Name of each in the whole model → number of its experts.
+    experts: Mapping[str, int]
+
+    # Before the ranks start
+
+    def misfits(self, run: RunConfig) -> Iterable[Finding]:
+        """Find what does not fit, whether ranks share experts or not."""
+        return checks.reshard_misfits(run, self.experts)
+
+    # The model: `titanlite.start.model` calls this, and `titanlite.start.resize`
+
+    def set_step_tokens(self, model: nn.Module, tokens: int) -> None:
+        """Tell each layer the tokens of a step, by which the losses of routers are divided."""
+        modules: dict[str, Any] = dict(model.named_modules())
+        for name in self.experts:
+            if name in modules:  # a pipeline stage has some of them
+                modules[name].step_tokens = tokens
+
+    # The plan
+
+    def memory(self, args: LlamaArgs, ranks: int) -> FeedForwardMemory:
+        """Return what the feed-forward of a block keeps, needs and holds; it may be dense.
+
+        args: of that block. ranks: that share the experts.
+        """
+        from titanlite.features.experts.plan_memory import feed_forward_memory
+
+        return feed_forward_memory(args, ranks)
+
+    def speed(self, step: StepSizes) -> ExpertSpeed:
+        """Return what the products of experts cost in a step."""
+        from titanlite.features.experts.plan_speed import ExpertSpeed
+
+        return ExpertSpeed(step, self.experts)
+
+    def settings(self) -> list[dict[str, int]]:
+        """Return changes of a config that the plan's search tries."""
+        degrees = divisors(math.gcd(*self.experts.values()))
+        return [{checks.DEGREE: ranks} for ranks in degrees]
+
+    # The step: `titanlite.start` calls these
+
+    def balance(
+        self, run: RunConfig, args: Any, model: nn.Module, device: torch.device
+    ) -> ExpertBalance | None:
+        """Return what moves the biases of experts after each update; None: they stay."""
+        step = getattr(args, "bias_update", 0.0)
+        # Beside adapters the biases are frozen, as all that no checkpoint holds.
+        if not step or run.lora.rank:
+            return None
+        from titanlite.features.experts.balance import ExpertBalance
+
+        return ExpertBalance(model, self.experts, step, device)
+
+    def figures(self, spec: ModelSpec, model: nn.Module, device: torch.device) -> ExpertFigures:
+        """Return the callback that tells the load of the experts."""
+        from titanlite.features.experts.figures import ExpertFigures
+
+        # Routers of transformers keep their logits to themselves.
+        return ExpertFigures(model, self.experts, device, has_losses=spec.name != "hf")
 
 
 class ExpertParallel(Feature):
@@ -40,8 +121,16 @@ class ExpertParallel(Feature):
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self._mesh: DeviceMesh | None = None
 
     # Before the ranks start
+
+    def fewest_shards(self, others: int) -> int:
+        """Return by what the ranks of `data_parallel_shard` must be divisible.
+
+        others: ranks of context and tensor parallelism, which the experts are divided over too.
+        """
+        return self.ranks // math.gcd(self.ranks, others)
 
     def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
         return checks.model_misfits(run, args)
@@ -52,17 +141,19 @@ class ExpertParallel(Feature):
         """Divide the ranks with different tokens, once: [expert_shard, ep]."""
         from titanlite.features.experts.sharding import expert_mesh
 
-        return expert_mesh(mesh, self.ranks)
+        if self._mesh is None:
+            self._mesh = expert_mesh(mesh, self.ranks)
+        return self._mesh
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
         """Divide the experts of a model or pipeline stage on the meta device, in place.
 
-        mesh: of `mesh`. names: of the MoE layers in the whole model. Raises ParallelismError for
-        one that cannot be divided.
+        mesh: of all ranks. names: of the MoE layers in the whole model. Raises ParallelismError
+        for one that cannot be divided.
         """
         from titanlite.features.experts.sharding import apply_ep, has_exchange
 
-        apply_ep(model, mesh["ep"])
+        apply_ep(model, self.mesh(mesh)["ep"])
         modules = dict(model.named_modules())
         here = [name for name in names if name in modules]
         whole = [name for name in here if not has_exchange(modules[name])]
@@ -70,6 +161,12 @@ class ExpertParallel(Feature):
             raise ParallelismError(
                 f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
             )
+
+    def placement(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+        """Return where `fully_shard` puts the experts that `apply` has divided."""
+        from titanlite.features.experts.sharding import expert_placement
+
+        return expert_placement(self.mesh(mesh))
 
     def compiled(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the modules that `torch.compile` can make one graph: those without shared

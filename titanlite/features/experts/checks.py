@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, divisors
@@ -59,16 +59,15 @@ def _fitting(ranks: int, most: int, experts: int) -> str:
     return f"take {nearest}, the nearest that divide the experts, and as many ranks or a multiple"
 
 
-def reshard_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
+def reshard_misfits(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Finding]:
     """Check that experts stay over all ranks that cut them inside of their matrices.
 
-    That holds in a run whose ranks share no experts, too.
+    That holds in a run whose ranks share no experts, too. layers: the experts of each MoE layer.
 
     torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
     """
     reshard = run.training.reshard_after_forward
-    layers = run.spec.moe_layers(args)
-    if not layers or not isinstance(reshard, int):
+    if not isinstance(reshard, int):
         return
     experts = math.gcd(*layers.values())
     ranks = run.mesh.expert

@@ -3,11 +3,12 @@
 A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients.
 The host reads the number of rows, since the size of the tensors depends on it. So it waits for the
 device once per layer and micro-batch. Recomputation takes the numbers that the forward has read:
-the policies of `titanlite.parallel.activation_checkpoint` save them.
+`save_sizes`, and the policy by operator of `titanlite.parallel.activation_checkpoint`, save them.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from titanlite.models.grouped import EXPERT_KEY, inverse
+from titanlite.models.experts.grouped import EXPERT_KEY, inverse
 
 
 class Route(NamedTuple):
@@ -73,6 +75,19 @@ class _Move(torch.autograd.Function):
         return ctx.route.move(gradient, not ctx.there), None, None
 
 
+def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save how many rows go to the experts of each rank, and recompute all else.
+
+    The host would wait for the device to read these numbers once more.
+    """
+    name = str(op)
+    is_exchange = name == "_c10d_functional.all_to_all_single.default"
+    has_counts = is_exchange and not args[0].is_floating_point()
+    if has_counts or name == "titanlite.sizes_on_host.default":
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Exchange:
     """Moves rows between the ranks of their tokens and those of their experts.
 
@@ -81,6 +96,13 @@ class Exchange:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.ranks = mesh.get_group(), mesh.size()
+
+    @staticmethod
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return contexts for `torch.utils.checkpoint` of a block around it."""
+        contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+        contexts = create_selective_checkpoint_contexts(save_sizes)
+        return contexts
 
     @torch._disable_dynamo  # `torch.compiler.disable` would import the compiler now
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Route]:

@@ -1,4 +1,4 @@
-"""Load of the experts, and losses of the routers, over all ranks (`titanlite.models.moe`)."""
+"""Load of the experts, and losses of the routers, over all ranks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.features.experts.checks import DEGREE
 from titanlite.features.experts.ranks import expert_shards
-from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.weights import Weight
@@ -37,8 +37,8 @@ class ExpertMemory(FeedForwardMemory):
         return self.args.n_experts // self.ranks
 
     def operators(self, shape: Shape, x: str) -> list[Op]:
-        """Return the operators of `moe.MoE`, from x to the last one's output, with as many rows for
-        each expert.
+        """Return the operators of `titanlite.models.experts.layer.MoE`, from x to the last one's
+        output, with as many rows for each expert.
         """
         # Tensor-parallel ranks give their part of the sequence to whole experts.
         s = replace(shape, tokens=shape.rows, tp=1)

@@ -2,7 +2,7 @@
 
     experts = expert_mesh(mesh, 4)
     apply_ep(model, experts["ep"])  # on the meta device, before everything that wraps modules
-    apply_fsdp(model, groups, mesh, experts=experts)
+    apply_fsdp(model, groups, mesh, placement=expert_placement(experts))
 
 These ranks are a factor of the ranks that share the weights, times those of tensor parallelism.
 Each has its own tokens: its own text, or a part of a sequence. It holds some of the experts,

@@ -249,32 +249,8 @@ def _sizes(block: Any) -> Mapping[str, Size]:
         **block.attention_linears(),
         **found,
         **block.feed_forward_linears(),
-        **_moe_sizes(block),
+        **block.feed_forward_extras(),
     }
-
-
-def _moe_sizes(block: Any) -> Mapping[str, Size]:
-    """Return the sizes of a block's router and of each of its experts."""
-    experts = getattr(block, "n_experts", 0)
-    if not experts:
-        return {}
-    dim = block.dim
-    width = block.expert_width
-    found = {"feed_forward.gate": Size(dim, experts)}
-    if block.router_bias:
-        found["feed_forward.gate.bias"] = Size(1, experts)
-    stack = "feed_forward.experts"
-    if block.expert_biases:
-        found[f"{stack}.gate_up_bias"] = Size(1, 2 * width)
-        found[f"{stack}.down_bias"] = Size(1, dim)
-    if block.expert_biases or block.joined_experts:
-        found[f"{stack}.gate_up"] = Size(dim, 2 * width)
-        found[f"{stack}.down"] = Size(width, dim)
-        return found
-    found[f"{stack}.w1"] = Size(dim, width)
-    found[f"{stack}.w2"] = Size(width, dim)
-    found[f"{stack}.w3"] = Size(dim, width)
-    return found
 
 
 def _largest(size: Size) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.autograd import silu_mul
-from titanlite.models.expert_args import MOST_EXPERTS
-from titanlite.models.grouped import (
+from titanlite.models.experts.arguments import MOST_EXPERTS
+from titanlite.models.experts.grouped import (
     AddBias,
     Combine,
     Dispatch,
@@ -71,10 +71,10 @@ def exchange(model: nn.Module) -> None:
     plain_gate = getattr(moe, "_default_apply_gate", None)
     for module in stacks.values():
         module.config._experts_implementation = NAME
-        #: See `titanlite.models.grouped.Experts`.
+        #: See `titanlite.models.experts.grouped.Experts`.
         module.exchange = None
-        #: [experts + 3] float64 on the device, or None, as that of `titanlite.models.moe.MoE`;
-        #: losses of the router stay zero.
+        #: [experts + 3] float64 on the device, or None, as that of
+        #: `titanlite.models.experts.layer.MoE`; losses of the router stay zero.
         module.record = None
         is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         gate = getattr(type(module), "_apply_gate", None)

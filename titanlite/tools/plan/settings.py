@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from titanlite.features import moe_layers_of
 from titanlite.features.float8 import search as float8
+from titanlite.models.spec import ModelSpec
 from titanlite.plan.hardware import Cluster
 from titanlite.start.derive import RunConfig
 
@@ -100,7 +102,7 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
     tensors = _powers(cluster.gpus_per_node)
     contexts = _powers(max(length // LEAST_TOKENS, 1))
     for pipeline, tensor, context, experts in itertools.product(
-        pipelines, tensors, contexts, _of_experts(spec.moe_layers(args))
+        pipelines, tensors, contexts, _of_experts(spec, args)
     ):
         readers, rest = divmod(cluster.gpus, pipeline * tensor * context)
         if rest or run.batch.global_batch_size % readers:
@@ -118,13 +120,10 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
                 yield Mesh(changes, readers, length // context, pipeline > 1)
 
 
-def _of_experts(layers: Mapping[str, int]) -> list[Changes]:
-    """Return what is tried of experts. layers: as `ModelSpec.moe_layers`."""
-    if not layers:
-        return [{}]
-    from titanlite.features.experts.search import settings
-
-    return settings(layers)
+def _of_experts(spec: ModelSpec, args: Any) -> Sequence[Changes]:
+    """Return what is tried of experts."""
+    moe_layers = moe_layers_of(spec, args)
+    return [{}] if moe_layers is None else moe_layers.settings()
 
 
 def _replicas(readers: int, ranks: int, pipeline: int, cluster: Cluster) -> Iterator[int]:

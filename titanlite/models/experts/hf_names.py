@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.models.expert_args import ExpertArgs
+from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.hf_names import HFName
 from titanlite.models.llama_hf import FEED_FORWARD
 

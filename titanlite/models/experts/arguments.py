@@ -11,7 +11,7 @@ from titanlite.models.spec import Misfit, ShapeError, Size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Their numbers are keys of 16 bits (`titanlite.models.grouped.EXPERT_KEY`).
+#: Their numbers are keys of 16 bits (`titanlite.models.experts.grouped.EXPERT_KEY`).
 MOST_EXPERTS = 32767
 #: How a router makes scores of its logits.
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
@@ -238,6 +238,27 @@ class ExpertArgs(LlamaArgs):
             "feed_forward.shared.w2": Size(self.shared_width, self.dim),
             "feed_forward.shared.w3": Size(self.dim, self.shared_width),
         }
+
+    def feed_forward_extras(self) -> dict[str, Size]:
+        """Return the router and each expert."""
+        if not self.n_experts:
+            return {}
+        found = {"feed_forward.gate": Size(self.dim, self.n_experts)}
+        if self.router_bias:
+            found["feed_forward.gate.bias"] = Size(1, self.n_experts)
+        stack = "feed_forward.experts"
+        width = self.expert_width
+        if self.expert_biases:
+            found[f"{stack}.gate_up_bias"] = Size(1, 2 * width)
+            found[f"{stack}.down_bias"] = Size(1, self.dim)
+        if self.expert_biases or self.joined_experts:
+            found[f"{stack}.gate_up"] = Size(self.dim, 2 * width)
+            found[f"{stack}.down"] = Size(width, self.dim)
+            return found
+        found[f"{stack}.w1"] = Size(self.dim, width)
+        found[f"{stack}.w2"] = Size(width, self.dim)
+        found[f"{stack}.w3"] = Size(self.dim, width)
+        return found
 
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of a block's experts and router, and those of them that one token

@@ -7,6 +7,7 @@ and waits.) Every sum has a fixed order, so results repeat to the last bit.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -173,6 +174,10 @@ class Exchange(Protocol):
 
     def combine(self, y: Tensor, state: Any) -> Tensor:
         """Return the results in the order of the rows that `dispatch` got."""
+        ...
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return contexts for `torch.utils.checkpoint` of a block around the experts."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.models.autograd import fresh
 
 if TYPE_CHECKING:
-    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.experts.arguments import ExpertArgs
 
 #: Keeps a sum of sigmoids from zero, as DeepSeek's code does.
 _TINY = 1e-20
@@ -33,9 +33,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen; `titanlite.models.expert_args.ExpertArgs` tells what the fields
-    mean.
-    """
+    """How experts are chosen; `ExpertArgs` tells what the fields mean."""
 
     top_k: int
     score: str = "softmax"

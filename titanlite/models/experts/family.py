@@ -1,6 +1,6 @@
 """What families of decoders with experts share: initial weights, and how they are divided.
 
-No torch here. `titanlite.models.expert_args` has the arguments, `moe` the modules.
+No torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama
-from titanlite.models.expert_args import ExpertArgs, experts_of
+from titanlite.models.experts.arguments import ExpertArgs, experts_of
 from titanlite.models.spec import Init, ModelSpec
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
 
 
 def _build(args: ExpertArgs) -> nn.Module:
-    from titanlite.models.moe import MoEDecoder
+    from titanlite.models.experts.layer import MoEDecoder
 
     return MoEDecoder(args)
 

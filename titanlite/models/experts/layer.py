@@ -2,7 +2,7 @@
 al. 2024).
 
 Each token goes to `top_k` of the experts, and no token is dropped (MegaBlocks, Gale et al. 2022).
-`titanlite.models.grouped` has the experts, `titanlite.models.router` their choice and its losses.
+`grouped.py` has the experts, `router.py` their choice and its losses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.expert_args import experts_of
-from titanlite.models.grouped import Combine, Dispatch, Experts, by_expert
+from titanlite.models.experts.arguments import experts_of
+from titanlite.models.experts.grouped import Combine, Dispatch, Experts, by_expert
+from titanlite.models.experts.router import AddLoss, Choice, Routing, router_losses
 from titanlite.models.layers import Block, FeedForward, Llama
-from titanlite.models.router import AddLoss, Choice, Routing, router_losses
 
 if TYPE_CHECKING:
-    from titanlite.models.expert_args import ExpertArgs
+    from titanlite.models.experts.arguments import ExpertArgs
 
 
 class SharedExperts(FeedForward):
