@@ -75,12 +75,12 @@ GROWS = {"malloc": 1}
 #: Recomputation by name, and its flags.
 RECOMPUTED = {"": "", ", AC op": OP, ", AC full": FULL}
 EAGER_AND_COMPILED = {"": "", ", compiled": COMPILE}
-#: Blocks with experts in the runs of mixtures.
+#: Blocks with experts in the runs of MoE models.
 SPARSE = 4
 
 
 def of_experts(name: str, config: str, vocabulary: int, dense: int) -> dict[str, Case]:
-    """Return the runs of a mixture, with experts gathered by FSDP and with 8 ranks that share them.
+    """Return the runs of an MoE model: experts gathered by FSDP, and shared by 8 ranks.
 
     dense: blocks without experts. In each of the others the host waits for the rows that ranks
     send.

@@ -90,8 +90,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "1 rank, mxfp8, AC full": (1, {**_FLOAT8, "float8.recipe_name": "mxfp8", _MODE: "full"}),
     "1 rank, masked documents": (1, {"data.mask_documents": "true"}),
-    "1 rank, mixture": (1, _MIXTRAL),
-    "1 rank, mixture, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
+    "1 rank, MoE": (1, _MIXTRAL),
+    "1 rank, MoE, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
     "1 rank, sinks": (1, _GPT_OSS),
     "1 rank, sinks, float32, AC full": (
         1,
@@ -140,12 +140,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sinks, fsdp 2": (2, _GPT_OSS),
     "sinks, cp 2": (2, {**_GPT_OSS, _CP: 2}),
     "sinks, experts over 2": (2, {**_GPT_OSS, "parallelism.expert_parallel_degree": 2}),
-    "mixture, experts over 2": (2, {**_MIXTRAL, "parallelism.expert_parallel_degree": 2}),
-    "mixture, experts over tp 2": (
+    "MoE, experts over 2": (2, {**_MIXTRAL, "parallelism.expert_parallel_degree": 2}),
+    "MoE, experts over tp 2": (
         2,
         {**_MIXTRAL, _TP: 2, "parallelism.expert_parallel_degree": 2},
     ),
-    "mixture, experts over tp 2, fsdp 2, AC full": (
+    "MoE, experts over tp 2, fsdp 2, AC full": (
         4,
         {**_MIXTRAL, _TP: 2, "parallelism.expert_parallel_degree": 2, _MODE: "full"},
     ),

@@ -71,7 +71,7 @@ def test_the_plan_counts_what_a_trace_counts(model: str, mode: str) -> None:
         torch.device("cpu"),
         dtype,
     )
-    # Masks of a window, and a mixture's counts, are left out by the plan.
+    # Masks of a window, and an MoE layer's counts, are left out by the plan.
     assert planned.kept == pytest.approx(traced.total_bytes, rel=1e-3)
     assert planned.plain == pytest.approx(traced.blocks * traced.plain_bytes, rel=1e-3)
     if model in ("llama3", "qwen3", "olmo2"):

@@ -26,7 +26,7 @@ SLOW = [
     "1 rank, float8 rowwise, AC op",
     "1 rank, mxfp8, AC full",
     "fsdp 2, mxfp8, loss in 4 chunks",
-    "1 rank, mixture, AC full",
+    "1 rank, MoE, AC full",
     "1 rank, Muon",
     "fsdp 2, four micro-batches, reduced each",
     "tp 2",
@@ -36,9 +36,9 @@ SLOW = [
     "tp 2, norms around, AC full",
     "cp 2",
     "pp 2, Interleaved1F1B",
-    "mixture, experts over 2",
-    "mixture, experts over tp 2",
-    "mixture, experts over tp 2, fsdp 2, AC full",
+    "MoE, experts over 2",
+    "MoE, experts over tp 2",
+    "MoE, experts over tp 2, fsdp 2, AC full",
     "hsdp 2 x 2",
 ]
 

@@ -345,7 +345,7 @@ MORE |= {
     ),
     "deepseek_v3, chunks, ep 2": (Row(2, {CHUNKS: 3, EP: 2, FSDP: 2, **DEEPSEEK}), 1),
 }
-#: A mixture in every block and a dense one between them; each token goes to three experts.
+#: An MoE layer in every block and a dense one between them; each token goes to three experts.
 QWEN3_MOE = {
     "model.name": "qwen3_moe",
     "model.overrides.head_dim": 32,

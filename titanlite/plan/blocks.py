@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from titanlite.features import context_of
 from titanlite.models.llama import LlamaArgs
+from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import ModuleMemory, Op, OpList, Peak
 from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
-    from titanlite.features.experts.plan_memory import ExpertMemory
     from titanlite.models.deepseek_args import DeepSeekV3Args
 
 
@@ -31,8 +31,7 @@ class Shape:
     tp: int = 1
     cp: int = 1
     products: ProductMemory = ProductMemory()
-    #: In the place of a feed-forward; None: the model is dense.
-    experts: ExpertMemory | None = None
+    feed_forward: FeedForwardMemory = FeedForwardMemory()
 
     @property
     def rows(self) -> int:
@@ -164,7 +163,7 @@ def block_ops(s: Shape) -> OpList:
     if s.norms_before:
         x = "n2"
         ops.append(s.norm("n2", "h", s.rows, s.args.dim))
-    ops += feed_forward_ops(s, x)
+    ops += s.feed_forward.operators(s, x)
     if s.norms_after:
         ops.append(s.norm("f normed", ops[-1].name, s.rows, s.args.dim))
     ops.append(Op("out", s.hidden, reads=("h", ops[-1].name), passes=True, holds=("x",)))
@@ -218,31 +217,6 @@ def attention_ops(s: Shape) -> list[Op]:
         ops.append(s.scatter("o part", "o", ("n1",)))
     if s.norms_after:
         ops.append(s.norm("o normed", ops[-1].name, s.rows, a.dim))
-    return ops
-
-
-def feed_forward_ops(s: Shape, x: str) -> list[Op]:
-    """Return the operators of SwiGLU or of an MoE layer, from x to the last one's output.
-
-    An MoE layer begins with a norm, "n2".
-    """
-    if s.experts is not None:
-        # Tensor-parallel ranks give their part of the sequence to whole experts.
-        return s.experts.operators(replace(s, tokens=s.rows, tp=1))
-    dim = s.args.dim
-    width = s.args.ffn_width // s.tp
-    before = x
-    ops: list[Op] = []
-    if s.tp > 1:
-        x = "n2 whole"
-        ops.append(s.gather(x, before, frozenset(("feed_forward.w1", "feed_forward.w3"))))
-    ops.append(s.linear("g", x, width, dim, key="feed_forward.w1"))
-    ops.append(s.linear("u", x, width, dim, key="feed_forward.w3"))
-    # Its backward makes both gradients, and each has a second tensor of the same size beside it.
-    ops.append(Op("m", s.tokens * width * s.size, reads=("g", "u"), saves=("g", "u")))
-    ops.append(s.linear("f", "m", dim, width, (before, x), "feed_forward.w2"))
-    if s.tp > 1:
-        ops.append(s.scatter("f part", "f", (before,)))
     return ops
 
 

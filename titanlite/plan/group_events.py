@@ -159,10 +159,8 @@ class GroupEvents:
 
     def _takes_masters(self, weight: Weight) -> bool:
         """Return whether products take this rank's part of a weight as it is."""
-        mesh = self.run.mesh
-        is_whole = mesh.world_size == mesh.tensor and mesh.expert in (1, mesh.tensor)
         has_dtype = self.sizes.held(weight) == self.sizes.low
-        return is_whole and has_dtype and not self.sizes.offloads
+        return self.sizes.shards_nothing and has_dtype and not self.sizes.offloads
 
     # Gradients
 

@@ -9,9 +9,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.features import float8_of, lora_of, pipeline_of
+from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
+from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import ModuleMemory, measure
 from titanlite.plan.loss_ops import Loss, head_ops
 from titanlite.plan.product_memory import ProductMemory
@@ -19,7 +20,7 @@ from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.start.derive import RunConfig
 
 if TYPE_CHECKING:
-    from titanlite.features.experts.plan_memory import ExpertMemory
+    from titanlite.features.experts import MoELayers
     from titanlite.features.lora.settings import Adapters
     from titanlite.models.linears import Linears
     from titanlite.models.spec import Size
@@ -66,6 +67,15 @@ class RankSizes:
         """Those that have gradients and a state."""
         return [weight for weight in self.weights if not weight.frozen]
 
+    @functools.cached_property
+    def shards_nothing(self) -> bool:
+        """Whether tensor parallelism alone divides weights over ranks, perhaps with experts that
+        these share.
+        """
+        mesh = self.run.mesh
+        is_whole = all(weight.shards == 1 for weight in self.weights)
+        return is_whole and mesh.world_size == mesh.tensor
+
     def held(self, weight: Weight) -> int:
         """Return the bytes of a number of a weight on this rank."""
         return min(self.low, self.master) if weight.frozen else self.master
@@ -100,7 +110,7 @@ class RankSizes:
             tp=mesh.tensor,
             cp=mesh.context,
             products=self._products,
-            experts=self._experts(args),
+            feed_forward=self._feed_forward(args),
         )
 
     @functools.cached_property
@@ -123,12 +133,15 @@ class RankSizes:
             return products
         return lora.memory(self.adapters, products)
 
-    def _experts(self, args: LlamaArgs) -> ExpertMemory | None:
-        if self.run.spec.experts is None:
-            return None
-        from titanlite.features.experts.plan_memory import expert_memory
+    @functools.cached_property
+    def _moe_layers(self) -> MoELayers | None:
+        return moe_layers_of(self.run.spec, self.args)
 
-        return expert_memory(args, self.run.mesh.expert)
+    def _feed_forward(self, args: LlamaArgs) -> FeedForwardMemory:
+        """Return the feed-forward of a block. args: of that block."""
+        if self._moe_layers is None:
+            return FeedForwardMemory()
+        return self._moe_layers.memory(args, self.run.mesh.expert)
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.

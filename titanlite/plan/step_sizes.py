@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from titanlite.features import float8_of, lora_of, pipeline_of
+from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
 from titanlite.models.llama_args import LlamaArgs
@@ -54,7 +54,12 @@ class StepSizes:
 
     @cached_property
     def tensor_plan(self) -> dict[str, str]:
-        return self.spec.tensor_plan(self.args) if self.spec.tensor_plan else {}
+        """Module name → how ranks divide it; empty for a model that they cannot divide."""
+        spec = self.spec
+        key = "training.tensor_parallel_degree"
+        if spec.tensor_plan is None or spec.why_not(self.args, key, self.mesh.tensor):
+            return {}
+        return spec.tensor_plan(self.args)
 
     @cached_property
     def model_linears(self) -> Linears:
@@ -71,12 +76,8 @@ class StepSizes:
     @cached_property
     def others(self) -> OtherProducts:
         """What products outside of `linears` cost."""
-        experts = self.spec.moe_layers(self.args)
-        if not experts:
-            return OtherProducts(self)
-        from titanlite.features.experts.plan_speed import ExpertSpeed
-
-        return ExpertSpeed(self, experts)
+        moe_layers = moe_layers_of(self.spec, self.args)
+        return OtherProducts(self) if moe_layers is None else moe_layers.speed(self)
 
     @cached_property
     def linears(self) -> list[LinearKind]:

@@ -180,9 +180,7 @@ def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
     for name, whole in {**args.attention_linears(), **args.feed_forward_linears()}.items():
         size = sizes.on_rank(f"{block}.{name}", whole)
         matrices[name] = (size.out_features, size.in_features)
-    if shape.experts is not None:
-        yield from shape.experts.weights(mesh)
-        matrices["feed_forward.gate"] = shape.experts.router
+    yield from shape.feed_forward.weights(mesh)
     for name, (rows, columns) in matrices.items():
         yield Weight(rows, columns, shards, (rows, columns), shape.products.gathered_bytes(name))
     for length in args.block_norms().values():

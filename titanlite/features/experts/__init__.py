@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding
+from titanlite.config.rules import Finding, divisors
 from titanlite.features.experts import checks
 from titanlite.features.feature import Feature
 from titanlite.parallel import ParallelismError
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
+    from titanlite.features.experts.plan_speed import ExpertSpeed
+    from titanlite.models.llama_args import LlamaArgs
     from titanlite.models.spec import ModelSpec
+    from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
 
@@ -66,7 +69,29 @@ class MoELayers:
             if name in modules:  # a pipeline stage has some of them
                 modules[name].step_tokens = tokens
 
-    # The step
+    # The plan
+
+    def memory(self, args: LlamaArgs, ranks: int) -> FeedForwardMemory:
+        """Return what the feed-forward of a block keeps, needs and holds; it may be dense.
+
+        args: of that block. ranks: that share the experts.
+        """
+        from titanlite.features.experts.plan_memory import feed_forward_memory
+
+        return feed_forward_memory(args, ranks)
+
+    def speed(self, step: StepSizes) -> ExpertSpeed:
+        """Return what the products of experts cost in a step."""
+        from titanlite.features.experts.plan_speed import ExpertSpeed
+
+        return ExpertSpeed(step, self.experts)
+
+    def settings(self) -> list[dict[str, int]]:
+        """Return changes of a config that the plan's search tries."""
+        degrees = divisors(math.gcd(*self.experts.values()))
+        return [{checks.DEGREE: ranks} for ranks in degrees]
+
+    # The step: `titanlite.start` calls these
 
     def balance(
         self, run: RunConfig, args: Any, model: nn.Module, device: torch.device
@@ -152,6 +177,15 @@ class ExpertParallel(Feature):
         return {name: module for name, module in modules.items() if not has_exchange(module)}
 
     # The plan
+
+    def rows_to_each(self, run: RunConfig, args: Any) -> int:
+        """Return the rows that a layer sends to each of its ranks, for a trace.
+
+        Raises ConfigError if they do not divide.
+        """
+        from titanlite.features.experts.plan_memory import rows_to_each
+
+        return rows_to_each(run, args)
 
     def traffic(self, step: StepSizes) -> Mapping[str, float]:
         """Rows go to the ranks of their experts and back, and gradients."""

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.features.experts.checks import DEGREE
 from titanlite.features.experts.ranks import expert_shards
 from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.weights import Weight
 
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
     from titanlite.plan.blocks import Shape
-    from titanlite.start.derive import MeshSizes
+    from titanlite.start.derive import MeshSizes, RunConfig
 
 
 @dataclass(frozen=True)
-class ExpertMemory:
+class ExpertMemory(FeedForwardMemory):
     """What the experts of a block, and their router, keep, need and hold."""
 
     args: ExpertArgs
@@ -33,16 +36,13 @@ class ExpertMemory:
         """The experts of a rank."""
         return self.args.n_experts // self.ranks
 
-    @property
-    def router(self) -> tuple[int, int]:
-        """Rows and columns of the router's weight."""
-        return self.args.n_experts, self.args.dim
-
-    def operators(self, s: Shape) -> list[Op]:
-        """Return the operators of `moe.MoE`, from "n2" to the last one's output, with as many rows
-        for each expert.
+    def operators(self, shape: Shape, x: str) -> list[Op]:
+        """Return the operators of `titanlite.models.experts.layer.MoE`, from x to the last one's
+        output, with as many rows for each expert.
         """
-        routed = self._routed(s)
+        # Tensor-parallel ranks give their part of the sequence to whole experts.
+        s = replace(shape, tokens=shape.rows, tp=1)
+        routed = self._routed(s, x)
         if not self.args.shared_width:
             return routed
         width = self.args.shared_width
@@ -51,20 +51,20 @@ class ExpertMemory:
         inner = s.tokens * width * s.size
         return [
             *routed,
-            s.linear("shared g", "n2", width, dim, (result,), "feed_forward.shared.w1"),
-            s.linear("shared u", "n2", width, dim, (result,), "feed_forward.shared.w3"),
+            s.linear("shared g", x, width, dim, (result,), "feed_forward.shared.w1"),
+            s.linear("shared u", x, width, dim, (result,), "feed_forward.shared.w3"),
             Op("shared m", inner, ("shared g", "shared u"), saves=("shared g", "shared u")),
             s.linear("shared f", "shared m", dim, width, (result,), "feed_forward.shared.w2"),
-            Op("both", s.whole, reads=(result, "shared f"), passes=True, holds=("n2",)),
+            Op("both", s.whole, reads=(result, "shared f"), passes=True, holds=(x,)),
         ]
 
-    def _routed(self, s: Shape) -> list[Op]:
+    def _routed(self, s: Shape, x: str) -> list[Op]:
         """Return the operators of router and chosen experts."""
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
         outer = rows * a.dim * s.size
-        router = s.linear("gate", "n2", *self.router)
+        router = s.linear("gate", x, a.n_experts, a.dim)
         # The router keeps probabilities in float32, for a z-loss logits too, and the places of rows
         # in int64.
         probabilities = s.tokens * a.n_experts * 4
@@ -78,31 +78,31 @@ class ExpertMemory:
             kept += probabilities
         ops = [
             replace(router, keeps=kept),
-            Op("rows", outer, ("n2",), backward=outer),
+            Op("rows", outer, (x,), backward=outer),
         ]
         # The variable of `MoE.forward` holds what the experts take until their sums are there.
-        x = "rows"
+        taken = "rows"
         if a.scales_input:
             # Products in float32, forward, and backward for rows and for weights.
             product = rows * a.dim * 4
             cast = product if s.size == 2 else 0
-            x = "scaled"
+            taken = "scaled"
             reads = ("rows", "gate")
             backward = 2 * cast + product
-            ops.append(Op(x, outer, reads, saves=("rows",), forward=cast, backward=backward))
-        taken = x
+            ops.append(Op(taken, outer, reads, saves=("rows",), forward=cast, backward=backward))
+        own = taken
         if self.ranks > 1:
             # Received, then put in the order of the experts.
-            ops.append(Op("sent", outer, (x,), kind="other", backward=outer))
-            x = "sorted"
-            ops.append(Op("sorted", outer, ("sent",)))
-        ops += self.products(s, x)
+            ops.append(Op("sent", outer, (taken,), kind="other", backward=outer))
+            own = "sorted"
+            ops.append(Op(own, outer, ("sent",)))
+        ops += self.products(s, own)
         y = "e"
         if self.ranks > 1:
             y = "returned"
             ops.append(Op("back", outer, ("e",), backward=outer))
             # Variables of `Experts.forward` hold rows and results of this rank's experts.
-            ops.append(Op("returned", outer, ("back",), kind="other", holds=(x, "e")))
+            ops.append(Op("returned", outer, ("back",), kind="other", holds=(own, "e")))
         # Weighted sums in float32, one of the experts at a time, before their output; the backward
         # takes a copy of the gradient in float32.
         work = 8 * numbers
@@ -114,7 +114,7 @@ class ExpertMemory:
                 saves=(y,),
                 forward=work,
                 backward=work + numbers * s.size,
-                holds=("n2", taken),
+                holds=(x, taken),
             )
         )
         return ops
@@ -140,7 +140,9 @@ class ExpertMemory:
         return [(width, dim), (dim, width), (width, dim)]
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield the matrices of a rank's experts, each stacked."""
+        """Yield the matrix of the router, and those of a rank's experts, each stacked."""
+        router = (self.args.n_experts, self.args.dim)
+        yield Weight(*router, mesh.weight_shards, matrix=router)
         over = expert_shards(mesh)
         for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
@@ -233,12 +235,30 @@ class BiasedExpertMemory(JoinedExpertMemory):
         yield Weight(self.args.n_experts, 1, mesh.weight_shards)
 
 
-def expert_memory(args: LlamaArgs, ranks: int) -> ExpertMemory | None:
-    """Return the experts of a block; None: it has none. args: of that block."""
+def feed_forward_memory(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
+    """Return the experts of a block, or the dense feed-forward of one without.
+
+    args: of that block. ranks: that share the experts.
+    """
     if not isinstance(args, ExpertArgs) or not args.n_experts:
-        return None
+        return FeedForwardMemory()
     if args.expert_biases:
         return BiasedExpertMemory(args, ranks)
     if args.joined_experts:
         return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)
+
+
+def rows_to_each(run: RunConfig, args: Any) -> int:
+    """Return the rows that a layer sends to each of the ranks that share its experts.
+
+    Experts are taken as balanced. Raises ConfigError if the rows do not divide.
+    """
+    ranks = run.mesh.expert
+    # Tensor-parallel ranks divide the sequence.
+    tokens = run.tokens_at_once // run.mesh.tensor
+    rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
+    if rest:
+        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
+        raise ConfigError([Problem("", DEGREE, message, "plan it by formula, without --exact")])
+    return rows

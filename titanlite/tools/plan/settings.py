@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from titanlite.config.rules import divisors
+from titanlite.features import moe_layers_of
 from titanlite.features.float8 import search as float8
+from titanlite.models.spec import ModelSpec
 from titanlite.plan.hardware import Cluster
 from titanlite.start.derive import RunConfig
 
@@ -22,7 +22,6 @@ LEAST_TOKENS = 8192
 Changes = dict[str, Any]
 
 TENSOR = "training.tensor_parallel_degree"
-EXPERT = "parallelism.expert_parallel_degree"
 CONTEXT = "experimental.context_parallel_degree"
 PIPELINE = "experimental.pipeline_parallel_degree"
 REPLICATE = "training.data_parallel_replicate_degree"
@@ -102,17 +101,13 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
     pipelines = _powers(MOST_STAGES) if is_large else [1]
     tensors = _powers(cluster.gpus_per_node)
     contexts = _powers(max(length // LEAST_TOKENS, 1))
-    experts = [1]
-    layers = spec.moe_layers(args)
-    if layers:
-        experts = divisors(math.gcd(*layers.values()))
-    for pipeline, tensor, context, expert in itertools.product(
-        pipelines, tensors, contexts, experts
+    for pipeline, tensor, context, experts in itertools.product(
+        pipelines, tensors, contexts, _of_experts(spec, args)
     ):
         readers, rest = divmod(cluster.gpus, pipeline * tensor * context)
         if rest or run.batch.global_batch_size % readers:
             continue
-        degrees = {TENSOR: tensor, CONTEXT: context, EXPERT: expert, PIPELINE: pipeline}
+        degrees = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, **experts}
         for replicate in _replicas(readers, tensor * context, pipeline, cluster):
             for schedule in ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",):
                 changes = {
@@ -123,6 +118,12 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
                     "training.data_parallel_type": "fsdp",
                 }
                 yield Mesh(changes, readers, length // context, pipeline > 1)
+
+
+def _of_experts(spec: ModelSpec, args: Any) -> Sequence[Changes]:
+    """Return what is tried of experts."""
+    moe_layers = moe_layers_of(spec, args)
+    return [{}] if moe_layers is None else moe_layers.settings()
 
 
 def _replicas(readers: int, ranks: int, pipeline: int, cluster: Cluster) -> Iterator[int]:

@@ -26,9 +26,8 @@ from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
-from titanlite.features import ema_of
+from titanlite.features import ema_of, experts_of
 from titanlite.features.activation_offload import host_memory
 from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.features.context import attention as context_attention
@@ -99,7 +98,9 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
     """Run a step that is not the first, and return its memory."""
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
-    rows = _rows_for_rank(run, parts.args)
+    experts = experts_of(run.mesh.expert)
+    # Of integers, the host reads those alone that say how many rows travel.
+    rows = 1 if experts is None else experts.rows_to_each(run, parts.args)
     meter = MemoryMeter(
         parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
     )
@@ -221,25 +222,6 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
         training=replace_fields(run.training, compile=False),
         experimental=replace_fields(run.experimental, enable_async_tensor_parallel=False),
     )
-
-
-def _rows_for_rank(run: RunConfig, args: Any) -> int:
-    """Return the rows that a layer sends to each of the ranks that share its experts.
-
-    Experts are taken as balanced.
-
-    Raises ConfigError if they do not divide.
-    """
-    # Tensor-parallel ranks divide the sequence.
-    tokens = run.tokens_at_once // run.mesh.tensor
-    rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
-    if rest:
-        message = (
-            f"a trace cannot divide the rows of {tokens} tokens evenly over {run.mesh.expert} ranks"
-        )
-        hint = "plan it by formula, without --exact"
-        raise ConfigError([Problem("", "parallelism.expert_parallel_degree", message, hint)])
-    return rows
 
 
 def _batches(run: RunConfig, args: Any) -> list[Batch]:
