@@ -15,7 +15,9 @@ from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
 from titanlite.data.loader import to_device
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import RankMemory
+from titanlite.plan.plan import make_plan
 from titanlite.start.fit import check_config
 from titanlite.tools.plan.trace import trace
 
@@ -71,3 +73,15 @@ def test_the_peak_is_that_of_the_real_run(
     assert traced.phase == real.phase
     for part, size in real.parts.items():
         assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_model_that_tensor_parallelism_cannot_divide_is_planned(
+    tmp_path: Path, kind: str
+) -> None:
+    """Experts of transformers have no plan of tensor parallelism."""
+    flags = flags_of(tmp_path, kind, **SIZES, **EP)
+    run = check_config([f"--job.config_file={TOML}", *flags], 2, training=False)[1]
+    plan = make_plan(run, cluster_of(run, gpu="h100-80g"), 0, trace)
+    assert plan.exact
+    assert plan.speed.parts["expert traffic"] > 0
