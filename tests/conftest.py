@@ -69,10 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that use ranks compute. Of the others, slow ones often wait: for time limits, or for
     programs that start. Files of both kinds take turns, so that some wait while others compute.
+    The rest goes backwards: tests of the commands start programs, those of the config do not.
     """
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     files = sorted({item.path: None for item in items}, key=lambda path: -slow[path])
+    rest = {path: number for number, path in enumerate(reversed(files))}
     computing = [path for path in files if path in ranked]
     waiting = [path for path in files if path not in ranked and slow[path]]
     place = {
@@ -80,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for kind in (waiting, computing)
         for number, path in enumerate(kind)
     }
-    items.sort(key=lambda item: place.get(item.path, 1.0))
+    items.sort(key=lambda item: place.get(item.path, 1.0 + rest[item.path]))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.hub_server import HubServer
-from tests.support.processes import python
+from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.words import listening
 from titanlite.config.errors import ConfigError
@@ -297,7 +297,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     said = ""
     for number in (1, 2):  # the second start resumes with other signatures
         config = _config(server, tmp_path / "run.toml", run, number)
-        done = python("-m", "titanlite", "train", f"--job.config_file={config[0]}", *config[1:])
+        done = titanlite("train", f"--job.config_file={config[0]}", *config[1:])
         said += done.stdout + done.stderr
         assert done.returncode == 0, said
         if number == 1:
@@ -313,7 +313,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         if "prepare" in words:
             words[2] = _url(server, "text.jsonl")
         if words[0] in ("evaluate", "sample"):  # they end their process
-            done = python("-m", "titanlite", *words)
+            done = titanlite(*words)
             said += done.stdout + done.stderr
         else:
             codes[" ".join(words[:2])] = main(words)
@@ -328,7 +328,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
             f"--job.dump_folder={run}-2",
             "--job.config_file=debug_model.toml",
         ]
-        done = python("-m", "titanlite", *flags)
+        done = titanlite(*flags)
         assert done.returncode
         assert "nothing" in done.stderr
         said += done.stdout + done.stderr

@@ -72,6 +72,7 @@ def _without_deletion(bucket: s3.Bucket) -> Iterator[tuple[s3.Bucket, list[str]]
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_saves_work_and_old_checkpoints_stay(
     bucket: s3.Bucket, pool: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import titanlite
 from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
@@ -258,12 +258,12 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
         "--validation.enable=false",
     ]
     words += ["--data.token_cache", str(tmp_path / "cache")]
-    done = python("-m", "titanlite", "train", *words)
+    done = titanlite("train", *words)
     assert done.returncode == 2
     assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
     flip(folder / "part-1.tokens", 5)
-    done = python("-m", "titanlite", "train", *words)
+    done = titanlite("train", *words)
     assert done.returncode == 0, done.stderr
     assert len(list(out.glob("checkpoint/step-*/manifest.json"))) == 2
 

@@ -76,7 +76,7 @@ def _without_order(restart: dict[str, Any]) -> dict[str, Any]:
     return {**restart, "seconds": seconds}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_phases_of_a_real_restart_add_up_to_its_first_recorded_step(tmp_path: Path) -> None:
     out = f"--out={tmp_path / 'restarts'}"
     words = ["benchmarks/restarts.py", "--repeats=1", "--kinds=first,spare", out, *TINY]

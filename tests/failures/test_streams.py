@@ -157,7 +157,7 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
 ) -> None:
     long = ["--training.steps=2000", "--checkpoint.interval=1000", "--data.retry_seconds=1"]
     long += [f"--training.dataset_path={hub.url}/datasets/me/small/"]
-    hub.fail("*.jsonl.gz", after=100, times=None, **fault)
+    hub.fail("*.jsonl.gz", after=40, times=None, **fault)
     codes, console = train(flags(tmp_path, *STREAM, *long), 2, tmp_path / "console")
     assert codes == [exit_codes.PREEMPTED] * 2, console
     (folder,) = saved(tmp_path)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.support.pool import Pools
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, titanlite
 from tests.support.task_files import SHORT, evaluated, scores_of, task_run, with_and_without
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
@@ -199,7 +199,7 @@ def test_a_run_without_network_and_cache_is_refused_before_its_first_step(tmp_pa
     config = ROOT / "train_configs" / "debug_model.toml"
     words = ["train", config, *_flags(tmp_path, "far"), f"--job.dump_folder={tmp_path}/run"]
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = python("-m", "titanlite", *words, env=offline)
+    done = titanlite(*words, env=offline)
     assert done.returncode == exit_codes.CONFIG, done.stderr
     assert "Traceback" not in done.stderr
     assert "eval.tasks: the task far cannot be loaded: the data set some/texts is " in done.stderr

@@ -184,6 +184,7 @@ def held_out(found: dict[str, Any]) -> list[float]:
     return [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_learn(pool: Pools, tmp_path: Path) -> None:
     """Adapters take a model that was trained on one text further, on its own checkpoint."""
     before = pool(2).run(train_seen, str(tmp_path / "before"), *TRAINED)[0]

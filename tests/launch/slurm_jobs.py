@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.launch.slurm_cluster import Cluster
-from tests.support.processes import python
+from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import rows, unequal
 from titanlite.utils import read_lines
@@ -42,7 +42,7 @@ def submit(slurm: Cluster, folder: Path, *more: str) -> str:
 def write(slurm: Cluster, folder: Path, *more: str) -> str:
     """Write a job; return the output."""
     words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more]
-    done = python("-m", "titanlite", "launch", *words, env=slurm.environment)
+    done = titanlite("launch", *words, env=slurm.environment)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 

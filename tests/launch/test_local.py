@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.namespaces import Host
-from tests.support.processes import ROOT, environment, python
+from tests.support.processes import ROOT, environment, titanlite
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.runs.attempts import read_entries
@@ -48,7 +48,7 @@ class Run:
         self.machines = machines
         self.folder = folder
         words = ["launch", "local", *FLAGS, f"--job.dump_folder={folder}", *more]
-        done = python("-m", "titanlite", *words)
+        done = titanlite(*words)
         assert done.returncode == 0, done.stderr
 
     def start(self, step_seconds: float = 0.25) -> list[subprocess.Popen[str]]:
@@ -171,7 +171,7 @@ def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
 def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["launch", "local", *FLAGS, "--launch.nodes=1", f"--job.dump_folder={folder}"]
-    done = python("-m", "titanlite", *words, "--checkpoint.interval=2")
+    done = titanlite(*words, "--checkpoint.interval=2")
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "output", "w") as out:
         words = ["bash", str(folder / "launch" / "run.sh")]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import lost_nodes
 from tests.launch.examples import EXAMPLES
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.slurm_jobs import (
@@ -29,12 +30,14 @@ from tests.launch.slurm_jobs import (
     until_step,
     write,
 )
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, environment, titanlite
 from tests.support.train_runs import rows
 from titanlite import exit_codes
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.runs.attempts import read_entries
 from titanlite.tools import cli
+from titanlite.tools.drill.runs import checkpoint
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import limit_seconds, prepare
 from titanlite.tools.sweep.job import prepare_sweep
@@ -88,16 +91,6 @@ def test_a_lost_node_leads_to_a_new_start(
 
 
 @pytest.mark.slow
-def test_a_job_near_its_time_limit_saves_and_goes_on(
-    slurm: Cluster, undisturbed: Path, limited: tuple[Path, str]
-) -> None:
-    folder, job = limited
-    completed(slurm, folder, job, undisturbed)
-    assert "SIGUSR1: stopping" in read_log(folder, job)
-    assert int(slurm.field(job, "Restarts")) >= 1
-
-
-@pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
@@ -136,9 +129,17 @@ def test_a_sweep_is_an_array_and_one_of_its_runs_is_preempted(
     config.write_text(f"job.extends = ['{debug}']\n[sweep]\noptimizer.lr = [1e-3, 1e-2, 1e9]\n")
     run = [word for word in [*RUN, *LAUNCH] if not word.startswith("--job.config_file")]
     common = [*run, "--launch.nodes=1", "--training.steps=8"]
+    alone = tmp_path / "alone"
+    local = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", "sweep", config, *common, "--folder", alone],
+        cwd=ROOT,
+        env=environment(STEP_SECONDS="0"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     seconds = "--launch.environment.STEP_SECONDS=1.5"
     words = ["slurm", config, *common, seconds, f"--job.dump_folder={tmp_path / 'run'}"]
-    done = python("-m", "titanlite", "launch", *words, "--sweep", "--submit", env=slurm.environment)
+    done = titanlite("launch", *words, "--sweep", "--submit", env=slurm.environment)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[1]
     folder = tmp_path / "run-sweep"
@@ -151,12 +152,11 @@ def test_a_sweep_is_an_array_and_one_of_its_runs_is_preempted(
     assert "resumed from step" in log
     assert (folder / "launch" / f"slurm-{job}_1.log").stat().st_mode & 0o777 == 0o600
 
-    alone = tmp_path / "alone"
-    local = python("-m", "titanlite", "sweep", config, *common, "--folder", alone)
-    assert local.returncode == 0, local.stderr
+    _, problem = local.communicate(timeout=600)
+    assert local.returncode == 0, problem
     for name in ("lr=0.001", "lr=0.01"):
         assert rows(folder / name) == rows(alone / name)
-    shown = python("-m", "titanlite", "sweep", "--show", folder)
+    shown = titanlite("sweep", "--show", folder)
     assert shown.returncode == 0
     states = [line.split()[-1] for line in shown.stdout.splitlines()[2:5]]
     assert states == ["done", "done", "diverged"]
@@ -220,7 +220,7 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
     }  # 7: of a job that submits this one
     try:
         jobs = {
-            slurm.run("sbatch", "--parsable", "--partition=aside", *words).strip(): said
+            slurm.run("sbatch", "--parsable", "--partition=spares", *words).strip(): said
             for words, said in {
                 ("--nodes=1", str(script)): "for 2 nodes, and Slurm gave it 1",
                 ("--ntasks-per-node=2", str(script)): "for one task per node, and Slurm gave it 2",
@@ -235,7 +235,7 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
         assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
         assert slurm.field(job, "Restarts") == "0"
         assert "srun" not in read_log(folder, job)
-    words = ["srun", "--partition=aside", "--nodes=2", "bash", str(script)]
+    words = ["srun", "--partition=spares", "--nodes=2", "bash", str(script)]
     done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == exit_codes.CONFIG
     assert "error: srun cannot run this script" in done.stderr
@@ -300,6 +300,55 @@ def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_
     modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}
     names = ("config.toml", "job.sbatch", "failures.log", f"slurm-{job}.log")
     assert modes == {"launch": 0o700, **dict.fromkeys(names, 0o600)}
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)]
+)
+def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
+    moment: int, slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    """In a save and in a step, with its disk: the other node has a copy of its part."""
+    wanted = lost_nodes.MOMENTS[moment]
+    loss = lost_nodes.lose_one(slurm, tmp_path, wanted, undisturbed)
+    # As `Held` stops there.
+    assert (loss.done, loss.resumed) == {"save": (8, 4), "step": (10, 8)}[wanted.kind]
+    assert 0 < loss.ended <= loss.started < loss.stepped < 300
+    assert loss.told == pytest.approx(loss.stepped, abs=5)
+
+
+@pytest.mark.slow
+def test_a_job_runs_on_fewer_nodes_with_the_same_batches_and_refuses_what_does_not_fit(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    batch = ["--training.global_batch_size=4", "--launch.environment.STEP_SECONDS=0"]
+    write(slurm, folder, *batch, "--launch.min_nodes=1", "--launch.queue=spares")
+    script = str(folder / "launch" / "job.sbatch")
+    job, wrong = (
+        slurm.run("sbatch", "--parsable", f"--nodes={nodes}", script).strip() for nodes in (1, 3)
+    )
+    assert slurm.wait(wrong, *ENDS) == "FAILED"
+    assert "this job is for 2 or 1 nodes, and Slurm gave it 3" in read_log(folder, wrong)
+    assert slurm.field(wrong, "ExitCode") == f"{exit_codes.CONFIG}:0"
+    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
+    assert "== start 0: 1 nodes with ranks" in read_log(folder, job)
+    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
+    states = [read_manifest(checkpoint(run, STEPS)).train for run in (undisturbed, folder)]
+    batches = [state["resume"]["next_batch"] for state in states]
+    assert batches[0] == batches[1]
+    losses = [[row[1] for row in rows(run)] for run in (undisturbed, folder)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_job_near_its_time_limit_saves_and_goes_on(
+    slurm: Cluster, undisturbed: Path, limited: tuple[Path, str]
+) -> None:
+    folder, job = limited
+    completed(slurm, folder, job, undisturbed)
+    assert "SIGUSR1: stopping" in read_log(folder, job)
+    assert int(slurm.field(job, "Restarts")) >= 1
 
 
 @pytest.mark.soak

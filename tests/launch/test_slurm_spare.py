@@ -15,43 +15,22 @@ import pytest
 from benchmarks import lost_nodes
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.slurm_jobs import (
-    ENDS,
     LAUNCH,
     RUN,
-    STEPS,
     completed,
     freeze,
     lose,
     read_log,
     submit,
     until_step,
-    write,
 )
 from tests.support.tiny import TWO_LAYERS
-from tests.support.train_runs import rows
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.tools import cli
-from titanlite.tools.drill.runs import checkpoint
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import prepare
 from titanlite.tools.sweep.job import prepare_sweep
-
-
-@pytest.mark.parametrize(
-    "moment", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)]
-)
-def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
-    moment: int, slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
-    """In a save and in a step, with its disk: the other node has a copy of its part."""
-    wanted = lost_nodes.MOMENTS[moment]
-    loss = lost_nodes.lose_one(slurm, tmp_path, wanted, undisturbed)
-    # As `Held` stops there.
-    assert (loss.done, loss.resumed) == {"save": (8, 4), "step": (10, 8)}[wanted.kind]
-    assert 0 < loss.ended <= loss.started < loss.stepped < 300
-    assert loss.told == pytest.approx(loss.stepped, abs=5)
 
 
 @pytest.mark.soak
@@ -133,30 +112,6 @@ def _submit_held(slurm: Cluster, folder: Path, phase: str, *more: str) -> str:
 def _placed(folder: Path, job: str) -> list[tuple[str, str]]:
     """The two nodes of each start."""
     return lost_nodes.placed(read_log(folder, job))
-
-
-@pytest.mark.slow
-def test_a_job_runs_on_fewer_nodes_with_the_same_batches_and_refuses_what_does_not_fit(
-    slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    batch = ["--training.global_batch_size=4", "--launch.environment.STEP_SECONDS=0"]
-    write(slurm, folder, *batch, "--launch.min_nodes=1", "--launch.queue=spares")
-    script = str(folder / "launch" / "job.sbatch")
-    job, wrong = (
-        slurm.run("sbatch", "--parsable", f"--nodes={nodes}", script).strip() for nodes in (1, 3)
-    )
-    assert slurm.wait(wrong, *ENDS) == "FAILED"
-    assert "this job is for 2 or 1 nodes, and Slurm gave it 3" in read_log(folder, wrong)
-    assert slurm.field(wrong, "ExitCode") == f"{exit_codes.CONFIG}:0"
-    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
-    assert "== start 0: 1 nodes with ranks" in read_log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
-    states = [read_manifest(checkpoint(run, STEPS)).train for run in (undisturbed, folder)]
-    batches = [state["resume"]["next_batch"] for state in states]
-    assert batches[0] == batches[1]
-    losses = [[row[1] for row in rows(run)] for run in (undisturbed, folder)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 #: Stand-ins for Slurm's programs and for Python. The ranks end with the codes of the file `codes`,

@@ -47,7 +47,7 @@ def test_the_picture_is_small_and_tells_the_story() -> None:
     assert [words for words in STORY if not any(sign.startswith(words) for sign in signs)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_its_run_still_prints_these_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A smaller model prints the same, but for numbers. Its steps take long enough for a look at
     # those in which a rank is killed.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from tests.support.hub_uploads import UploadRoutes, Uploads
@@ -325,24 +326,22 @@ class Handler(UploadRoutes, BaseHTTPRequestHandler):
 
     def file(self, path: Path, headers: dict[str, str]) -> None:
         """Answer with a file, or with the bytes of it that the Range header names."""
-        self.file_content(path.read_bytes(), headers)
+        with path.open("rb") as file:
+            self.file_content(file, headers)
 
-    def file_content(self, content: bytes, headers: dict[str, str]) -> None:
-        """Answer with the content of a file, or with the bytes of it that the Range header
-        names.
-        """
+    def file_content(self, file: BinaryIO, headers: dict[str, str]) -> None:
+        """Answer with what an open file holds, or with the bytes that the Range header names."""
         wanted = self.record.range
         if not self.hub.ranges or not wanted:
-            return self.answer(content, headers)
+            return self.answer(file.read(), headers)
+        size = file.seek(0, os.SEEK_END)
         first = wanted[0]
-        last = min(wanted[1], len(content) - 1)
+        last = min(wanted[1], size - 1)
         if first > last:
-            return self.answer(b"", {"Content-Range": f"bytes */{len(content)}"}, 416)
-        headers |= {
-            "Accept-Ranges": "bytes",
-            "Content-Range": f"bytes {first}-{last}/{len(content)}",
-        }
-        self.answer(content[first : last + 1], headers, 206)
+            return self.answer(b"", {"Content-Range": f"bytes */{size}"}, 416)
+        headers |= {"Accept-Ranges": "bytes", "Content-Range": f"bytes {first}-{last}/{size}"}
+        file.seek(first)
+        self.answer(file.read(last + 1 - first), headers, 206)
 
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
         """Answer, with the fault of this request."""

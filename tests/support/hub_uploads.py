@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 from urllib.parse import unquote
 
@@ -342,7 +343,7 @@ class UploadRoutes:
             )
         content = head.files[name]
         oid = hashlib.sha256(content).hexdigest() if is_large(name) else git_hash(content)
-        return self.file_content(content, {"X-Repo-Commit": head.oid, "ETag": f'"{oid}"'})
+        return self.file_content(BytesIO(content), {"X-Repo-Commit": head.oid, "ETag": f'"{oid}"'})
 
 
 def _chunks(xorb: bytes) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.hub_server import HubServer
 from tests.support.hub_uploads import Uploads, User
-from tests.support.processes import python
+from tests.support.processes import titanlite
 
 #: Tokens of the users that the tests know. No file may hold one.
 TOKENS = {
@@ -37,7 +37,7 @@ def push(
 ) -> subprocess.CompletedProcess[str]:
     """Run `titanlite push` with these words; it must end with this exit code."""
     env = {**variables(hub, home, token), **more}
-    done = python("-m", "titanlite", "push", *words, env=env, cwd=home)
+    done = titanlite("push", *words, env=env, cwd=home)
     assert done.returncode == code, done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr
     return done

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import evaluate_run
 from tests.support.pool import Pools
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, titanlite
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
@@ -94,7 +94,7 @@ def test_the_command_prints_one_json_object(
 ) -> None:
     folder, row = trained
     words = ["evaluate", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
-    done = python("-m", "titanlite", *words, cwd=tmp_path)
+    done = titanlite(*words, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert (found["step"], found["ranks"]) == (2, 1)
@@ -113,7 +113,7 @@ def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     words = ["evaluate", trained[0], "--nproc-per-node=2"]
-    done = python("-m", "titanlite", *words, cwd=tmp_path)
+    done = titanlite(*words, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
     assert done.returncode == 0
     assert title.endswith("step-2")

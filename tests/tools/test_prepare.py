@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.commands import Command
 from tests.support.hub_server import HubServer
-from tests.support.processes import ended, environment, python
+from tests.support.processes import ended, environment, titanlite
 from tests.support.shards import TEXTS, write_c4
 from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
@@ -266,8 +266,6 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
         words = [
-            "-m",
-            "titanlite",
             "data",
             "prepare",
             "c4",
@@ -280,7 +278,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         env = hub.environment(tmp_path / "home")
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)
-        failed = python(*words, tmp_path / "out", env=env)
+        failed = titanlite(*words, tmp_path / "out", env=env)
         assert failed.returncode == 2
         assert "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
         kept = {
@@ -290,7 +288,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         hub.faults.clear()
         repo.rename(repo.with_name("c4@first"))
         write_c4(tmp_path / "hub", shards=1)
-        finished = python(*words, tmp_path / "out", env=env)
+        finished = titanlite(*words, tmp_path / "out", env=env)
         assert finished.returncode == 0, finished.stderr
         assert texts_of(tmp_path / "out") == TEXTS[:999]
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.processes import ROOT, ended, environment
+from tests.support.processes import ROOT, ended, environment, titanlite
 from tests.tools.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
 from tests.tools.ladder.tiny import FLAGS, NAMES, PARAMETERS, TARGET, written
 from tests.tools.sweep.sweeps import attempts, rows
@@ -52,7 +52,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "titanlite", *words],
         cwd=ROOT,
-        env=environment(STEP_SECONDS="0.2"),
+        env=environment(STEP_SECONDS="0.1"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -81,6 +81,7 @@ def result(climbed: tuple[Path, list[str]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_ladder_goes_on_where_it_was(climbed: tuple[Path, list[str]]) -> None:
     folder, before = climbed
     assert attempts(folder / "out" / NAMES[0]) == before[0]
@@ -89,6 +90,7 @@ def test_a_killed_ladder_goes_on_where_it_was(climbed: tuple[Path, list[str]]) -
     assert "resumed from step" in (folder / "out" / NAMES[2] / "console.log").read_text()
 
 
+@pytest.mark.slow
 def test_all_runs_give_points_with_their_last_validation(
     climbed: tuple[Path, list[str]], result: dict[str, Any]
 ) -> None:
@@ -107,6 +109,7 @@ def test_all_runs_give_points_with_their_last_validation(
     assert sizes == [size for size in PARAMETERS for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
     climbed: tuple[Path, list[str]],
 ) -> None:
@@ -115,14 +118,8 @@ def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
     flags = json.loads((own / "member.json").read_text())["flags"]
     kept = [flag for flag in flags if "initial_load" not in flag and "checkpoint.start" not in flag]
     config = [str(written(folder)), *FLAGS, *kept, f"--job.dump_folder={folder / 'whole'}"]
-    subprocess.run(
-        [sys.executable, "-m", "titanlite", "train", *config],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-        check=True,
-    )
+    done = titanlite("train", *config)
+    assert done.returncode == 0, done.stderr
     whole = rows(folder / "whole")
     branch = rows(own)
     assert dict(branch[0])["step"] == 8
@@ -130,6 +127,7 @@ def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
     assert "validation_loss" in dict(branch[-1])
 
 
+@pytest.mark.slow
 def test_the_report_predicts_the_file_and_checks_itself(
     climbed: tuple[Path, list[str]], result: dict[str, Any]
 ) -> None:
@@ -147,6 +145,7 @@ def test_the_report_predicts_the_file_and_checks_itself(
         assert name in said
 
 
+@pytest.mark.slow
 def test_the_picture_has_each_point_in_both_colours(climbed: tuple[Path, list[str]]) -> None:
     text = (climbed[0] / "out" / "ladder.svg").read_text()
     root = ElementTree.fromstring(text)
@@ -161,6 +160,7 @@ def test_the_picture_has_each_point_in_both_colours(climbed: tuple[Path, list[st
     assert len(places) == 6
 
 
+@pytest.mark.slow
 def test_the_same_command_makes_no_run_twice(
     climbed: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +181,7 @@ def test_a_run_reads_none_of_the_table_and_says_so(tmp_path: Path) -> None:
     assert notes == ["[ladder] is for `titanlite ladder`; a run reads none of it"]
 
 
+@pytest.mark.slow
 def test_runs_that_fail_are_named_and_too_few_end_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

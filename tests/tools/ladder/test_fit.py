@@ -100,7 +100,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     names = ("size_exponent", "token_exponent")
     held = dict.fromkeys((*names, "loss"), 0)
     for _ in range(count):
-        found = fit(made_up(noise=noise, generator=generator), replicates=120)
+        found = fit(made_up(noise=noise, generator=generator), replicates=60)
         one = predict(found, *TARGET)
         run = TRUE.loss(*TARGET) * math.exp(noise * generator.standard_normal())
         held["loss"] += one.low <= run <= one.high
@@ -123,10 +123,10 @@ def test_intervals_hold_a_run_where_trunks_have_luck_of_their_own() -> None:
     for _ in range(count):
         points = made_up(noise=noise, generator=generator, luck=0.8)
         run = TRUE.loss(*TARGET) * math.exp(noise * generator.standard_normal())
-        one = predict(fit(points, replicates=80), *TARGET)
+        one = predict(fit(points, replicates=40), *TARGET)
         held += one.low <= run <= one.high
         alone = [replace(point, trunk="") for point in points]
-        other = predict(fit(alone, replicates=80), *TARGET)
+        other = predict(fit(alone, replicates=40), *TARGET)
         held_alone += other.low <= run <= other.high
         assert other.loss == one.loss
         assert one.error > 1.2 * other.error

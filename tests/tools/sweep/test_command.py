@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, python, titanlite
 from tests.tools.sweep.sweeps import CALLBACKS, STEPS, attempts, rows
 from titanlite import exit_codes
 from titanlite.runs.lock import RunLock
@@ -51,7 +51,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a file and its sweep, and what the command printed."""
     folder = tmp_path_factory.mktemp("swept")
     (folder / "tiny.toml").write_text(FILE)
-    done = python("-m", "titanlite", "sweep", "tiny.toml", "--at-once", 2, cwd=folder)
+    done = titanlite("sweep", "tiny.toml", "--at-once", 2, cwd=folder)
     assert done.returncode == exit_codes.DONE, done.stderr
     return folder, done.stdout
 
@@ -76,7 +76,7 @@ def test_a_sweep_prints_a_table_and_writes_its_files(swept: tuple[Path, str]) ->
 def test_the_best_file_trains_to_the_same_losses(swept: tuple[Path, str]) -> None:
     folder, _ = swept
     own = Path("outputs") / "debug_model-sweep"
-    done = python("-m", "titanlite", "train", own / "best.toml", cwd=folder)
+    done = titanlite("train", own / "best.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert rows(folder / own / "best") == rows(folder / own / "lr=0.01")
     assert "[sweep]" not in (folder / own / "best.toml").read_text()
@@ -120,12 +120,12 @@ def test_a_second_sweep_runs_only_new_points_and_names_the_old_ones(
     before = attempts(own / "lr=0.01")
     file = tmp_path / "tiny.toml"
     file.write_text(FILE.replace("[1e-3, 1e-2, 1e9]", "[1e-2, 3e-2]"))
-    done = python("-m", "titanlite", "sweep", file, "--folder", own, "--json", cwd=folder)
+    done = titanlite("sweep", file, "--folder", own, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "1 of 2 runs are in" in done.stderr
     assert attempts(own / "lr=0.01") == before
     assert [run["name"] for run in json.loads(done.stdout)["runs"]] == ["lr=0.01", "lr=0.03"]
-    shown = python("-m", "titanlite", "sweep", "--show", own)
+    shown = titanlite("sweep", "--show", own)
     assert "of another sweep in this folder: lr=0.001, lr=1e+09\n" in shown.stdout
 
 
@@ -223,14 +223,14 @@ def test_a_sweep_of_other_points_changes_nothing_while_one_runs(
 def test_a_member_alone_trains_as_in_the_sweep(swept: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = swept
     own = folder / "outputs" / "debug_model-sweep"
-    words = ["-m", "titanlite", "sweep", folder / "tiny.toml", "--folder", tmp_path / "s"]
-    done = python(*words, "--member", 1)
+    words = ["sweep", folder / "tiny.toml", "--folder", tmp_path / "s"]
+    done = titanlite(*words, "--member", 1)
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "s" / "lr=0.01") == rows(own / "lr=0.01")
-    again = python(*words, "--member", 1)
+    again = titanlite(*words, "--member", 1)
     assert (again.returncode, again.stderr) == (0, "lr=0.01 is done already\n")
-    assert python(*words, "--member", 2).returncode == exit_codes.GUARD
-    shown = python("-m", "titanlite", "sweep", "--show", tmp_path / "s")
+    assert titanlite(*words, "--member", 2).returncode == exit_codes.GUARD
+    shown = titanlite("sweep", "--show", tmp_path / "s")
     assert shown.returncode == exit_codes.ERROR
     assert [line.split()[-1] for line in shown.stdout.splitlines()[2:5]] == [
         "unfinished",
@@ -243,7 +243,7 @@ def test_a_member_alone_trains_as_in_the_sweep(swept: tuple[Path, str], tmp_path
 def test_a_member_alone_has_its_ranks(swept: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = swept
     words = ["sweep", folder / "tiny.toml", "--folder", tmp_path, "--member", 0]
-    done = python("-m", "titanlite", *words, "--nproc-per-node", 2)
+    done = titanlite(*words, "--nproc-per-node", 2)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "sweep.json").read_text())["ranks"] == 2
     assert rows(tmp_path / "lr=0.001")[-1][0] == ("step", STEPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, titanlite
 from tests.tools.sweep.sweeps import CONFIG, rows
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
@@ -53,14 +53,15 @@ def test_pods_train_the_runs_of_their_numbers(
     for number in (0, 3):
         own = [str(mounted) if word.endswith("config.toml") else word for word in words]
         own = [word.replace("$(JOB_COMPLETION_INDEX)", str(number)) for word in own]
-        done = python(*own, env=variables)
+        assert own[:2] == ["-m", "titanlite"]
+        done = titanlite(*own[2:], env=variables)
         assert done.returncode == 0, done.stderr
-    local = python("-m", "titanlite", "sweep", file, *config, "--folder", tmp_path / "local")
+    local = titanlite("sweep", file, *config, "--folder", tmp_path / "local")
     assert local.returncode == 0, local.stderr
     names = [job.array.names[0], job.array.names[3]] if job.array else []
     assert len(names) == 2
     for name in names:
         assert rows(tmp_path / "run-sweep" / name) == rows(tmp_path / "local" / name)
-    shown = python("-m", "titanlite", "sweep", "--show", tmp_path / "run-sweep")
+    shown = titanlite("sweep", "--show", tmp_path / "run-sweep")
     assert shown.returncode == exit_codes.ERROR
     assert "2 of 4 runs are not finished" in shown.stdout

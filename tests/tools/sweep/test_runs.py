@@ -59,7 +59,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[MemberRe
     return folder, results, said
 
 
-def started(folder: Path, seconds: str = "0.5") -> subprocess.Popen[bytes]:
+def started(folder: Path, seconds: str = "0.3") -> subprocess.Popen[bytes]:
     """A sweep of two members in a process, with slow steps."""
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder)],
