@@ -102,7 +102,7 @@ def no_waiting() -> Iterator[None]:
     from titanlite.checkpoint import manager
     from titanlite.features.experts import exchange
     from titanlite.guard import FiniteGuard
-    from titanlite.parallel import dist_env, rendezvous
+    from titanlite.parallel import dist_env, rendezvous, run_store
     from titanlite.start import rank_checks
 
     read = FiniteGuard._read
@@ -131,6 +131,7 @@ def no_waiting() -> Iterator[None]:
         mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
+        mock.patch.object(run_store, "near_processes", lambda *_: {}),
         mock.patch.object(rank_checks, "check_ranks", lambda *_, **__: []),
     ):
         yield
