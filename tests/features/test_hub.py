@@ -29,6 +29,7 @@ from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
+from titanlite.checkpoint import pin
 from titanlite.checkpoint.manifest import PIN, step_folder
 from titanlite.checkpoint.pin import _TEXT, pinned
 from titanlite.checkpoint.retention import delete, is_pinned, unpublish
@@ -370,7 +371,14 @@ def _killed(folder: Path) -> None:
     assert (folder / PIN).is_file()
 
 
-def test_two_processes_that_read_a_checkpoint_pin_it_one_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["seen", "just before"])
+def test_two_processes_that_read_a_checkpoint_pin_it_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """The pin of the other one is there, or comes right after the look for it."""
+    looks = [False] if first == "just before" else []
+    look = pin._is_held
+    monkeypatch.setattr(pin, "_is_held", lambda *about: looks.pop() if looks else look(*about))
     command = [sys.executable, "-c", PINS, str(tmp_path)]
     said: list[str] = []
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
@@ -382,10 +390,17 @@ def test_two_processes_that_read_a_checkpoint_pin_it_one_after_the_other(tmp_pat
             process.kill()
 
         with pinned(tmp_path, end):
+            is_over = process.poll() is not None or bool(said)
+            process.kill()
             process.wait()
-            assert is_pinned(tmp_path)
+            assert is_over and is_pinned(tmp_path)
     assert said == [f"another push reads {tmp_path}: waiting for its end"]
-    assert not (tmp_path / PIN).exists()
+    assert list(tmp_path.iterdir()) == []
+    # Of a user, who may make anything of that name.
+    (tmp_path / PIN).symlink_to("nowhere")
+    with pinned(tmp_path):
+        pass
+    assert is_pinned(tmp_path)
 
 
 def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_path: Path) -> None:

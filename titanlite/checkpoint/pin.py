@@ -34,28 +34,61 @@ def pinned(folder: AnyPath, tell: Callable[[str], object] = logger.info) -> Iter
     """
     pin = folder / PIN
     process = process_of(os.getpid())
-    if _is_held(pin, process):
-        tell(f"another push reads {folder}: waiting for its end")
-        while _is_held(pin, process):
-            time.sleep(_POLL_SECONDS)
-    written = int(time.time())
-    content = _TEXT + json.dumps({"process": process, "written": written}).encode() + b"\n"
+    content = b""
     stamp = None
-    with contextlib.suppress(OSError):
-        if is_over(pin):
-            pin.unlink(missing_ok=True)
-        write_new(pin, content)
-        if isinstance(pin, Path):
-            # Another time is that of a user's touch. Not all file systems let one set it.
-            with contextlib.suppress(OSError):
-                os.utime(pin, (written, written))
-        stamp = pin.stat().st_mtime
+    is_told = False
+    while stamp is None:
+        if _is_held(pin, process):
+            if not is_told:
+                tell(f"another push reads {folder}: waiting for its end")
+            is_told = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        written = int(time.time())
+        content = _TEXT + json.dumps({"process": process, "written": written}).encode() + b"\n"
+        try:
+            stamp = _write(pin, content, written)
+        except FileExistsError:
+            # Unless another push was faster, or has just ended: of a user or of another machine.
+            is_there = os.path.lexists(pin) if isinstance(pin, Path) else pin.is_file()
+            if is_there and not _is_held(pin, process) and not is_over(pin):
+                break
+        except OSError:
+            break
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             if pin.read_bytes() == content and pin.stat().st_mtime == stamp:
                 pin.unlink(missing_ok=True)
+
+
+def _write(pin: AnyPath, content: bytes, written: int) -> float:
+    """Write a pin where there is none, or one that is over; return its time. Raises OSError."""
+    if is_over(pin):
+        pin.unlink(missing_ok=True)
+    if not isinstance(pin, Path):
+        write_new(pin, content)
+        return pin.stat().st_mtime
+    part = pin.with_name(f"{PIN}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        # Another time is that of a user's touch. Not all file systems let one set it.
+        with contextlib.suppress(OSError):
+            os.utime(part, (written, written))
+        try:
+            # Of two processes one fails.
+            os.link(part, pin)
+        except FileExistsError:
+            raise
+        except OSError:
+            # A file system without links.
+            if os.path.lexists(pin):
+                raise FileExistsError from None
+            part.rename(pin)
+    finally:
+        part.unlink(missing_ok=True)
+    return pin.stat().st_mtime
 
 
 def is_over(pin: AnyPath) -> bool:
