@@ -118,7 +118,7 @@ def test_a_model_without_it_imports_nothing_of_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("cap", [-1.0, float("inf"), float("nan")])
 def test_a_cap_that_is_none_is_refused(cap: float) -> None:
-    with pytest.raises(ShapeError, match="final_softcap must not be negative"):
+    with pytest.raises(ShapeError, match="final_softcap must be 0 or a positive number"):
         replace(SMALL, final_softcap=cap)
 
 

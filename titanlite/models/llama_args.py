@@ -88,7 +88,7 @@ class LlamaArgs:
             if not 0 < getattr(self, name) < math.inf:
                 wrong.append(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.final_softcap < math.inf:
-            wrong.append(f"final_softcap must not be negative, got {self.final_softcap}")
+            wrong.append(f"final_softcap must be 0 or a positive number, got {self.final_softcap}")
         if self.norm_type not in NORM_TYPES:
             wrong.append(
                 f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
