@@ -261,7 +261,7 @@ def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
     if there.args is None:
         return ""
     for flavor, args in spec.flavors.items():
-        if getattr(args, "vocab_size", None) and not differences(there, spec.name, spec, args):
+        if getattr(args, "vocab_size", None) and not differences(there, spec.name, args):
             return flavor
     return ""
 
