@@ -342,10 +342,10 @@ def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -
     assert open_weights(tmp_path, spec, ARGS).args == ARGS
     there = read_model(tmp_path, "llama3", spec)
     assert there is not None
-    assert differences(there, "llama3", spec, ARGS) == [
+    assert differences(there, "llama3", ARGS) == [
         "model.overrides.rope_theta is 500000.0 here, 10000.0 there"
     ]
-    assert not differences(there, "llama3", spec, replace(ARGS, rope_theta=1e4))
+    assert not differences(there, "llama3", replace(ARGS, rope_theta=1e4))
 
 
 _FULL = """

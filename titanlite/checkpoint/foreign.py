@@ -70,7 +70,7 @@ def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: b
     there = read_model(path, name, spec)
     if there is None:
         return []
-    found = differences(there, name, spec, args)
+    found = differences(there, name, args)
     if found and not allowed:
         lines = "".join(f"\n  {line}" for line in found)
         way = remedy(there, spec) or "Set [model], or model.overrides, so"

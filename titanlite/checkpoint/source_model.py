@@ -218,7 +218,7 @@ def is_alike(family: str, spec: ModelSpec) -> bool:
     return family in SPECS and SPECS[family].args_class is spec.args_class
 
 
-def differences(there: SourceModel, name: str, spec: ModelSpec, args: Any) -> list[str]:
+def differences(there: SourceModel, name: str, args: Any) -> list[str]:
     """Return the keys of `[model]` that differ from the model of a folder, a line each.
 
     name: `model.name`. args: those of the run; a vocabulary of None is not known yet, and not
@@ -261,7 +261,7 @@ def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
     if there.args is None:
         return ""
     for flavor, args in spec.flavors.items():
-        if getattr(args, "vocab_size", None) and not differences(there, spec.name, spec, args):
+        if getattr(args, "vocab_size", None) and not differences(there, spec.name, args):
             return flavor
     return ""
 

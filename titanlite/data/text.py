@@ -151,7 +151,7 @@ class TextReader:
             return rows
         self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
-        _reach_on_this_node(files, source, section)
+        _reach_on_this_node(files, source)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
@@ -256,7 +256,7 @@ class TextReader:
         )
 
 
-def _reach_on_this_node(files: TextFiles, source: DataSource, section: str) -> None:
+def _reach_on_this_node(files: TextFiles, source: DataSource) -> None:
     """Raise DataError where one process of this node cannot reach the server of the files.
 
     Rank 0 of the run has listed them, and did.

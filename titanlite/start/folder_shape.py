@@ -202,7 +202,7 @@ def source_misfits(
     if there is None or (there.kind == MANIFEST and _has_patterns(section)):
         # Tensors that are left out may have other shapes.
         return
-    found = differences(there, model.name, spec, args)
+    found = differences(there, model.name, args)
     if found:
         lines = "".join(f"\n  {line}" for line in found)
         message = (

@@ -112,7 +112,7 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
         for average in averages:
             meter.track(average, "optimizer")
         step.after_update()
-        batches = _batches(run, parts.args)
+        batches = _batches(run)
         if reduces_each and len(batches) > 1:
             # A micro-batch leaves nothing but sharded gradients to the next one: only the last
             # has to run.
@@ -224,7 +224,7 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
     )
 
 
-def _batches(run: RunConfig, args: Any) -> list[Batch]:
+def _batches(run: RunConfig) -> list[Batch]:
     rows, whole = run.batch.micro_batch_size, run.batch.seq_len
 
     def batch() -> Batch:
