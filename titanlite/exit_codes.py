@@ -43,13 +43,18 @@ LOST_PEER = 7
 #: A rank ran out of the memory of its device or its host, where the same command would again. Also
 #: for a run that is only planned, and would.
 OUT_OF_MEMORY = 8
+#: Ended at once by a second Ctrl-C.
+INTERRUPTED = 130
+#: torchrun starts no rank again after these: they would end so again, or somebody asked for the
+#: end.
+FINAL = (CONFIG, GUARD, CHECKPOINT, PREEMPTED, PREEMPTED_UNSAVED, OUT_OF_MEMORY, INTERRUPTED)
 #: The same command may continue after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
 #: The exit code of torchrun in place of these, for schedulers that restart by codes. Also when a
 #: signal ended its ranks.
 RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
-#: Ended at once by a second Ctrl-C.
-INTERRUPTED = 130
+#: Names the round of the rendezvous of titanlite's torchrun, the same on all machines.
+ROUND = "TITANLITE_ROUND"
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -157,13 +162,19 @@ def no_exit(where: str) -> Iterator[None]:
         raise ExitCallError(where, error) from error
 
 
+def attempt() -> str:
+    """Return the number of this start of the ranks by torchrun."""
+    # A machine that follows the restart of another one counts none.
+    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def report_code(code: int, error: str = "") -> bool:
     """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
 
     error: the last line of an unforeseen error. Return whether no other worker of this machine
     wrote that before: True for one of them, or for all where no launcher looks.
     """
-    line = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}"
+    line = f"{attempt()} {code}"
     if error:
         line += f" {json.dumps(error)}"
     line += "\n"

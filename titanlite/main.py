@@ -387,7 +387,7 @@ def _tell_sagemaker(message: str, code: int) -> None:
     """
     folder = os.environ.get("SM_OUTPUT_DIR")
     if folder:
-        known = Path(folder, f".failure-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        known = Path(folder, f".failure-{exit_codes.attempt()}")
         with contextlib.suppress(OSError):
             if code != exit_codes.LOST_PEER:
                 known.open("x").close()

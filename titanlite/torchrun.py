@@ -33,6 +33,10 @@ _CLOSED = (
     "error: the machines met at the rendezvous of an earlier start, which is about to end. Start "
     "again\n"
 )
+_LEFT = (
+    "error: the ranks are not started again: another machine has ended, and its output has the "
+    "reason\n"
+)
 
 
 def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
@@ -151,7 +155,7 @@ def _keep_to_codes() -> None:
     def monitor_and_judge(self: Any, group: Any) -> Any:
         result = monitor(self, group)
         for failure in result.failures.values():
-            if failure.exitcode > exit_codes.ERROR and failure.exitcode != exit_codes.LOST_PEER:
+            if failure.exitcode in exit_codes.FINAL:
                 self._remaining_restarts = 0
         return result
 
@@ -207,7 +211,7 @@ def main() -> NoReturn:
         text = record.read_text() if record.exists() else None
     if farewell.was_closed and end.code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         end.code = exit_codes.LOST_PEER
-        end.failure = _CLOSED
+        end.failure = _LEFT if farewell.has_met else _CLOSED
     elif end.stopped:
         end.code = code_after_signal(text)
     elif end.code and text is not None:

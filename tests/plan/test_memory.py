@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.plan.measured import config_of
 from titanlite.plan.memory import NoFormula, estimate, worst_rank
 from titanlite.start.fit import check_config
+from titanlite.tools.plan.trace import trace
 
 GIB = 2**30
 BLOCKS_6 = (
@@ -92,6 +94,22 @@ def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
         / GIB
     )
     assert found == pytest.approx(traced, rel=0.002)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_that_no_other_rank_shares_wait_only_where_torch_casts_them(device):
+    flags = [
+        "--model.vocab_size=16384",
+        "--activation_checkpoint.mode=full",
+        "--training.tensor_parallel_degree=2",
+        "--training.gradient_sync=last",
+        "--training.global_batch_size=16",
+        "--training.mixed_precision_param=bfloat16",
+    ]
+    given = ["--job.config_file=debug_model.toml", *config_of("1 rank")[1], *flags]
+    run = check_config(given, 2, training=False)[1]
+    traced = trace(run, 1, device).peak.total
+    assert estimate(run, 1, device).peak.total == pytest.approx(traced, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 
 from tests.support.processes import environment, python
-from titanlite.exit_codes import CONFIG, LOST_PEER, code_of
+from titanlite.exit_codes import (
+    CONFIG,
+    GUARD,
+    LOST_PEER,
+    PREEMPTED_UNSAVED,
+    ROUND,
+    VARIABLE,
+    code_of,
+    report_code,
+)
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
 
@@ -108,7 +117,7 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     assert "Signal 9 (SIGKILL)" in done.stderr
 
 
-@pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2)])
+@pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2), (137, 2)])
 def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     tmp_path: Path, code: int, starts: int
 ) -> None:
@@ -189,8 +198,10 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(
 
 
 #: A rank that meets the others; in the first round the one of the second machine is killed then.
+#: In the second one it ends for good.
 MEETS = """
 import os, signal, sys, time
+from titanlite.exit_codes import GUARD, LOST_PEER, end_process
 from titanlite.parallel.rendezvous import barrier
 from titanlite.parallel.run_store import register
 rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -203,12 +214,18 @@ if not os.path.exists(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(300)
 barrier(store, rank, size, patience=20, limit=20)
+if os.environ["GROUP_RANK"] == "1":
+    end_process(GUARD)
+time.sleep(1)
+end_process(LOST_PEER)
 """
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_path: Path) -> None:
-    """torchrun of the other machine follows, and counts no restart."""
+    """torchrun of the other machine follows, and counts no restart. An end for good is the end of
+    both.
+    """
     (tmp_path / "meets.py").write_text(MEETS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -217,7 +234,7 @@ def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_p
         words = [sys.executable, "-m", "titanlite.torchrun", "--nnodes=2", "--nproc_per_node=1"]
         words += [
             *options,
-            "--max-restarts=1",
+            "--max-restarts=2",
             str(tmp_path / "meets.py"),
             str(tmp_path / "killed"),
         ]
@@ -225,7 +242,18 @@ def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_p
             subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
         )
     said = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    assert sorted(process.returncode for process in processes) == [GUARD, LOST_PEER], said
+    lost = [text for text in said if "another machine has ended, and its output has the" in text]
+    assert len(lost) == 1 and "Start again" not in lost[0], said
+
+
+def test_codes_of_a_round_count_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this machine counts no restart, since it follows another one."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "codes"))
+    for number, code in enumerate((PREEMPTED_UNSAVED, LOST_PEER)):
+        monkeypatch.setenv(ROUND, str(number))
+        report_code(code)
+    assert worst_code((tmp_path / "codes").read_text()) == LOST_PEER
 
 
 @pytest.mark.parametrize("is_full", [False, True])

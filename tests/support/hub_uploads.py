@@ -223,8 +223,9 @@ class UploadRoutes:
     def _branch(self, known: Repository, name: str, asked: Mapping[str, Any]) -> None:
         if name in known.branches:
             return self._error("", 409)
-        start = known.branches[asked.get("startingPoint", "main")]
-        known.branches[name] = list(start)
+        start = asked.get("startingPoint", known.branches["main"][-1].oid)
+        oids = [commit.oid for commit in known.branches["main"]]
+        known.branches[name] = known.branches["main"][: oids.index(start) + 1]
         return self._say({})
 
     def _preupload(self, head: Commit, asked: Mapping[str, Any]) -> None:

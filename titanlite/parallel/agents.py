@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from titanlite.parallel.launch_env import ROUND
+from titanlite.exit_codes import ROUND
 
 #: Seconds for which the machine that serves the store waits for the others. After a good end all of
 #: them leave now.
@@ -39,7 +39,9 @@ class Farewell:
         #: Whether torchrun closes the rendezvous after failures, too: only that of c10d.
         self._is_closed = False
         self._store: Any = None
-        #: Whether this start met the rendezvous of an earlier one, whose machines are about to end.
+        #: Whether the machines have met.
+        self.has_met = False
+        #: Whether another machine had ended the rendezvous: of an earlier start, unless `has_met`.
         self.was_closed = False
         self._watch_rendezvous()
         self._watch_stores()
@@ -76,6 +78,7 @@ class Farewell:
             states = getattr(handler, "_state_holder", None)
             if states is not None:
                 os.environ[ROUND] = str(states.state.round)
+            self.has_met = True
             return found
 
         return noted_meet

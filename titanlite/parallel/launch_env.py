@@ -15,8 +15,6 @@ from titanlite.parallel import ParallelismError
 
 #: Longest wait at the start for the processes of the other ranks, and for connections to them.
 RENDEZVOUS_SECONDS = 60.0
-#: Names the round of the rendezvous of titanlite's torchrun, the same on all machines.
-ROUND = "TITANLITE_ROUND"
 
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 

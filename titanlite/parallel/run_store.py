@@ -11,8 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from titanlite.exit_codes import attempt
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS, ROUND, LaunchEnv
+from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS, LaunchEnv
 from titanlite.parallel.rendezvous import RendezvousError, first_line
 
 _RETRY_SECONDS = 0.2
@@ -35,8 +36,7 @@ def register(
     # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
     # without the prefix a restarted attempt reads the dead one's addresses and hangs.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
-    attempt = os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
+    store = dist.PrefixStore(f"titanlite/{run}/{attempt()}", tcp)
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
     return store

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.parallel.launch_env import ROUND
+from titanlite.exit_codes import ROUND
 from titanlite.runs import provenance
 
 #: What torchrun changes from start to start. No import reads it.

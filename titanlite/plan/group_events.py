@@ -251,9 +251,10 @@ class GroupEvents:
     def _unreduced_bytes(self, group: Group) -> int:
         """Return the bytes of a group's whole gradients that wait for the last micro-batch."""
         numbers = group.trained.numbers
-        if "tok_embeddings" in group.modules and numbers and not self.sizes.args.tied:
+        args = self.sizes.args
+        has_table = "tok_embeddings" in group.modules and numbers and not args.tied
+        if has_table and not self.sizes.adds_at_once:
             # That of the table has the rows of all tensor-parallel ranks until it is reduced.
-            args = self.sizes.args
             numbers += (args.n_vocab - args.n_vocab // self.run.mesh.tensor) * args.dim
         return numbers * self.sizes.reduced
 

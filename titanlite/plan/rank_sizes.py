@@ -76,6 +76,14 @@ class RankSizes:
         is_whole = all(weight.shards == 1 for weight in self.weights)
         return is_whole and mesh.world_size == mesh.tensor
 
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether each micro-batch adds to the gradients of weights that no other rank shares
+        (`titanlite.parallel.one_rank`): none wait for the last one.
+        """
+        casts_together = self.device != "cpu" and self.low != self.master
+        return self.shards_nothing and self.reduced == self.master and not casts_together
+
     def held(self, weight: Weight) -> int:
         """Return the bytes of a number of a weight on this rank."""
         return min(self.low, self.master) if weight.frozen else self.master

@@ -35,6 +35,20 @@ for place in sys.argv[1:]:
 """
 
 
+#: Pushes, and is cut short after the upload of the large files.
+CUT = """
+import sys
+from titanlite.features.hub.contact import HubError
+from titanlite.tools.cli import main
+from titanlite.tools.push import upload
+additions = upload._additions
+def cut(*about):
+    additions(*about)
+    raise HubError("cut short")
+upload._additions = cut
+sys.exit(main(["push", *sys.argv[1:]]))
+"""
+
 #: Pushes, while somebody else commits to the branch.
 RACE = """
 import os
@@ -48,8 +62,8 @@ def commit(repository, branch, name):
     HfApi().create_branch(repository, branch=branch, exist_ok=True)
     other = [CommitOperationAdd(name, b"theirs")]
     HfApi().create_commit(repository, other, commit_message="theirs", revision=branch)
-def overtaken(api, repository, branch, files):
-    mine = additions(api, repository, branch, files)
+def overtaken(api, repository, branch, *more):
+    mine = additions(api, repository, branch, *more)
     commit(repository, branch, "theirs.txt")
     return mine
 def overtaken_before(repository):
@@ -369,6 +383,13 @@ def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     done = python("-c", RACE, *words, env=variables(hub, home), cwd=home)
     assert "error: ada/tiny, branch step-5, takes no commit" in done.stderr
     assert uploads.branch("ada/tiny", "step-5")["model.safetensors"] == b"theirs"
+    # A new branch that is cut short is none, and begins as main was when it was read.
+    words[-1] = "step-6"
+    done = python("-c", CUT, *words, env=variables(hub, home), cwd=home)
+    assert "cut short" in done.stderr
+    assert "step-6" not in uploads.repositories["ada/tiny"].branches
+    push(hub, home, *words)
+    assert set(uploads.branch("ada/tiny")) <= set(uploads.branch("ada/tiny", "step-6"))
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,9 @@ def test_a_folder_that_all_runs_would_share_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     own = [Member(f"own-{number}", [f"--checkpoint.hub=ada/tiny-{number}"]) for number in (1, 2)]
     assert len(check_members(own, hub, tmp_path / "new", 1)) == 2
+    own[1] = Member("own-2", ["--checkpoint.hub=Ada/Tiny-1"])
+    with pytest.raises(ConfigError, match=r"2 runs would push to ada/tiny-1"):
+        check_members(own, hub, tmp_path / "new", 1)
 
 
 @pytest.mark.parametrize(

@@ -62,22 +62,26 @@ def push_branch(repository: str, branch: str, parcel: Parcel, force: bool) -> An
     api = hub_api()
     known = heads(repository)
     is_new = branch not in known
-    if is_new:
-        asked(
-            f"the branch {branch} of {repository} cannot be made",
-            lambda: api.create_branch(repository, branch=branch, exist_ok=True),
-        )
-    # A push of somebody else from here on makes the commit fail. A new branch begins as main is.
-    head = known.get(branch, known["main"])
-    names, readme = read_branch(repository, branch)
+    # A new branch begins as main is.
+    begin = "main" if is_new else branch
+    # A push of somebody else from here on makes the commit fail.
+    head = known[begin]
+    names, readme = read_branch(repository, begin)
     if not (is_new or force):
         refuse_others(repository, branch, names, readme, parcel.card.run_id)
     files = dict(parcel.files)
     files[README] = merged(parcel.card, readme, parcel.readme).encode()
-    operations = _additions(api, repository, branch, files)
+    operations = _additions(api, repository, branch, files, begin)
     for name in names:
         if name not in files and matches(name, _OURS):
             operations.append(CommitOperationDelete(name))
+    if is_new:
+        # Not before: where an upload was cut short, a branch with the files of main would be there,
+        # perhaps of another run.
+        asked(
+            f"the branch {branch} of {repository} cannot be made",
+            lambda: api.create_branch(repository, branch=branch, revision=head, exist_ok=True),
+        )
     return asked(
         f"{repository}, branch {branch}, takes no commit",
         lambda: api.create_commit(
@@ -92,9 +96,12 @@ def push_branch(repository: str, branch: str, parcel: Parcel, force: bool) -> An
 
 
 def _additions(
-    api: Any, repository: str, branch: str, files: Mapping[str, Path | bytes]
+    api: Any, repository: str, branch: str, files: Mapping[str, Path | bytes], begin: str
 ) -> list[Any]:
-    """Return the files for a commit; those that are large are uploaded now."""
+    """Return the files for a commit; those that are large are uploaded now.
+
+    begin: the branch itself, or the one that it begins from.
+    """
     from huggingface_hub import CommitOperationAdd
 
     additions = []
@@ -111,12 +118,12 @@ def _additions(
         )
         left -= size
         send = functools.partial(
-            api.preupload_lfs_files, repository, [one], revision=branch, free_memory=False
+            api.preupload_lfs_files, repository, [one], revision=begin, free_memory=False
         )
         asked(f"{one.path_in_repo} cannot be uploaded to {repository}", send)
         if one._should_ignore:  # the client would leave it out of the commit
             raise HubError(
-                f"a .gitignore in {repository}, branch {branch}, leaves out {one.path_in_repo}: "
+                f"a .gitignore in {repository}, branch {begin}, leaves out {one.path_in_repo}: "
                 "delete it on the hub"
             )
     return additions

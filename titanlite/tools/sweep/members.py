@@ -167,7 +167,8 @@ def check_members(
 
 def _check_hubs(members: Sequence[CheckedMember]) -> None:
     """Refuse a repository that several runs would push to."""
-    counts = Counter(one.run.checkpoint.hub for one in members)
+    # The hub does not distinguish cases.
+    counts = Counter(one.run.checkpoint.hub.lower() for one in members)
     del counts[""]
     problems = []
     for hub, count in counts.items():
