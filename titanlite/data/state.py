@@ -17,7 +17,7 @@ class StateError(DataError):
     exit_code = exit_codes.CHECKPOINT
 
 
-def refuse(name: str, value: object, wanted: str) -> StateError:
+def refusal(name: str, value: object, wanted: str) -> StateError:
     """Return the error for an entry of the data state. wanted: what it should be."""
     return StateError(
         f"the data state in the checkpoint is not valid: {name} = {value!r:.80} is {wanted}"
@@ -28,23 +28,23 @@ def whole_number(value: object, name: str, least: int = 0, end: int = MOST) -> i
     """Return a whole number from `least` to below `end`. Raises StateError."""
     if type(value) is not int or not least <= value < end:
         limit = f" below {end}" if end < MOST else ""
-        raise refuse(name, value, f"no whole number from {least}{limit}")
+        raise refusal(name, value, f"no whole number from {least}{limit}")
     return value
 
 
 def mapping(value: object, name: str) -> dict[str, Any]:
     """Return a dictionary. Raises StateError."""
     if not isinstance(value, dict):
-        raise refuse(name, value, "no table")
+        raise refusal(name, value, "no table")
     return value
 
 
 def sequence(value: object, name: str, length: int | None = None) -> list[Any]:
     """Return a list (a tuple as one), of this length if it is given. Raises StateError."""
     if not isinstance(value, (list, tuple)):
-        raise refuse(name, value, "no list")
+        raise refusal(name, value, "no list")
     if length is not None and len(value) != length:
-        raise refuse(name, value, f"no list of {length} values")
+        raise refusal(name, value, f"no list of {length} values")
     return list(value)
 
 
@@ -59,7 +59,7 @@ def ranges_before(value: object, position: int, name: str) -> list[tuple[int, in
         whole_number(first, where)
         whole_number(end, where)
         if not first <= end <= position:
-            raise refuse(where, entry, f"no range of sequences before next_sequence = {position}")
+            raise refusal(where, entry, f"no range of sequences before next_sequence = {position}")
         found.append((first, end))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from titanlite.data.state import refuse, sequence, whole_number
+from titanlite.data.state import refusal, sequence, whole_number
 
 #: A commit, or nothing.
 _REVISION = re.compile("[0-9a-f]*")
@@ -21,7 +21,7 @@ def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
     lanes = whole_number(state.get("lanes", lanes), "lanes", least=1)
     revision = state.get("revision", "")
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
-        raise refuse("revision", revision, "no commit")
+        raise refusal("revision", revision, "no commit")
     seen: set[int] = set()
     for number, entry in enumerate(sequence(state.get("cursors", []), "cursors")):
         name = f"cursors[{number}]"
@@ -32,7 +32,7 @@ def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
         whole_number(lane, f"{name}, lane", end=lanes)
         whole_number(shard, f"{name}, shard", end=files_of_lane(lane, lanes, files))
         if lane in seen:
-            raise refuse(f"{name}, lane", lane, "there twice")
+            raise refusal(f"{name}, lane", lane, "there twice")
         seen.add(lane)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.mixtures.turns import Segment, Weights
-from titanlite.data.state import mapping, refuse, sequence, whole_number
+from titanlite.data.state import mapping, refusal, sequence, whole_number
 
 
 def check_mixture(state: dict[str, Any]) -> None:
@@ -18,17 +18,17 @@ def check_mixture(state: dict[str, Any]) -> None:
     slots = whole_number(state.get("slots"), "slots", least=1)
     names = sequence(state.get("names"), "names")
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise refuse("names", names, "no list of different names")
+        raise refusal("names", names, "no list of different names")
     _check_plan(state.get("plan"), len(names))
     for name, source in mapping(state.get("sources", {}), "sources").items():
         lanes = mapping(source, f"sources.{name}").get("lanes", slots)
         if lanes != slots:
-            raise refuse(f"sources.{name}.lanes", lanes, f"not the number of slots, {slots}")
+            raise refusal(f"sources.{name}.lanes", lanes, f"not the number of slots, {slots}")
     before = -1
     for number, entry in enumerate(sequence(state.get("segments"), "segments")):
         before = _check_segment(entry, f"segments[{number}]", before, slots, len(names))
     if before < 0:
-        raise refuse("segments", [], "empty")
+        raise refusal("segments", [], "empty")
 
 
 def _check_plan(plan: object, sources: int) -> None:
@@ -43,7 +43,7 @@ def _check_plan(plan: object, sources: int) -> None:
             whole_number(start, name)
         _check_shares(shares, name, sources)
     if not phases:
-        raise refuse("plan[0]", phases, "empty")
+        raise refusal("plan[0]", phases, "empty")
     for total in sequence(totals, "plan[1]", sources):
         if total is not None:
             whole_number(total, "plan[1]")
@@ -52,7 +52,7 @@ def _check_plan(plan: object, sources: int) -> None:
 def _check_shares(shares: object, name: str, sources: int) -> None:
     for share in sequence(shares, f"{name}, shares", sources):
         if type(share) not in (int, float) or not math.isfinite(share) or share < 0:
-            raise refuse(f"{name}, shares", share, "no share")
+            raise refusal(f"{name}, shares", share, "no share")
 
 
 def _check_segment(entry: object, name: str, before: int, slots: int, sources: int) -> int:
