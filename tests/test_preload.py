@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+import pytest
 
 from tests.support.pool import Pools
 from tests.support.preload import MODULES
@@ -10,6 +13,9 @@ from titanlite.parallel.dist_env import DistEnv
 
 
 def _imported(world: DistEnv) -> set[str]:
+    with pytest.raises(OSError, match="descriptor"):
+        os.fsync(-1)
+    assert os.fsync.__module__ == "tests.support.unsynced"
     return set(sys.modules)
 
 

@@ -109,6 +109,7 @@ PP2 = f"{PP}degree=2"
 MICRO = f"{PP}microbatches"
 CHUNKS = "training.loss_chunks"
 FAKE = "memory_estimation.disable_fake_mode"
+IMPORT = "experimental.custom_import"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
@@ -401,6 +402,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
     ("not-implemented", FAKE, f"memory_estimation.enabled {FAKE}", "a plan needs none"),
+    ("not-implemented", IMPORT, f'{IMPORT}="m:f"', "package.module:SPEC"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),

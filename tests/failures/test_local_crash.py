@@ -74,7 +74,8 @@ LOCAL = [
 def test_killed_in_a_local_save(
     tmp_path: Path, straight: Path, mode: str, event: str, rank: int
 ) -> None:
-    struck = 7
+    # The next save waits for this one. Step 8 has a shared save, which does not.
+    struck = 6
     arguments = _arguments(tmp_path, f"--checkpoint.async_mode={mode}")
     fault = Fault("kill", event, struck, rank)
     codes, text = train(arguments, RANKS, tmp_path / "killed", fault)
@@ -176,7 +177,9 @@ def test_random_kills_cost_one_local_interval_each(
     """Of one rank or all, at any moment from the first step on."""
     chance = random.Random(5)
     kills = 0
-    for life in range(5):
+    life = 0
+    # On an idle machine some lives end before their kill.
+    while life < 5 or kills < 5:
         folder = tmp_path / f"life-{life}"
         folder.mkdir()
         arguments = _arguments(folder, f"--checkpoint.async_mode={mode}")
@@ -185,8 +188,7 @@ def test_random_kills_cost_one_local_interval_each(
             with Ranks(arguments, RANKS, folder / "console", main="tests.support.logged") as ranks:
                 _await(ranks, r"resumed from step \d+|a fresh run")
                 begun = re.findall(r"resumed from step (\d+)", ranks.output())
-                # A save in the background may be a step late.
-                least = last - (2 if mode == "async" else 1)
+                least = last - 1 if mode == "disabled" else _surely_saved(last)
                 assert int(begun[0] if begun else 0) >= least
                 time.sleep(chance.uniform(0.0, 1.0))
                 if all(process.exitcode is not None for process in ranks.processes):
@@ -199,7 +201,16 @@ def test_random_kills_cost_one_local_interval_each(
                     ranks.wait()
             last = _last_step(folder / "run")
         _same(folder, straight)
-    assert kills >= 5
+        life += 1
+
+
+def _surely_saved(last: int) -> int:
+    """The step of which a save in the background has ended before step `last` is recorded; else 0.
+
+    A local save waits for the local one before it. Shared ones do not, and take its place.
+    """
+    begun = [step for step in range(1, last) if step % SHARED]
+    return begun[-2] if len(begun) > 1 else 0
 
 
 def _last_step(run: Path) -> int:

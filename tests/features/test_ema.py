@@ -23,6 +23,7 @@ from titanlite.tools.cli import main
 from titanlite.tools.commands.loading import add_arguments, load_model
 from titanlite.tools.hub.convert import convert
 from titanlite.tools.hub.tensors import Contents
+from titanlite.tools.parser import Parser
 
 EMA = [
     "--optimizer.ema_decay=0.5",
@@ -156,7 +157,7 @@ def test_commands_take_the_average(
 
 
 def _arguments(path: Path, ema: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     return parser.parse_args([str(path), "--device=cpu", *["--ema"] * ema])
 

@@ -213,13 +213,21 @@ def _stopped_run(
     return outcome_of(trainer, folder)
 
 
+@pytest.fixture(scope="module")
+def whole(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run with tasks that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    flags = flags_of(*write_files(folder))
+    found: dict[str, Any] = pool(2).run(train_run, str(folder / "run"), *SHORT, *flags)[0]
+    return found
+
+
 @pytest.mark.parametrize(("step", "trains"), [(2, False), (4, False), (1, True)])
 def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them_once(
-    pool: Pools, tmp_path: Path, step: int, trains: bool
+    pool: Pools, tmp_path: Path, whole: dict[str, Any], step: int, trains: bool
 ) -> None:
     files = write_files(tmp_path)
     flags = flags_of(*files)
-    whole = pool(2).run(train_run, str(tmp_path / "whole"), *SHORT, *flags)[0]
     folder = str(tmp_path / "run")
     stopped = pool(2).run(_stopped_run, folder, step, trains, *flags)[0]
     assert stopped["code"] == exit_codes.PREEMPTED

@@ -109,6 +109,33 @@ def test_a_block_draws_the_same_numbers_again(kind: type[nn.Module]) -> None:
     assert_equal(*found)
 
 
+class Swapping(nn.Module):
+    """Its block has a method whose name is that of the experts' exchange between ranks."""
+
+    class Block(nn.Linear):
+        def exchange(self, x: Tensor) -> Tensor:
+            return x.flip(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.exchange(x)).relu()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = self.Block(16, 16)
+
+
+def test_a_block_of_a_user_may_have_a_method_named_exchange() -> None:
+    torch.manual_seed(0)
+    model = Swapping()
+    x = torch.randn(8, 16)
+    model.block(x).sum().backward()
+    plain = model.block.weight.grad
+    model.zero_grad()
+    apply_ac(model, ["block"], FULL, CPU)
+    model.block(x).sum().backward()
+    assert_equal({"weight": plain}, {"weight": model.block.weight.grad})
+
+
 @pytest.mark.parametrize(
     ("settings", "matmuls_again", "attention_again"),
     [(NONE, 0, 0), (EVERY_2, 2 * 6, 2), (OP, 4 * 3, 0), (FULL, 4 * 6, 4)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -21,6 +20,7 @@ from tests.support.processes import ROOT
 from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.commands.loading import add_arguments, load_model
+from titanlite.tools.parser import Parser
 from titanlite.utils import read_lines
 
 QUIZ = ROOT / "examples" / "continuations.jsonl"
@@ -158,7 +158,7 @@ def test_the_export_has_the_logits_of_the_checkpoint_in_transformers(story: Stor
     from transformers import AutoModelForCausalLM
 
     assert "they are equal" in story.output("export")
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     tokenizer = story.folder / "outputs" / "tokenizer"
     words = [story.folder / RUN, "--device=cpu", f"--tokenizer={tokenizer}"]

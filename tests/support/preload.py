@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from multiprocessing import forkserver
 
-#: What a plain run imports after its start, each with what it imports itself.
+#: What a plain run imports after its start, each with what it imports itself. None waits for disks.
 MODULES = (
     "numpy.random",
     "tiktoken",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "xxhash",
+    "tests.support.unsynced",
     "titanlite.checkpoint.load",
     "titanlite.checkpoint.manager",
     "titanlite.main",

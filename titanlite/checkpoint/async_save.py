@@ -41,7 +41,7 @@ class SaveOutcome:
     #: From the beginning of its check to its end.
     seconds: float
     #: Why there is no checkpoint; "" when there is one.
-    problem: str = ""
+    problem: str
 
 
 class AsyncSave:

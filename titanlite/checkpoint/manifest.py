@@ -146,7 +146,7 @@ def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
 
 
 def file_digest(
-    path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None
+    path: AnyPath, algorithm: str, read: Callable[[int], None] = lambda count: None
 ) -> str:
     """Return the hash of a file's content; call `read` with each block's bytes. Raises OSError."""
     found = new_hash(algorithm)

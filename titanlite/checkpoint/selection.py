@@ -21,6 +21,8 @@ DTYPE = "another dtype"
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 #: Rows of the table of differences: one screen, with the text around it.
 _ROWS = 20
+#: Patterns that are offered at most.
+_PATTERNS = 4
 #: Group → what it means to leave it out, where nothing else differs.
 _LEFT_OUT = {
     "optimizer": "begins with a new state of the optimizer",
@@ -208,7 +210,7 @@ def _shown(entry: Sequence[Any] | None) -> str:
     return f"{entry[0]}{list(entry[1])}{place}"
 
 
-def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:
+def _patterns(names: Sequence[str], others: Collection[str]) -> str:
     """Return a few patterns for these names that match no others: whole blocks, or one tensor of
     all blocks.
     """
@@ -219,8 +221,8 @@ def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> s
         block = re.sub(r"(\.layers\.\d+)\..*", r"\1.*", name)
         across = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
         found[_fitting((block, across), others) or name] = None
-    shown = [f'"{pattern}"' for pattern in list(found)[:most]]
-    if len(found) > most:
+    shown = [f'"{pattern}"' for pattern in list(found)[:_PATTERNS]]
+    if len(found) > _PATTERNS:
         shown.append("…")
     return f"[{', '.join(shown)}]"
 

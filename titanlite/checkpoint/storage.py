@@ -461,7 +461,8 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     except Exception as error:
         # The other ranks wait for an answer in any case.
         problem = str(error) or repr(error)
-    problems = gather_objects(problem, group)
+    problems = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group)
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:
         raise CheckpointError("; ".join(found))
@@ -529,7 +530,8 @@ def verify_files(
         # The others wait for this rank's answer in any case.
         told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
         failure = f"rank {world.rank} cannot read {told}"
-    found = gather_objects((problems, failure), group)
+    found = [(problems, failure)] * world.size
+    dist.all_gather_object(found, (problems, failure), group)
     failures = sorted(text for _, text in found if text)
     if failures:
         raise CheckpointError("; ".join(failures))

@@ -45,7 +45,7 @@ class Part:
         """Read all of it."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
-    def stacked(self, place: int, row: int = 0) -> Part:
+    def stacked(self, place: int, row: int) -> Part:
         """Return the part as entry `place` of a stack, where it begins at row `row`."""
         read = self.read
         return replace(

@@ -24,9 +24,7 @@ class Missing(NamedTuple):
 
     feature: str
     #: What to do until then.
-    advice: str = ""
-    #: Values that are implemented, besides the default.
-    implemented: tuple[object, ...] = ()
+    advice: str
 
 
 _AUTOGRAD = (
@@ -188,21 +186,6 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
     )
 
 
-def not_implemented(config: LoadedConfig) -> list[str]:
-    """Return the keys that ask for a feature to come, in order."""
-
-    def asks(key: str) -> bool:
-        value = config.value(key)
-        entry = NOT_IMPLEMENTED[key]
-        if isinstance(value, str) and is_dotted(value):
-            return False
-        return (
-            value != keys()[key].default and value not in entry.implemented and _is_on(config, key)
-        )
-
-    return [key for key in keys() if key in NOT_IMPLEMENTED and asks(key)]
-
-
 def without_effect(config: LoadedConfig) -> list[str]:
     """Return the keys that were written and belong to something that is off, in order."""
     found = []
@@ -251,9 +234,10 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
     found = []
-    for key in not_implemented(config):
-        missing = NOT_IMPLEMENTED[key]
-        message = f"{quote(config.value(key))} is not built yet: {missing.feature}"
-        remedy = missing.advice or "remove it until then"
-        found.append(Problem(config.place(key), key, message, remedy, code="not-implemented"))
+    for key, missing in NOT_IMPLEMENTED.items():
+        value = config.value(key)
+        if value != keys()[key].default and _is_on(config, key):
+            message = f"{quote(value)} is not built yet: {missing.feature}"
+            place = config.place(key)
+            found.append(Problem(place, key, message, missing.advice, code="not-implemented"))
     return found

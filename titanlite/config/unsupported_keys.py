@@ -29,7 +29,7 @@ class Unsupported(NamedTuple):
     reason: str
     #: The key that switches its feature on: before that no value of this one matters. "": there is
     #: none. A switch that is no key of titanlite's is never on in a config that loads.
-    switch: str = ""
+    switch: str
 
 
 def _switch_of(name: str) -> str:

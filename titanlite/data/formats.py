@@ -110,8 +110,8 @@ def _rows_of(
 
 def read_file(
     name: Path | str,
-    kind: Format = "auto",
-    columns: Columns | None = None,
+    kind: Format,
+    columns: Columns | None,
     start: int = 0,
     patience: float = 0.0,
 ) -> Iterator[Record]:

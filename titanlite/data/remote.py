@@ -48,7 +48,7 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
     return io.BufferedReader(RemoteReader(name, patience), _MOST)
 
 
-def file_size(url: str, patience: float = 0.0) -> int | None:
+def file_size(url: str, patience: float) -> int | None:
     """Return the bytes of a file; None if there is no such file. Raises DataError as `retried`."""
     check_url("a file of tokens", url)
 

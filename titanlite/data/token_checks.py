@@ -53,7 +53,7 @@ class PartHashes:
 
     hashes: Mapping[Path, str]
     #: Folder of the records of parts that are whole; None: none is kept.
-    records: Path | None = None
+    records: Path | None
 
     def record(self) -> Path | None:
         """Return the file that says that this part is whole.

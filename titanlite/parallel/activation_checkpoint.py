@@ -186,9 +186,13 @@ def _own_contexts(block: nn.Module) -> Contexts | None:
     """Return the contexts that keep what a module sends to other ranks (its `exchange`); None: the
     block sends nothing.
     """
-    exchanges = [getattr(module, "exchange", None) for module in block.modules()]
-    own: list[Contexts] = [exchange.contexts for exchange in exchanges if exchange is not None]
-    return own[0] if own else None
+    for module in block.modules():
+        # A module of a user may call something else so.
+        exchange = getattr(module, "exchange", None)
+        own: Contexts | None = getattr(exchange, "contexts", None)
+        if own is not None:
+            return own
+    return None
 
 
 #: Packages whose modules draw nothing but dropout.

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-
-from titanlite.parallel.dist_env import gather_objects
-from titanlite.parallel.local import local
+from torch.distributed.tensor import DTensor
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -30,7 +28,7 @@ def find_nonfinite(
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            part = local(tensor)
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             devices.setdefault(part.device, {})[name] = part
     mine = ""
     failed = None
@@ -45,7 +43,8 @@ def find_nonfinite(
                     mine = name
     except RuntimeError as error:  # the other ranks wait for an answer in any case
         failed = error
-    found = gather_objects((mine, failed is not None), group)
+    found = [(mine, failed is not None)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (mine, failed is not None), group)
     if failed is not None:
         raise failed
     if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:

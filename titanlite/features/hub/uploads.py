@@ -93,7 +93,7 @@ class HubUploads(Callback):
         folder: Path,
         root: AnyPath,
         model_name: str,
-        store: Store | None = None,
+        store: Store | None,
     ) -> None:
         self._section = section
         self._repository = section.hub

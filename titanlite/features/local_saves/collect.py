@@ -53,7 +53,7 @@ class Collector:
     group: dist.ProcessGroup | None
     hashes: bool
     #: Lines for the start report.
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     #: After `collect`: this rank's part, and the random generators of all ranks.
     path: Path = Path()
     generators: bytes = b""

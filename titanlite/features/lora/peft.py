@@ -178,7 +178,6 @@ def save_peft(
     tensors: Mapping[str, Tensor],
     model: tuple[ModelSpec, Any],
     base: str,
-    dropout: float = 0.0,
 ) -> None:
     """Write adapters as a folder of PEFT's, which appears when it is whole.
 
@@ -199,7 +198,7 @@ def save_peft(
     assert isinstance(aside, Path)
     try:
         save_file(content, aside / PEFT_FILE, metadata={"format": "pt"})
-        config = _config(adapters, names, base, dropout)
+        config = _config(adapters, names, base)
         (aside / PEFT_CONFIG).write_bytes(as_json(config))
         for name in (PEFT_FILE, PEFT_CONFIG):
             with open(aside / name, "rb") as stream:
@@ -210,9 +209,7 @@ def save_peft(
         raise
 
 
-def _config(
-    adapters: Adapters, names: Mapping[str, str], base: str, dropout: float
-) -> dict[str, Any]:
+def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
@@ -221,7 +218,7 @@ def _config(
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "use_rslora": adapters.rslora,
-        "lora_dropout": dropout,
+        "lora_dropout": 0.0,
         "target_modules": _target_modules(adapters, names),
         "bias": "none",
         "fan_in_fan_out": False,

@@ -19,9 +19,7 @@ from titanlite.features.mx.package import Product, product
 from titanlite.parallel import ParallelismError
 
 
-def apply_mx(
-    model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool = False
-) -> list[str]:
+def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
     """Let the linears of these names compute in MXFP8, in place.
 
     Return the names that this model has.

@@ -205,6 +205,10 @@ class _Translation:
         if said or value != keys()[_whole_key(key)].default:
             self.values[key] = (value, said or "default of the AWS FSDP samples")
 
+    def take(self, key: str, *names: str) -> None:
+        """Give a key the value of the first of the arguments that decide it."""
+        self.put(key, self.get[names[0]], *names)
+
     def _model(self) -> None:
         kind = self.get["model_type"]
         has_widths = not self.given.keys().isdisjoint((*_WIDTHS.values(), "vocab_size"))
@@ -215,7 +219,7 @@ class _Translation:
         family, flavor = _MODELS[kind]
         self.put("model.name", family, "model_type")
         self.values["model.flavor"] = (flavor, "all its widths are replaced below")
-        self.put("model.vocab_size", self.get["vocab_size"], "vocab_size")
+        self.take("model.vocab_size", "vocab_size")
         for width, name in _WIDTHS.items():
             size = self.get[name]
             # Only the heads of keys and values have no default: each query has its own then.
@@ -230,18 +234,17 @@ class _Translation:
                 on, off = _SWITCHES[key]
                 self.put(key, on if self.get[name] > 0 else off, name)
             elif key in keys():
-                self.put(key, self.get[name], name)
+                self.take(key, name)
 
     def _training(self) -> None:
         reduced = "bfloat16" if self.get["bf16"] > 0 else "float32"
         self.put("training.mixed_precision_reduce", reduced, "bf16")
         if "epochs" in self.given and "max_steps" not in self.given:
-            self.put("training.epochs", self.get["epochs"], "epochs")
+            self.take("training.epochs", "epochs")
         else:
-            self.put("training.steps", self.get["max_steps"], "max_steps")
+            self.take("training.steps", "max_steps")
         if self.get["lr_decay_style"] == "plateau":
-            ratio = self.get["plateau"]
-            self.put("lr_scheduler.plateau_ratio", ratio, "plateau", "lr_decay_style")
+            self.take("lr_scheduler.plateau_ratio", "plateau", "lr_decay_style")
         if self.get["sharding_strategy"] != "hybrid":
             self.put("training.data_parallel_shard_degree", -1, "sharding_strategy")
 
@@ -252,23 +255,23 @@ class _Translation:
         elif _is_path(dataset):
             self.put("training.dataset_path", dataset, "dataset")
         if _is_path(self.get["tokenizer"]):
-            self.put("model.tokenizer_path", self.get["tokenizer"], "tokenizer")
+            self.take("model.tokenizer_path", "tokenizer")
         if self.get["validation_freq"] is not None:
             self.values["validation.enable"] = (True, "--validation_freq")
-            self.put("validation.freq", self.get["validation_freq"], "validation_freq")
-            self.put("validation.steps", self.get["validation_batches"], "validation_batches")
-            self.put("validation.batch_size", self.get["val_batch_size"], "val_batch_size")
+            self.take("validation.freq", "validation_freq")
+            self.take("validation.steps", "validation_batches")
+            self.take("validation.batch_size", "val_batch_size")
 
     def _folders(self) -> None:
         if self.get["tensorboard_dir"] is not None:
             self.values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
-            self.put("metrics.save_tb_folder", self.get["tensorboard_dir"], "tensorboard_dir")
+            self.take("metrics.save_tb_folder", "tensorboard_dir")
         for name in ("checkpoint_dir", "resume_from_checkpoint"):
             if self.get[name] is not None:
                 why = "with the newest good one resumed by itself"
                 self.values["checkpoint.enable_checkpoint"] = (True, why)
-                self.put("checkpoint.folder", self.get[name], name)
-                self.put("checkpoint.interval", self.get["checkpoint_freq"], "checkpoint_freq")
+                self.take("checkpoint.folder", name)
+                self.take("checkpoint.interval", "checkpoint_freq")
                 return
 
 

@@ -336,9 +336,8 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         yield "also", f"{other.name} ({other.relation})"
     entry = NOT_IMPLEMENTED.get(key.name)
     if entry:
-        possible = " or ".join(map(quote, (key.default, *entry.implemented)))
-        text = f"{entry.feature}: values other than {possible} stop training"
-        yield "not built yet", f"{text}; {entry.advice}" if entry.advice else text
+        refused_values = f"values other than {quote(key.default)} stop training"
+        yield "not built yet", f"{entry.feature}: {refused_values}; {entry.advice}"
 
 
 def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:

@@ -46,19 +46,19 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     ), exit_codes.DONE
 
 
-def draw(rates: list[float], width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
-    """Return lines with a column of eighths per `width`-th part of the steps, the last rate of
+def draw(rates: list[float]) -> list[str]:
+    """Return lines with a column of eighths per `_WIDTH`-th part of the steps, the last rate of
     each.
     """
-    columns = min(width, len(rates))
+    columns = min(_WIDTH, len(rates))
     picked = [rates[(i + 1) * len(rates) // columns - 1] for i in range(columns)]
     top = max(rates) or 1.0
-    heights = [round(rate / top * height * 8) for rate in picked]
+    heights = [round(rate / top * _HEIGHT * 8) for rate in picked]
     rows = [
         "".join(_BARS[min(max(h - 8 * row, 0), 8)] for h in heights)
-        for row in reversed(range(height))
+        for row in reversed(range(_HEIGHT))
     ]
-    labels = [f"{top:.3g}", *[""] * (height - 2), "0"]
+    labels = [f"{top:.3g}", *[""] * (_HEIGHT - 2), "0"]
     left = max(map(len, labels))
     lines = [f"{label:>{left}} │{row}".rstrip() for label, row in zip(labels, rows, strict=True)]
     return [

@@ -26,9 +26,9 @@ class Curve:
 
     label: str
     points: Sequence[Point]
-    run: int = 0
+    run: int
     #: Validation loss: dashed, and its points are marked.
-    validation: bool = False
+    validation: bool
     #: Tokens seen at each point, and seconds of training; empty where the run records none.
     tokens: Sequence[float] = ()
     seconds: Sequence[float] = ()

@@ -80,9 +80,9 @@ class Rung:
     rate: float
     flags: tuple[str, ...]
     #: Name of the run that it branches from; None: it is a trunk.
-    trunk: str | None = None
+    trunk: str | None
     #: Step of the trunk's checkpoint that it continues.
-    begins: int = 0
+    begins: int
 
     @property
     def parameters(self) -> int:
