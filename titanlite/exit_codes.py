@@ -45,9 +45,11 @@ LOST_PEER = 7
 OUT_OF_MEMORY = 8
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
+#: A run was asked to stop.
+STOPPED = (PREEMPTED, PREEMPTED_UNSAVED)
 #: torchrun starts no rank again after these: they would end so again, or somebody asked for the
 #: end.
-FINAL = (CONFIG, GUARD, CHECKPOINT, PREEMPTED, PREEMPTED_UNSAVED, OUT_OF_MEMORY, INTERRUPTED)
+FINAL = (*STOPPED, CONFIG, GUARD, CHECKPOINT, OUT_OF_MEMORY, INTERRUPTED)
 #: The same command may continue after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
 #: The exit code of torchrun in place of these, for schedulers that restart by codes. Also when a

@@ -154,12 +154,24 @@ def _keep_to_codes() -> None:
 
     def monitor_and_judge(self: Any, group: Any) -> Any:
         result = monitor(self, group)
-        for failure in result.failures.values():
-            if failure.exitcode in exit_codes.FINAL:
-                self._remaining_restarts = 0
+        codes = {failure.exitcode for failure in result.failures.values()}
+        final = codes.intersection(exit_codes.FINAL)
+        if final - set(exit_codes.STOPPED) or (final and not _others_wait(group)):
+            self._remaining_restarts = 0
         return result
 
     agent._monitor_workers = monitor_and_judge
+
+
+def _others_wait(group: Any) -> bool:
+    """Return whether machines wait to join: then another torchrun may have stopped all ranks."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        return bool(group.spec.rdzv_handler.num_nodes_waiting() > 0)
+    except RendezvousError:
+        # The machine of the store has left.
+        return False
 
 
 @dataclass

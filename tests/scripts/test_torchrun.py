@@ -12,11 +12,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from tests.support.processes import environment, python
+from titanlite import torchrun
 from titanlite.exit_codes import (
     CONFIG,
     GUARD,
@@ -125,6 +128,23 @@ def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     words = ["--nproc_per_node=1", "--max-restarts=1", "--standalone", "--no-python"]
     python("-m", "titanlite.torchrun", *words, "sh", "-c", script)
     assert (tmp_path / "starts").read_text().split() == ["start"] * starts
+
+
+@pytest.mark.parametrize(
+    ("code", "waiting", "left"), [(5, 0, 0), (5, 1, 2), (6, 1, 2), (2, 1, 0), (7, 1, 2)]
+)
+def test_a_stop_for_a_machine_that_joins_leaves_the_restarts(
+    monkeypatch: pytest.MonkeyPatch, code: int, waiting: int, left: int
+) -> None:
+    """The torchrun that sees it first stops its ranks, and they tell the other ones."""
+    ended = SimpleNamespace(failures={0: SimpleNamespace(exitcode=code)})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: ended)
+    torchrun._keep_to_codes()
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting)
+    agent: Any = SimpleNamespace(_remaining_restarts=2)
+    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
+    assert LocalElasticAgent._monitor_workers(agent, group) is ended
+    assert agent._remaining_restarts == left
 
 
 #: One of two torchruns on this machine; the second one is late with its last words to the store of

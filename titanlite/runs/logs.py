@@ -18,7 +18,6 @@ from titanlite.utils import escape, logger, say
 
 FOLDER = "logs"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_PREEMPTED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED)
 
 
 class RankLog(logging.FileHandler):
@@ -67,7 +66,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if getattr(error, "exit_code", None) in _PREEMPTED:
+        if getattr(error, "exit_code", None) in exit_codes.STOPPED:
             log(logging.INFO, f"rank {rank} ends: {error}")
         else:
             log(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}")

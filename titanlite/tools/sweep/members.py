@@ -39,7 +39,7 @@ LINES_KEPT = 8
 #: A training loss is the mean of this part of the logged steps, the last ones.
 TAIL = 0.1
 #: Exit codes of a run that somebody stopped; it is not at fault.
-_STOPPED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
+_STOPPED = (*exit_codes.STOPPED, exit_codes.INTERRUPTED)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
 #: Keys of a run's config that do not change what it learns.
 _MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
