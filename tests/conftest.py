@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -54,6 +55,22 @@ def pytest_pyfunc_call() -> Any:
         if _IS_NEW or reason is None:
             raise
         pytest.skip(reason[0].strip())
+
+
+@pytest.fixture(autouse=True)
+def _forget_stores() -> Iterator[None]:
+    """Let a test meet no store of an earlier one: fsspec keeps file systems by their arguments, and
+    the addresses of their servers come from the environment.
+    """
+    yield
+    spec = sys.modules.get("fsspec.spec")
+    if spec is None:
+        return
+    kinds = [spec.AbstractFileSystem]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if not kind.__module__.startswith("fsspec."):
+            kind.clear_instance_cache()
 
 
 def pytest_collection_finish() -> None:

@@ -139,7 +139,6 @@ def test_a_file_behind_a_url(tmp_path: Path, tag: str, logged: Callable[[], str]
 @pytest.mark.slow
 def test_a_file_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s3fs = pytest.importorskip("s3fs")
-    s3fs.S3FileSystem.clear_instance_cache()
     file = write_records(tmp_path / "text", 1) / "0.jsonl"
     with serving() as port:
         bucket = new_bucket(port)
@@ -154,7 +153,6 @@ def test_a_file_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         s3fs.S3FileSystem.clear_instance_cache()
         found = file_stamps.difference(before, text_of(url))
     assert found.startswith(f's3://{bucket.name}/d/0.jsonl had the tag "')
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.mark.parametrize("state", [None, [], {"": 3}, {"": {"files": 4}}, {"": {"files": [1, ""]}}])

@@ -157,7 +157,6 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
 def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    s3fs.S3FileSystem.clear_instance_cache()
     with serving() as server.upstream:
         bucket = new_bucket(server.upstream)
         environment = {
@@ -189,7 +188,6 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
             match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)",
         ):
             list(read(names[0], patience=1.0))
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> None:

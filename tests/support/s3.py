@@ -80,13 +80,7 @@ def serving() -> Iterator[int]:
 
 
 def new_bucket(port: int) -> Bucket:
-    """Return a bucket of a server that has just started.
-
-    fsspec keeps file systems by their arguments, and an earlier one has another server's address.
-    """
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
+    """Return a bucket of a server that has just started."""
     bucket = Bucket(f"bucket-{uuid.uuid4().hex[:8]}", port)
     bucket.client.create_bucket(Bucket=bucket.name)
     return bucket
