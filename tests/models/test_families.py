@@ -346,7 +346,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ("gemma3", {"hidden_activation": "silu"}, "a Gemma 3 here has 'gelu_pytorch_tanh'"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0"),
-        ("gemma3", {"final_logit_softcapping": -3.0}, "final_logit_softcapping must not be"),
+        ("gemma3", {"final_logit_softcapping": -3.0}, "final_logit_softcapping must be 0 or"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
         ("gemma3", {"sliding_window": 0}, "window must be positive, got 0"),
