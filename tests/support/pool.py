@@ -23,6 +23,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import socket
@@ -100,7 +101,7 @@ def _serve(
         kept = ProcessState()
         while True:
             try:
-                job = pipe.recv()
+                job = _receive(pipe)
             except EOFError:
                 os._exit(0)
             function, args, kwargs = job
@@ -111,9 +112,22 @@ def _serve(
             try:
                 with warnings.catch_warnings():
                     result = function(world, *args, **kwargs)
-                pipe.send((True, result))
+                _send(pipe, (True, result))
             except BaseException:
-                pipe.send((False, traceback.format_exc()))
+                _send(pipe, (False, traceback.format_exc()))
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    """Send a value with its tensors' numbers.
+
+    `Connection.send` moves storages of tensors into shared memory instead: those of a rank that
+    goes on, from below what else reads them, and with a thread that serves them.
+    """
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 def _write_stacks(path: Path) -> int:
@@ -195,7 +209,7 @@ class RankPool:
         test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
         self._jobs.append(f"{function.__name__} in {test}")
         for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+            _send(pipe, (function, args, kwargs))
         answers: dict[int, tuple[bool, Any]] = {}
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         # In seconds that passed here: a machine that was stopped meanwhile has not run the ranks.
@@ -207,7 +221,7 @@ class RankPool:
                 patience -= _WAIT
             for pipe in ready:
                 try:
-                    answers[ranks[pipe]] = pipe.recv()
+                    answers[ranks[pipe]] = _receive(pipe)
                 except EOFError:
                     answers[ranks[pipe]] = (False, self._death(ranks[pipe]))
                 # The others may be stuck, perhaps waiting for this one, which has failed.
