@@ -87,7 +87,6 @@ _FOR_SYSTEM = {
         "trainer_version",
         "token_secret",
     ),
-    "skypilot": ("infra", "accelerator", "spot"),
     "slurm": ("spare_nodes",),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
@@ -158,7 +157,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
-    "launch.volumes": {"launch.system": ("kubernetes", "skypilot", "")},
+    "launch.volumes": {"launch.system": ("kubernetes", "")},
     # A command may name the system, so keys of all systems count while the config names none.
     **{
         f"launch.{n}": {"launch.system": (system, "")}

@@ -43,7 +43,6 @@ _SYSTEMS = {
     "slurm": "titanlite.tools.launch.slurm",
     "kubernetes": "titanlite.tools.launch.kubernetes",
     "sagemaker": "titanlite.tools.launch.sagemaker",
-    "skypilot": "titanlite.tools.launch.skypilot",
 }
 #: Those with jobs of several tasks, for sweeps.
 _ARRAYS = ("slurm", "kubernetes")
