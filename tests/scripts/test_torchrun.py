@@ -49,6 +49,8 @@ from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error
         ([1], "0 5\n", None),
         ([-9], "0 5\n0 5\n", None),
         ([7], "0 7\n0 5\n", 7),
+        ([-9], "0 6\n", None),
+        ([7], "0 7\n0 6\n", 7),
         ([1], '0 1 "words"\n0 5\n', 1),
         ([5], "0 5\n0 7\n", 5),
         ([3], "0 3\n0 5\n", 3),
@@ -128,6 +130,34 @@ def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     words = ["--nproc_per_node=1", "--max-restarts=1", "--standalone", "--no-python"]
     python("-m", "titanlite.torchrun", *words, "sh", "-c", script)
     assert (tmp_path / "starts").read_text().split() == ["start"] * starts
+
+
+@pytest.mark.parametrize(
+    ("first", "stopped", "starts", "end"),
+    [
+        ("kill -KILL $$", "exit 5", 2, 128 + 9),
+        ("kill -SEGV $$", "exit 6", 2, 128 + 11),
+        ("kill -KILL $$", "kill -KILL $$", 2, 128 + 9),
+        ("exit 1", "exit 5", 2, 1),
+        ("exit 7", "exit 2", 1, 1),
+        ("exit 5", "exit 7", 1, 1),
+    ],
+)
+def test_what_failed_before_torchrun_stopped_the_others_decides(
+    tmp_path: Path, first: str, stopped: str, starts: int, end: int
+) -> None:
+    """But an end that would come again counts whenever it comes."""
+    script = tmp_path / "rank.sh"
+    script.write_text(
+        f"cd {tmp_path}; echo start >> starts-$RANK\n"
+        f"if [ $RANK = 1 ]; then trap '{stopped}' TERM; touch ready; else\n"
+        f"until [ -e ready ]; do sleep 0.05; done; rm ready; {first}; fi\n"
+        "while :; do sleep 0.05; done\n"
+    )
+    words = ["--nproc_per_node=2", "--max-restarts=1", "--standalone", "--no-python"]
+    done = python("-m", "titanlite.torchrun", *words, "sh", script)
+    assert (tmp_path / "starts-0").read_text().split() == ["start"] * starts
+    assert done.returncode == end, done.stderr
 
 
 @pytest.mark.parametrize(
