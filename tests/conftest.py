@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -55,6 +56,18 @@ def pytest_pyfunc_call() -> Any:
         if _IS_NEW or reason is None:
             raise
         pytest.skip(reason[0].strip())
+
+
+@pytest.fixture(autouse=True)
+def _keep_logger() -> Iterator[None]:
+    """Put the logger back: a command that runs in a test's process lets it write to the standard
+    error of that test, which is closed afterwards.
+    """
+    logger = logging.getLogger("titanlite")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
