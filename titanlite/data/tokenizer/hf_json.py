@@ -40,10 +40,11 @@ _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
 class JsonTokenizer(Tokenizer):
     """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
-    Tokens that a tokenizer_config.json adds have the ids that transformers gives them. BOS is never added twice and no document is cut. Text never matches an added token that the
-    file marks as special. Added tokens that are not special are found in text, as in the library. A
-    model whose own vocabulary spells a special token (word lists, Unigram files) still gives its id
-    for such text, as in the library.
+    So BOS is never added twice and no document is cut. Tokens that a tokenizer_config.json adds
+    have the ids that transformers gives them. Text never matches an added token that is marked as
+    special. Added tokens that are not special are found in text, as in the library. A model whose
+    own vocabulary spells a special token (word lists, Unigram files) still gives its id for such
+    text, as in the library.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
