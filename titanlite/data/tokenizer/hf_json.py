@@ -87,10 +87,10 @@ class JsonTokenizer(Tokenizer):
             deciding.append(added)
         names, self.named_by = _bos_and_eos(self._tokenizer, beside, path)
         # They have ids already; this marks them as special if the file does not.
-        added = self._tokenizer.get_added_tokens_decoder()
-        of_file = {token.content: token for token in added.values()}
+        known = self._tokenizer.get_added_tokens_decoder().values()
         for name in names:
-            token = of_file.get(name, tokenizers.AddedToken(name, normalized=False))
+            new = tokenizers.AddedToken(name, normalized=False)
+            token = next((token for token in known if token.content == name), new)
             token.special = True
             self._tokenizer.add_special_tokens([token])
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
