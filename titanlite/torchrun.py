@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,8 +27,6 @@ from titanlite.start.signals import exit_on_signals, line_break
 from titanlite.utils import escape, say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Names the seconds from a start of the ranks to that of their spares.
-_SPARES = "TITANLITE_SPARES"
 _CLOSED = (
     "error: the machines met at the rendezvous of an earlier start, which is about to end. Start "
     "again\n"
@@ -192,7 +190,6 @@ def main() -> NoReturn:
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for
     # that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    spares = _spares()
     # Every rank of the run connects to the store, which the first torchrun serves.
     raise_file_limit(2**16)
     # Until torchrun has its own handlers; SIGUSR1 stays ignored if it is.
@@ -211,8 +208,7 @@ def main() -> NoReturn:
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
-        with spares:
-            end = _run(torchrun)
+        end = _run(torchrun)
         # The workers have ended, and their code counts.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -237,19 +233,6 @@ def main() -> NoReturn:
     # A thread may still talk to the store. Python ends such a thread at its own end, and torch
     # aborts the process then.
     os._exit(code)
-
-
-def _spares() -> AbstractContextManager[None]:
-    """Return what keeps spare processes for the ranks, where `TITANLITE_SPARES` asks for them."""
-    text = os.environ.get(_SPARES)
-    if text is None:
-        return nullcontext()
-    if not text.isdecimal():
-        say(f"error: {_SPARES} is {text!r}, expected seconds, as 60")
-        sys.exit(exit_codes.CONFIG)
-    from titanlite.parallel.spares import spares
-
-    return spares(int(text))
 
 
 def _run(torchrun: Callable[[], None]) -> _End:

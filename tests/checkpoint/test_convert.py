@@ -251,8 +251,7 @@ def test_command_converts_there_and_back(
     back = storage.root.parent / "back"
     assert run(storage.root, hf, "--to=hf").startswith(f"{hf}: ")
     assert "is there already" in run(storage.root, hf, "--to=hf", code=4)
-    # A warning may come before: the model has no tokenizer.
-    assert run(hf, back, "--to=checkpoint").splitlines()[-1].startswith(f"{back}/step-0: ")
+    assert run(hf, back, "--to=checkpoint").startswith(f"{back}/step-0: ")
     assert "is there already" in run(hf, back, "--to=checkpoint", code=4)
     assert names(back) == ["step-0"]
     assert read_manifest(back / "step-0").weights_only
