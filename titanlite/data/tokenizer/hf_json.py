@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
@@ -68,7 +72,12 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         names, self.named_by = _bos_and_eos(self._tokenizer, path)
         # They have ids already; this marks them as special if the file does not.
-        self._tokenizer.add_special_tokens(list(names))
+        added = self._tokenizer.get_added_tokens_decoder()
+        of_file = {token.content: token for token in added.values()}
+        for name in names:
+            token = of_file.get(name, tokenizers.AddedToken(name, normalized=False))
+            token.special = True
+            self._tokenizer.add_special_tokens([token])
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.bos_id, self.eos_id = (vocabulary[name] for name in names)
         self._tokenizer.encode_special_tokens = True
@@ -86,6 +95,21 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         # Unlike `encode`, it releases Python's lock, and it skips offsets, which have no reader.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_rendered(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
+        found = self._with_names.encode(text, add_special_tokens=False)
+        return found.ids, np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _with_names(self) -> Any:
+        """The library's tokenizer that finds names of special tokens, and the spaces beside them
+        that some take. Its offsets are of whole tokens.
+        """
+        from tokenizers import Tokenizer, processors
+
+        made = Tokenizer.from_str(self._tokenizer.to_str())
+        made.post_processor = processors.Sequence([])
+        return made
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
