@@ -83,6 +83,7 @@ def _compare(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
     pool: Pools, tmp_path: Path, family: str
@@ -115,6 +116,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact_and_one_rank_trains_as_two(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -164,6 +167,7 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_that_shard_resume_what_tensor_parallel_ranks_saved(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
