@@ -122,6 +122,7 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     assert "Signal 9 (SIGKILL)" in done.stderr
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2), (137, 2)])
 def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     tmp_path: Path, code: int, starts: int
@@ -210,6 +211,7 @@ def _two_machines(kind: str, port: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "program", "code"),
     [
@@ -306,6 +308,7 @@ def test_codes_of_a_round_count_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert worst_code((tmp_path / "codes").read_text()) == LOST_PEER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(
     is_full: bool,
@@ -410,6 +413,7 @@ with StopSignal() as stop:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool) -> None:
     """The terminal echoes ^C; no line of ours or of torchrun stands behind it."""
@@ -440,6 +444,7 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     ) in lines
 
 
+@pytest.mark.slow
 def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path: Path) -> None:
     """Where Python ends such a thread, torch aborts the process, with code 134."""
     script = tmp_path / "rank.py"
