@@ -57,12 +57,11 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
     last restart counts. failed: exit codes of the workers that failed first, as torchrun saw them.
 
     OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun
-    stops the other workers by SIGTERM when one fails, so their PREEMPTED does not count then.
+    stops the other workers by SIGTERM when one fails, so that they were stopped does not count.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
-        codes.discard(exit_codes.PREEMPTED)
-    # torchrun stops the other workers, which may save then.
+        codes -= set(exit_codes.STOPPED)
     if exit_codes.OUT_OF_MEMORY in codes:
         return exit_codes.OUT_OF_MEMORY
     return min(codes - {exit_codes.LOST_PEER, exit_codes.ERROR} or codes, default=None)
@@ -143,6 +142,32 @@ def _quiet_stops() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
 
 
+def _leave_out_stopped() -> None:
+    """Let torchrun count no rank as failed that it has stopped itself because another failed."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    context: Any = SubprocessContext
+    poll = context._poll
+    close = context.close
+
+    def close_after_note(self: Any, *arguments: Any, **options: Any) -> None:
+        if not hasattr(self, "failed_first"):
+            self.failed_first = set(self._failures)
+        close(self, *arguments, **options)
+
+    def poll_first(self: Any) -> Any:
+        result = poll(self)
+        if result is not None:
+            for rank in set(result.failures) - self.failed_first:
+                code = result.failures[rank].exitcode
+                if code < 0 or code in exit_codes.STOPPED:
+                    del result.failures[rank]
+        return result
+
+    context.close = close_after_note
+    context._poll = poll_first
+
+
 def _keep_to_codes() -> None:
     """Let torchrun start no rank again after a stop request, or an end that would come again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -204,6 +229,7 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
     _quiet_stops()
+    _leave_out_stopped()
     _keep_to_codes()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"

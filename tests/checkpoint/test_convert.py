@@ -77,6 +77,7 @@ def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {name: folder / "step-7" for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["plain", "tied"])
 def test_a_file_for_torch_is_the_same_each_time(
     saved: dict[str, Path], tmp_path: Path, shape: str
@@ -153,6 +154,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("by", ["hf", "torch"])
 def test_there_and_back_is_equal_bit_for_bit(
@@ -371,6 +373,7 @@ for to in ("torch", "hf", "checkpoint"):
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:

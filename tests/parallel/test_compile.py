@@ -189,6 +189,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: Path) -> None:
     """In a process of their own: torch hands arguments of functions over in another way after a
     failed compilation.
