@@ -188,6 +188,7 @@ def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> di
     return {**outcome_of(trainer, folder), "last": last}
 
 
+@pytest.mark.slow
 def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
     assert "nothing to go back to" in found["error"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
     pool: Pools, tmp_path: Path
 ) -> None:
