@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
+
+#: Phase of training → when `note_progress` was last called in it, of the monotonic clock.
+progress_at: dict[str, float] = {}
 
 #: Characters that change the direction of the text around them, so that a line shows other words
 #: than it holds.
@@ -310,6 +314,14 @@ def sync(stream: IO[bytes]) -> None:
     """Bring what was written to a file to the disk. Raises OSError."""
     stream.flush()
     os.fsync(stream.fileno())
+
+
+def note_progress(*phases: str) -> None:
+    """Tell the hang watchdog that long work in these phases goes on, as a batch of a validation.
+
+    Any thread may call it.
+    """
+    progress_at.update(dict.fromkeys(phases, time.monotonic()))
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
