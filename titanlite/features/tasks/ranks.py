@@ -30,7 +30,7 @@ from titanlite.features.tasks.scoring import (
     evaluating,
 )
 from titanlite.start.signals import StopSignal
-from titanlite.step import Runner
+from titanlite.step import Runner, do_nothing
 from titanlite.utils import note_progress
 
 #: Passes of each rank between two messages, after which ranks may stop.
@@ -80,6 +80,8 @@ class RankScorer(Scorer):
         self._divide = divide
         #: Tells that the run is to stop.
         self.stop = StopSignal()
+        #: Is called on all ranks when rank 0 has sent something.
+        self.tick: Callable[[], object] = do_nothing
         self._sent = 0.0
         #: The model or a collective failed here: no error of a task.
         self.failed = False
@@ -132,7 +134,7 @@ class RankScorer(Scorer):
         with self._noted():
             dist.broadcast_object_list(message, 0)
         self._sent = time.monotonic()
-        note_progress("evaluate")
+        self.tick()
         return message[0]
 
     def _score(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:

@@ -110,6 +110,7 @@ class TaskRun(Callback):
         """Return the figures of each task on rank 0, nothing on others."""
         scorer = self._scorer
         scorer.stop = trainer.stop
+        scorer.tick = lambda: trainer.phase("evaluate")
         found: dict[str, dict[str, float]] = {}
         if not self._scorer.place.leads:
             scorer.follow()
