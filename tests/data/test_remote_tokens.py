@@ -96,6 +96,7 @@ def test_the_rows_of_a_step_are_fetched_at_the_same_time(
 LARGE = joined(make_documents(400)) * 300
 
 
+@pytest.mark.slow
 def test_faults_of_the_server_change_no_batch(server: HubServer, tmp_path: Path) -> None:
     path = write_raw(tmp_path / "files/a.bin", LARGE)
     rows = built(f"{server.url}/files/a.bin")
@@ -117,6 +118,7 @@ def test_a_source_that_stays_away_is_named_after_its_patience(
         built(f"{server.url}/files/b.bin", patience=0.1)
 
 
+@pytest.mark.slow
 def test_ranges_alone_are_read(server: HubServer, tmp_path: Path) -> None:
     """A file of 64 MiB: its start and some rows take a sixteenth of it."""
     ids = np.full(32 << 20, 5, "<u2")
@@ -142,6 +144,7 @@ def test_rows_in_order_are_read_ahead(server: HubServer, tmp_path: Path) -> None
     assert len(server.of("*a.bin")) - before < 20
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced_is_named(server: HubServer, tmp_path: Path) -> None:
     path = tmp_path / "files/a.bin"
     np.full(4 << 20, 5, "<u2").tofile(path)
