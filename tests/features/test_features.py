@@ -54,7 +54,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["", *ON])
 def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
     done = python("-c", LOADED, *ON.get(name, []))
