@@ -78,6 +78,7 @@ CASES: dict[str, tuple[list[Tier], list[float], float, float]] = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_share_is_that_of_a_simulation_of_10_000_failures(name: str) -> None:
     """Within 1 % of the share; where most time is lost within 3 %, as it varies by 1 %."""

@@ -66,9 +66,8 @@ class Model(Section, frozen=True):
         title = f"{self.name} {self.hf_config if is_hf else self.flavor}"
         if not self.overrides or self.flavor == "from_folder":
             return title
-        first = [f"{quote_key(name)} = {quote(value)}" for name, value in self.overrides.items()][
-            :4
-        ]
+        entries = [f"{quote_key(key)} = {quote(value)}" for key, value in self.overrides.items()]
+        first = entries[:4]
         rest = len(self.overrides) - len(first)
         return f"{title} with {', '.join(first)}" + (f" and {rest} more" if rest else "")
 
