@@ -204,6 +204,7 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
     return lambda text: list(processor.encode(text))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_auto_tokenizer_reads_the_ids_of_the_run(
     tmp_path: Path, kind: Callable[[Path], Path]
