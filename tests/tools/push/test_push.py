@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.processes import environment, python, titanlite
 from tests.support.pushes import ADA, leaks, make_hub, push, pushed, uploads_of, variables
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
+from titanlite.tools.push.stage import locked
 
 #: Prints the logits of three tokens by each of two models.
 READ = """
@@ -192,6 +194,24 @@ def test_a_list_of_ignored_files_on_the_hub_leaves_no_weights_out(
     refused = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG)
     assert "a .gitignore in ada/parts, branch main, leaves out model" in refused.stderr
     assert uploads_of(hub).branch("ada/parts") == before
+
+
+def test_pushes_wait_for_each_other_and_leave_no_lock(tmp_path: Path) -> None:
+    work = tmp_path / "titanlite-hub"
+    inside: list[int] = []
+
+    def enter(number: int) -> None:
+        for _ in range(20):
+            with locked(work):
+                inside.append(number)
+                time.sleep(0.001)
+                assert inside == [number]
+                inside.clear()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(enter, number) for number in range(4)]:
+            done.result()
+    assert not work.exists()
 
 
 def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
@@ -455,6 +475,14 @@ def test_a_dry_run_shows_the_card_and_changes_nothing(
     assert "| ranks | 2 |" in said
     assert uploads_of(hub).repositories == {}
     assert not (run / ".hub").exists()
+    # The hub is not asked without a token.
+    asked = len(hub.requests)
+    env = {**variables(hub, home), "HF_TOKEN": ""}
+    done = titanlite("push", run, "lab/tiny", "--dry-run", env=env, cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "→ lab/tiny, not asked, branch main, as nobody yet: there is no token" in done.stdout
+    assert "| ranks | 2 |" in done.stdout
+    assert len(hub.requests) == asked
 
 
 def _best_step(run: Path) -> int:

@@ -16,7 +16,7 @@ from titanlite import __version__, exit_codes
 from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config import trust
 from titanlite.features.hub.branches import README, heads, read_branch, refuse_others
-from titanlite.features.hub.contact import Access, HubError, check_access
+from titanlite.features.hub.contact import Access, HubError, check_access, current_token
 from titanlite.features.hub.record import FOLDER, note
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.record import CONFIG
@@ -118,7 +118,10 @@ def _run(arguments: argparse.Namespace) -> Any:
 def _push_all(arguments: argparse.Namespace) -> str:
     work = arguments.folder or _work_of(arguments.source)
     pushes = _pushes(arguments, work)
-    access = check_access(arguments.repository)
+    if arguments.dry_run and current_token() is None:
+        access = Access("nobody yet: there is no token", None)
+    else:
+        access = check_access(arguments.repository)
     if access.exists and not arguments.force:
         _refuse_foreign(arguments.repository, pushes)
     if arguments.dry_run:
@@ -188,7 +191,7 @@ def _plan(arguments: argparse.Namespace, push: _Push, access: Access) -> str:
 
     subject = push.subject
     branches = ", ".join(push.branches)
-    there = "which is there" if access.exists else "which would be made"
+    there = {True: "which is there", False: "which would be made", None: "not asked"}[access.exists]
     if not access.exists and arguments.private:
         there += ", private"
     place = Place(arguments.repository, push.branches[0])
@@ -262,7 +265,7 @@ def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[s
                 "text": f"branch {branch}, {human_bytes(size)} in {took}",
             }
         )
-    if subject.manifest is not None and subject.step is not None:
+    if subject.manifest is not None and subject.step is not None and work != _ELSEWHERE:
         note(work, arguments.repository, subject.step, subject.manifest.created, push.branches)
     discard(staged)
     return done

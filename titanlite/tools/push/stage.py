@@ -8,11 +8,12 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from titanlite.checkpoint.manifest import FILE, PARTIAL, Manifest, progress, read_manifest
 from titanlite.checkpoint.paths import AnyPath
@@ -57,18 +58,37 @@ class Staged:
 
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
-    """Let one process at a time export into a folder and upload from it."""
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / _LOCK).open("wb") as stream:
+    """Let one process at a time export into a folder and upload from it.
+
+    The lock goes at the end, and the folder if nothing else is there.
+    """
+    with _acquire(work):
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another push works in {work}: waiting for its end")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError:
-            # A file system without locks: exports have names that tell their content.
-            pass
-        yield
+            yield
+        finally:
+            (work / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                work.rmdir()
+
+
+def _acquire(work: Path) -> BinaryIO:
+    """Return the open lock of a folder, held by this process."""
+    while True:
+        # Lock and folder may go with a push that ends.
+        with contextlib.suppress(FileNotFoundError):
+            work.mkdir(parents=True, exist_ok=True)
+            stream = (work / _LOCK).open("wb")
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another push works in {work}: waiting for its end")
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError:
+                # A file system without locks: exports have names that tell their content.
+                return stream
+            if os.fstat(stream.fileno()).st_nlink:
+                return stream
+            stream.close()
 
 
 def stage(subject: Subject, form: Form, work: Path) -> Staged:
