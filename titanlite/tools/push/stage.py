@@ -19,8 +19,9 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.pin import pinned
 from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
+from titanlite.runs.links import refuse_links
 from titanlite.tools.push.subject import Subject
-from titanlite.utils import atomic_write, parse_json, say
+from titanlite.utils import atomic_write, not_a_link, parse_json, say
 
 _LOCK = "lock"
 _COMPARISON = "comparison.json"
@@ -57,9 +58,13 @@ class Staged:
 
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
-    """Let one process at a time export into a folder and upload from it."""
+    """Let one process at a time export into a folder and upload from it.
+
+    Raises LinkError for a link in it: the folder of the run may come from somebody else.
+    """
+    refuse_links(work.parent, work, inside=True)
     work.mkdir(parents=True, exist_ok=True)
-    with (work / _LOCK).open("wb") as stream:
+    with open(work / _LOCK, "wb", opener=not_a_link) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
