@@ -20,9 +20,6 @@ from titanlite.utils import logger
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Elements that are summed at once: a sum of integers needs memory for them.
-_PIECE = 1 << 24
 _NAMED = 4
 
 
@@ -83,5 +80,10 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
 
 
 def _bits(part: Tensor) -> int:
-    pieces = part.detach().reshape(-1).view(_BITS[part.element_size()]).split(_PIECE)
-    return sum(int(piece.sum()) for piece in pieces)
+    """Return the sum of a tensor's bytes, taken as numbers of 64 bits as far as they go."""
+    flat = part.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())
