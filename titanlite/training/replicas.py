@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.callbacks import Callback
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.training.nonfinite import name_ranks
 from titanlite.utils import logger
 
@@ -39,14 +39,12 @@ class EqualReplicas(Callback):
             return
         self._done = True
         mine = _shared_parts(trainer.parts.model, world.size // world.places["pp"])
-        found: list[Any] | None = None if world.rank else [None] * world.size
-        dist.gather_object(mine, found)
         holders: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, parts in enumerate(found or []):
+        for rank, parts in enumerate(gather_objects(mine)):
             for part, bits in parts.items():
                 holders[part][bits].append(rank)
         wrong = {name: groups for (name, _), groups in holders.items() if len(groups) > 1}
-        if wrong:
+        if wrong and world.rank == 0:
             shown = ", ".join(list(wrong)[:_NAMED])
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             groups = " and ".join(map(name_ranks, next(iter(wrong.values())).values()))
