@@ -93,6 +93,7 @@ def test_the_share_is_that_of_a_simulation_of_10_000_failures(name: str) -> None
     assert min(astuple(found)) > 0
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ["saves that stop the steps", "saves beside steps", "two tiers"])
 def test_no_other_interval_is_better_in_the_simulation(name: str) -> None:
     tiers, _, mean_time, pause = CASES[name]
