@@ -99,6 +99,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     return found
 
 
+@pytest.mark.slow
 def test_all_examples_together_resume_to_the_last_bit(
     pool: Pools, straight: Watch, tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_text_is_that_of_the_function(straight: Watch) -> None:
     assert straight.texts == len(list((ROOT / "docs").glob("*.md")))
 
 
+@pytest.mark.slow
 def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     logits = torch.randn(12, 96)
@@ -181,6 +183,7 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -228,6 +231,7 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -396,6 +400,7 @@ def head_alone(parameters: dict[str, Any], settings: Any, device: Any) -> torch.
     return torch.optim.SGD([parameters["output.weight"]], lr=settings.lr)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -415,6 +420,7 @@ def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> to
     return torch.optim.SGD(groups, lr=settings.lr)
 
 
+@pytest.mark.slow
 def test_the_first_group_may_be_empty(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=2", "--training.loss=cross_entropy", *LLAMA]
     (run, *_) = pool(2).run(

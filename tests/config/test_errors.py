@@ -13,6 +13,7 @@ from titanlite.config.aliases import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
+from titanlite.config.unsupported_keys import NAMES as OTHER_NAMES
 from titanlite.config.unsupported_keys import OTHER_TRAINERS
 from titanlite.models import SPECS
 from titanlite.start.fit import check_config
@@ -145,6 +146,22 @@ def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     (problem,) = problems(f"--{name}=1")
     assert problem.code in ("unknown-key", "unknown-section")
     assert problem.hint.endswith(f" {MEANT[name]}")
+
+
+@pytest.mark.parametrize("key", ["{}", "training.{}", "{}.steps"])
+def test_a_key_of_200_kb_is_refused_in_few_words(tmp_path, key):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{key.format('a' * 200_000)} = 1\n")
+    (problem,) = problems(file=file)
+    assert problem.code in ("unknown-key", "unknown-section")
+    assert len(str(problem)) < 3_000
+
+
+def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
+    for name, remedy in OTHER_NAMES["gone"].items():
+        assert name not in known_names()
+        (problem,) = problems(f"--{name}=1")
+        assert (problem.key, problem.message, problem.hint) == (name, "this key is gone", remedy)
 
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():

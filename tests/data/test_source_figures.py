@@ -67,6 +67,7 @@ PARALLEL = "experimental.context_parallel_degree", "training.tensor_parallel_deg
 COMPILED = ["--training.compile", "--compile.backend=aot_eager", "--compile.components=loss"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -92,6 +93,7 @@ def test_it_is_the_mean_over_its_own_targets(
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from titanlite.config.toml import loads
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch import local as launch_local
 from titanlite.tools.launch import sagemaker as launch_sagemaker
-from titanlite.tools.launch import skypilot as launch_skypilot
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import Job, prepare
 
@@ -322,6 +320,7 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
     assert options["output"] == f"{place}/it's %%j # x/launch/slurm-%j.log"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
 @given(HOSTILE, FOLDER)
@@ -401,44 +400,8 @@ def test_the_script_for_sagemaker_has_the_values(place: Path, value: str, folder
     assert skeleton(found) == skeleton(script("plain", "plain"))
 
 
-@PROPERTY
-@given(HOSTILE, FOLDER.filter(lambda text: "$" not in text))
-def test_the_task_for_skypilot_has_the_values_and_starts_python_with_them(
-    place: Path, value: str, folder: str
-) -> None:
-    def task(text: str, name: str) -> dict[str, Any]:
-        volumes = {f"s3://{name}": f"{place}/{name}"}
-        launch = {
-            "environment": {"PROBE": text, "A_TOKEN": text},
-            "image": text,
-            "infra": text,
-            "instance_type": "p5.48xlarge",
-            "volumes": volumes,
-        }
-        job = _job(place, launch, f"{place}/{name}/run")
-        return yaml.safe_load(launch_skypilot.files(job)[launch_skypilot.FILE])
-
-    found = task(value, folder)
-    assert _shape({**found, "file_mounts": 0}) == _shape(
-        {**task("plain", "plain"), "file_mounts": 0}
-    )
-    assert found["envs"]["PROBE"] == found["resources"]["infra"] == value
-    assert found["secrets"] == {"A_TOKEN": None}  # SkyPilot asks for it at the launch
-    assert found["resources"]["image_id"] == f"docker:{value}"
-    assert found["file_mounts"] == {
-        f"{place}/{folder}": {"source": f"s3://{folder}", "mode": "MOUNT_CACHED"}
-    }
-    ranks = "SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=127.0.0.1"
-    home = place / "home"
-    home.mkdir(exist_ok=True)
-    exports = f"export {ranks} HOME={home} PROBE={shlex.quote(value)}"
-    words = _run(place, f"{exports}\n{found['run']}")
-    assert words[:3] == [value, "-m", "titanlite.torchrun"]
-    config = loads((home / "titanlite-config.toml").read_text(encoding="utf-8"))
-    assert config["launch"]["environment"]["PROBE"].replace("$${", "${") == value
-
-
-@pytest.mark.parametrize("system", ["local", "slurm", "kubernetes", "sagemaker", "skypilot"])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("system", ["local", "slurm", "kubernetes", "sagemaker"])
 @pytest.mark.parametrize(
     "key", ["job.dump_folder", "launch.queue", "launch.environment.PROBE", "launch.image"]
 )
@@ -448,7 +411,6 @@ def test_a_control_character_is_refused_with_its_key(place: Path, system: str, k
         "slurm": launch_slurm,
         "kubernetes": launch_kubernetes,
         "sagemaker": launch_sagemaker,
-        "skypilot": launch_skypilot,
     }
     unused = {"local": ("launch.queue", "launch.image"), "sagemaker": ("launch.queue",)}
     for character in CONTROL:
@@ -477,9 +439,6 @@ def test_a_control_character_is_refused_with_its_key(place: Path, system: str, k
             continue
         with pytest.raises(ConfigError) as refused:
             make[system].files(job)
-        if system == "skypilot" and key == "launch.queue":
-            assert "launch.queue: a task of SkyPilot has none" in str(refused.value)
-            continue
         code = f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
         assert f"{key}: has the control character {code}" in str(refused.value)
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
+from tests.support.hf import FAMILIES, FLAGS, TOML, config_flags, content, train_losses, written
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
 from tests.support.processes import python
+from tests.support.words import listening
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
 from titanlite.loss import cross_entropy_sum
@@ -25,6 +26,7 @@ from titanlite.models.hf import args_from_hf
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import materialize
 from titanlite.start.fit import check_config
+from titanlite.trainer import Trainer
 
 SPEC = get_spec("hf")
 TIED = {"qwen2", "gemma", "opt", "gpt2"}
@@ -83,6 +85,7 @@ def _compare(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
     pool: Pools, tmp_path: Path, family: str
@@ -115,6 +118,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact_and_one_rank_trains_as_two(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
@@ -133,6 +137,7 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -164,6 +169,7 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_that_shard_resume_what_tensor_parallel_ranks_saved(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
@@ -189,6 +195,36 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
         ]
         rows.append(pool(1).run(train_losses, config_flags(tmp_path / mode, *flags))[0])
     assert rows[1] == rows[0]
+
+
+def _norms(world: DistEnv, folder: str, flags: list[str]) -> list[list[float]]:
+    """What this rank has of the whole weights after a run of a process that drew other numbers."""
+    torch.seed()
+    trainer = Trainer(build(load_config(f"{folder}/own.toml", world.size, flags), world))
+    with listening() as said:
+        trainer.train()
+    assert not [line for line in said if "WEIGHTS DIFFER" in line]
+    weights = dict(trainer.parts.model.named_parameters())
+    return [w.to_local().tolist() for n, w in weights.items() if n.endswith("layernorm.weight")]
+
+
+def test_tensor_parallel_ranks_drop_the_same_activations_without_a_seed(
+    pool: Pools, tmp_path: Path
+) -> None:
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    (tmp_path / "config.json").write_text(json.dumps({**content("phi"), **dropout}))
+    flags = [
+        f"--job.dump_folder={tmp_path}/run",
+        f"--model.hf_config={tmp_path}",
+        "--training.tensor_parallel_degree=2",
+        *FLAGS,
+        "--training.steps=2",
+    ]
+    (tmp_path / "own.toml").write_text('[model]\nname = "hf"\n')
+    first, second = pool(2).run(_norms, str(tmp_path), flags)
+    assert first == second
+    assert len(first) == 3
+    assert pool(2).run(_norms, str(tmp_path), flags)[0] == first, "another run draws them again"
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied", "all"])
@@ -302,14 +338,11 @@ def test_config_check_names_what_is_wrong(
     assert words in f"{problem.message}; {problem.hint}"
 
 
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
 def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:
-    bert = {
-        "model_type": "bert",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
+    bert = {"model_type": "bert", "vocab_size": 64, **WIDTHS}
     with pytest.raises(
         ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"
     ):
@@ -319,6 +352,25 @@ def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -
     changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 9], 1)
     assert model(tokens)[:, :-1].equal(model(changed)[:, :-1])
     args_from_hf({**bert, "model_type": "gpt_neox"})  # its config has is_decoder = false too
+
+
+@pytest.mark.parametrize(
+    ("content", "entry"),
+    [
+        ({"model_type": "opt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
+        ({"model_type": "biogpt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
+        (
+            {"model_type": "bart", "decoder_layerdrop": 0.1, "decoder_layers": 1, "d_model": 32},
+            "decoder_layerdrop",
+        ),
+    ],
+    ids=str,
+)
+def test_blocks_that_ranks_skip_at_random_are_refused(content: dict[str, Any], entry: str) -> None:
+    content = {**content, "vocab_size": 64}
+    with pytest.raises(ShapeError, match=f"set model.overrides.{entry} = 0.0"):
+        args_from_hf(content)
+    args_from_hf(content, {entry: 0.0})
 
 
 def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ updates.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
 from titanlite.optim.optimizer import build_optimizer, divides_gradients, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
 from titanlite.start.derive import derive
-from titanlite.tools.cli import main
 from titanlite.tools.commands.aws_fsdp import migrate_arguments
 
 
@@ -200,24 +198,3 @@ def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name: str) -> 
     states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert states[0]["step"] == 2
-
-
-def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--training.steps=40", "--training.warmup_steps=10", "--lr_scheduler.decay_ratio=0.25"]
-    assert main(["lr", "debug_model.toml", "--json", *flags]) == 0
-    rates = json.loads(capsys.readouterr().out)
-    assert rates == [
-        learning_rate(schedule_of(total_steps=40, warmup_steps=10, decay_steps=10), 3e-3, s)
-        for s in range(1, 41)
-    ]
-    assert main(["lr", "debug_model.toml", *flags]) == 0
-    drawn = capsys.readouterr().out.splitlines()
-    assert drawn[0] == "0.003 │         ▁█████████████████████"
-    assert drawn[-8].split() == [
-        "step",
-        "learning",
-        "rate",
-    ]
-    assert [int(line.split()[0]) for line in drawn[-7:]] == [1, 10, 11, 20, 30, 31, 40]
-    assert main(["lr", "debug_model.toml", "--training.epochs=1"]) == 2
-    assert "give --training.steps N" in capsys.readouterr().err

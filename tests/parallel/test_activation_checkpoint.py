@@ -29,6 +29,7 @@ from titanlite.start.fit import fitted
 from titanlite.start.model import _check_policy
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("settings", "ranks", "accumulation", "training"),
     [
@@ -173,6 +174,7 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
 SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "groups", "settings"),
     [
@@ -213,6 +215,7 @@ def bytes_kept(settings: ActivationCheckpoint) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_each_mode_keeps_less_than_the_one_before() -> None:
     kept = {mode: bytes_kept(settings) for mode, settings in MODES.items()}
     trace = {mode: traced(settings).total_bytes for mode, settings in MODES.items()}

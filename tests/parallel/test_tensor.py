@@ -82,6 +82,7 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("changes", "gathers", "reductions", "graphs"),
     [
@@ -138,6 +139,7 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     return {**found, "padding": (padding.item(), head.to_local().abs().max().item())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "loss_parallel"),
     [

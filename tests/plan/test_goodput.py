@@ -78,6 +78,7 @@ CASES: dict[str, tuple[list[Tier], list[float], float, float]] = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_share_is_that_of_a_simulation_of_10_000_failures(name: str) -> None:
     """Within 1 % of the share; where most time is lost within 3 %, as it varies by 1 %."""
@@ -92,6 +93,7 @@ def test_the_share_is_that_of_a_simulation_of_10_000_failures(name: str) -> None
     assert min(astuple(found)) > 0
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ["saves that stop the steps", "saves beside steps", "two tiers"])
 def test_no_other_interval_is_better_in_the_simulation(name: str) -> None:
     tiers, _, mean_time, pause = CASES[name]

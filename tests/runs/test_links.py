@@ -70,10 +70,10 @@ BY_NAME = Counter(
         "main.py": 2,
         "runs/lock.py": 6,
         "start/rank_checks.py": 1,
-        "start/signals.py": 1,
         "tools/commands/migrate.py": 1,
         "tools/hub/convert.py": 2,
         "tools/launch/launch.py": 2,
+        "torchrun.py": 1,
         "utils.py": 1,
     }
 )

@@ -104,8 +104,8 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
                 "check`?"
             ),
         ),
-        ("help chekpoint", "did you mean `titanlite checkpoint`?"),
-        ("help config chek", "did you mean `titanlite config check`?"),
+        ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
     ],
 )
 def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,15 +148,6 @@ def test_wrong_options_show_the_usage_of_their_command(
     assert expected in text
 
 
-def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["train"], ["config"], ["config", "check"]):
-        assert (
-            printed(capsys, "help", *words, code=0)
-            == printed(capsys, *words, "--help", code=0)
-            != ""
-        )
-
-
 COMPLETED = {
     "titanlite tr": ["train "],
     "titanlite run": ["run", "runs"],
@@ -166,7 +157,6 @@ COMPLETED = {
     "titanlite train --optimizer.name Muo": ["Muon "],
     "titanlite train --training.steps 5 debug_m": ["debug_model.toml "],
     "titanlite config explain optimizer.be": ["optimizer.beta1", "optimizer.beta2"],
-    "titanlite help conf": ["config "],
     "titanlite checkpoint verify ma": ["mark/"],
 }
 #: Asks bash for the completions of a line as readline does, by the function that is registered for
@@ -183,6 +173,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_words(tmp_path: Path) -> None:
     (tmp_path / "mark").mkdir()
     found = subprocess.run(
@@ -271,6 +262,7 @@ WITHOUT_TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
     done = subprocess.run(

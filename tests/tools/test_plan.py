@@ -67,6 +67,7 @@ def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
     assert found["cost"] is None
 
 
+@pytest.mark.slow
 def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> None:
     code, out, _ = plan("llama3_8b.toml", "--json")
     found = {entry["gpu"]: entry for entry in json.loads(out)}
@@ -190,7 +191,9 @@ def test_memory_estimation_prints_the_plan_instead_of_a_run(
         "--job.config_file=debug_model.toml",
     ]
     assert main.run(flags) == exit_codes.DONE
-    assert capsys.readouterr().out.startswith("llama3 debugmodel on 1 x h100-80g fits, with 77")
+    assert capsys.readouterr().out.startswith(
+        "llama3 debugmodel with n_layers = 6 on 1 x h100-80g fits, with 77"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -221,6 +221,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
     _is_announced(said, poisoned.evil, path)
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 @pytest.mark.parametrize("command", sorted(CONFIG))
 def test_code_that_a_kept_config_names_is_not_imported(
@@ -596,7 +597,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         # The name is one of a fixed list.
         "models/families.py",
         "parallel/agents.py",
-        "parallel/spares.py",
         "tools/command_table.py",
         "tools/drill/ranks.py",
         "tools/drill/faults.py",

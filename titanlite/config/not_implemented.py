@@ -87,8 +87,7 @@ _FOR_SYSTEM = {
         "trainer_version",
         "token_secret",
     ),
-    "skypilot": ("infra", "accelerator", "spot"),
-    "slurm": ("spare_nodes",),
+    "slurm": ("min_nodes", "spare_nodes"),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 _LOCAL = tuple(f"checkpoint.local_{name}" for name in ("interval", "keep_latest_k", "copies"))
@@ -158,14 +157,13 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
-    "launch.volumes": {"launch.system": ("kubernetes", "skypilot", "")},
+    "launch.volumes": {"launch.system": ("kubernetes", "")},
     # A command may name the system, so keys of all systems count while the config names none.
     **{
         f"launch.{n}": {"launch.system": (system, "")}
         for system, names in _FOR_SYSTEM.items()
         for n in names
     },
-    "launch.min_nodes": {"launch.system": ("slurm", "kubernetes", "")},
 }
 
 

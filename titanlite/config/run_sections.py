@@ -223,13 +223,13 @@ class Stall(Section, frozen=True):
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
-    system: Literal["", "slurm", "kubernetes", "sagemaker", "skypilot"] = ""
+    system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
     """Where `titanlite run` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
     min_nodes: Count | None = None
-    """Slurm, and a PyTorchJob of Kubernetes: fewest machines with which the job may run, where the
-    degrees of parallelism fit on them; it takes what it gets, up to `nodes`. None: `nodes`.
+    """Slurm: fewest machines with which the job may run, where the degrees of parallelism fit on
+    them; it takes what it gets, up to `nodes`. None: `nodes`.
     """
     spare_nodes: Natural = 0
     """Slurm: machines beyond `nodes` that replace lost ones in the same job."""
@@ -260,8 +260,8 @@ class Launch(Section, frozen=True):
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}
-    """Kubernetes: table of persistent volume claims and the folders at which pods mount them.
-    SkyPilot: of URLs of buckets, or its volumes, and folders. One must hold job.dump_folder.
+    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One
+    must hold job.dump_folder.
     """
     cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
     """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: two for each rank, or one
@@ -302,12 +302,6 @@ class Launch(Section, frozen=True):
     """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
     spot machines.
     """
-    infra: str = ""
-    """SkyPilot: where it looks for machines, as aws/us-east-1 or k8s. Empty: everywhere."""
-    accelerator: str = ""
-    """SkyPilot: its name of the GPU, as H100 or A100-80GB. Empty: that of instance_type."""
-    spot: bool = False
-    """SkyPilot: take spot machines."""
     preflight: bool = True
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.

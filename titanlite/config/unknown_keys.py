@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlite.config.aliases import known_names, known_sections
 from titanlite.config.errors import Problem, Source, nearest, nearest_key
 from titanlite.config.keys import keys, sections
-from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED
+from titanlite.config.unsupported_keys import NAMES, OTHER_TRAINERS, UNSUPPORTED
 
 
 def unknown_section(name: str, source: Source) -> Problem:
@@ -19,6 +19,10 @@ def unknown_section(name: str, source: Source) -> Problem:
 def unknown(name: str, source: Source) -> Problem:
     """Return the problem of an unknown key, with the nearest one or the place where it lives."""
     section = name.rpartition(".")[0]
+    if name in NAMES["gone"]:
+        return Problem(
+            source.place, name, "this key is gone", NAMES["gone"][name], code="unknown-key"
+        )
     hint = _nearest_thing(name)
     if not section:
         message = "unknown key outside any section"

@@ -18,6 +18,7 @@ import msgspec
 #: its name begins → the key that its feature is switched on by. "converters": an entry of
 #: `model.converters` → why it is not taken. "other_models": a `model.name` →
 #: why no file of that model is taken, and what to do. "other_trainers": name → the key here.
+#: "gone": a key of an earlier version → what does its work now.
 NAMES: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("names.json").read_bytes())
 
 

@@ -23,7 +23,8 @@ from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import parse_json
+from titanlite.data.tokenizer.base import whole_characters
+from titanlite.utils import logger, parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
@@ -71,7 +72,7 @@ class ChatTemplate(NamedTuple):
                 f"{where}: the loss counts each turn of the assistant, and a message has another "
                 f"weight than 1: {cut(unweighted[0])}; leave it out"
             )
-        return self._ask("render", messages, where)
+        return self._ask("render", _without_nulls(messages), where)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to the assistant's next turn.
@@ -97,6 +98,13 @@ class ChatTemplate(NamedTuple):
         if kind != TEXT:
             raise DataError(f"{where}: the chat template refuses it: {text}")
         return text
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return messages without the keys whose value is null: a table has them for all messages."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _check(source: str, place: str) -> None:
@@ -142,7 +150,31 @@ def load_template(
             f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
-    return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    template = ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    _warn_of_end(template, tokenizer, f"{key}: {place}")
+    return template
+
+
+@lru_cache(maxsize=1)
+def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> None:
+    """Warn if a turn of the assistant ends with no token that is in the loss and stops a text."""
+    answer = "answer"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = template.render(messages, place)
+    except DataError:
+        return  # of a real conversation it is an error
+    turn = text.rpartition(BEGIN)[2].partition(END)[0]
+    _, found, end = turn.rpartition(answer)
+    ids = tokenizer.encode_rendered(end)[0]
+    if found and not set(ids) & set(tokenizer.stop_ids):
+        names = {number: name for name, number in tokenizer.special_tokens.items()}
+        known = ", ".join(names.get(one, str(one)) for one in tokenizer.stop_ids)
+        logger.warning(
+            f"{place}: no token that stops a text ({known}) ends the assistant's turn within the "
+            "loss, so a model does not learn to stop. Put one behind the content, both inside of "
+            "{% generation %} and {% endgeneration %}"
+        )
 
 
 def _plain_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ChatTemplate:
@@ -223,65 +255,13 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
     Names of special tokens become their ids. A token that crosses the border of a turn is of the
     assistant.
     """
-    ids: list[int] = []
-    mask: list[bool] = []
-    inside = False
-    for part in _special(tokenizer).split(text):
-        special = tokenizer.special_tokens.get(part)
-        if special is not None:
-            ids.append(special)
-            mask.append(inside)
-            continue
-        found, of_part, inside = _encode_part(part, tokenizer, inside)
-        ids += found
-        mask += of_part
-    return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
-
-
-def _encode_part(
-    part: str, tokenizer: Tokenizer, inside: bool
-) -> tuple[list[int], list[bool], bool]:
-    """Return (ids, of the assistant, ends inside) of a text without special tokens.
-
-    The second tells of each id whether it is of the assistant. The third tells whether the part
-    ends in a turn of the assistant.
-
-    inside: whether it begins in one.
-    """
-    plain = part.translate(_UNMARKED)
-    ids = tokenizer.encode(plain) if plain else []
-    mask: list[bool] = []
-    characters = 0
-    for piece in re.split(f"([{BEGIN}{END}])", part):
-        if piece not in (BEGIN, END):
-            characters += len(piece)
-            continue
-        border = len(ids)
-        if characters < len(plain):
-            border = _tokens_before(plain[:characters], ids, tokenizer, inside)
-        # A token that crosses two borders at one place is counted once.
-        mask += [inside] * max(border - len(mask), 0)
-        inside = piece == BEGIN
-    mask += [inside] * (len(ids) - len(mask))
-    return ids, mask, inside
-
-
-def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bool) -> int:
-    """Return how many of `ids` are of `text`, with which their text begins.
-
-    crossing: count one that reaches over.
-    """
-    alone = tokenizer.encode(text) if text else []
-    same = 0
-    for one, other in zip(alone, ids, strict=False):
-        if one != other:
-            break
-        same += 1
-    return same + (crossing and same < len(alone))
-
-
-@lru_cache(maxsize=4)
-def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return the pattern of the special tokens' names, as a group."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, names)) + ")")
+    # Every second piece is a turn of the assistant.
+    pieces = re.split(f"[{BEGIN}{END}]", whole_characters(text))
+    ids, spans = tokenizer.encode_rendered("".join(pieces))
+    lengths = [0, *map(len, pieces)]
+    inside = np.repeat(np.arange(-1, len(pieces)) % 2 == 1, lengths)
+    before = np.concatenate([[0], np.cumsum(inside)])
+    begins, ends = spans[:, 0], spans[:, 1]
+    # A byte of a character may have no length of its own.
+    ends = np.maximum(ends, begins + 1).clip(max=len(inside))
+    return np.array(ids, dtype=np.int64), before[ends] > before[begins]

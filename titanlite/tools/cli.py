@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -12,8 +11,8 @@ from titanlite import exit_codes
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
 from titanlite.start.supported import system_problem
-from titanlite.tools.command_table import COMMANDS, make_parser, top_parser
-from titanlite.tools.parser import Commands, new_command, no_flags
+from titanlite.tools.command_table import COMMANDS, GONE, make_parser, top_parser
+from titanlite.tools.parser import no_flags
 from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, say
 
 
@@ -31,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
+        if command in GONE:
+            say(f"error: `titanlite {command}` is gone: {GONE[command]}")
+            return exit_codes.CONFIG
         top_parser().unknown_command(command, list(COMMANDS))
     arguments = make_parser(command).parse_args(ours)
 
@@ -103,23 +105,6 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _plain_words(words: Sequence[str]) -> list[str]:
     """Return the words up to the next option."""
     return list(itertools.takewhile(lambda word: not begins_option(word), words))
-
-
-def add_help(commands: Commands) -> None:
-    """Add `titanlite help` to argparse."""
-    parser = new_command(
-        commands,
-        _help,
-        "help",
-        "show the help of a command",
-        "Show the help of a command, as --help behind the command does; of all commands without "
-        "one.",
-    )
-    parser.add("words", "a command, as `config check`", "COMMAND", nargs="*")
-
-
-def _help(arguments: argparse.Namespace) -> tuple[str, int]:
-    return "", main([*arguments.words, "--help"])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ COMMANDS = {
     "plan": "titanlite.tools.plan.plan:add_command",
     "sweep": "titanlite.tools.sweep.command:add_command",
     "ladder": "titanlite.tools.ladder.command:add_command",
-    "lr": "titanlite.tools.commands.learning_rate:add_command",
     "mup": "titanlite.tools.mup.command:add_commands",
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
     "export": "titanlite.tools.commands.exchange:add_commands",
@@ -35,7 +34,12 @@ COMMANDS = {
     "drill": "titanlite.tools.drill.drill:add_command",
     "tokenizer": "titanlite.tools.hub.tokenizer:add_commands",
     "completion": "titanlite.tools.completion:add_command",
-    "help": "titanlite.tools.cli:add_help",
+}
+
+#: Commands of earlier versions → what does their work now.
+GONE = {
+    "help": "`titanlite COMMAND --help` shows the help of a command",
+    "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
 
 

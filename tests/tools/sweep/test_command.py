@@ -56,6 +56,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_a_table_and_writes_its_files(swept: tuple[Path, str]) -> None:
     folder, printed = swept
     # job.dump_folder of the debug model is ./outputs/debug_model.
@@ -111,6 +112,7 @@ def test_a_damaged_record_of_the_best_run_costs_its_file_alone(
     assert not (own / "best.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_second_sweep_runs_only_new_points_and_names_the_old_ones(
     swept: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.contact import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
-from titanlite.data.prepared_tokens import VERSION, fingerprint_of, read_index
+from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
@@ -142,7 +142,11 @@ def _job(
             "is taken. A model with a tokenizer of its own (model.tokenizer_path) needs its "
             "tokens: --tokenizer PATH"
         )
-    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
+    known: dict[str, Any] = {}
+    if is_index(folder / INDEX):
+        known = read_index(folder)
+    elif any(folder.glob("part-*.json")):
+        known = _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
     if listed:
@@ -210,7 +214,8 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
             f"{folder} holds tokens of {known.get('source')} with another "
             f"{' and '.join(changed)}; give the same arguments to finish or check it, or {other}"
         )
-    if known:
+    # A plan without a finished part is of an attempt that left nothing to keep.
+    if known or (folder / PLAN).exists():
         return
     locks = (".run.lock", "run.lock")
     found = sorted(name for name in os.listdir(folder) if not name.startswith(locks))
@@ -286,6 +291,7 @@ def _publish(
         "parts": parts,
     }
     index["fingerprint"] = fingerprint_of(index)
+    index["checksum"] = checksum_of(index)
     ours = {f"{part['name']}.{suffix}" for part in parts for suffix in part["bytes"]}
     for path in folder.glob("part-*"):
         # Other parts are of a text that has become shorter since.

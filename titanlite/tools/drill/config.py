@@ -195,7 +195,7 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
     has_async_tp = d.experimental.enable_async_tensor_parallel
     values: dict[str, Any] = {
         "training.compile": compiles,
-        "training.seed": d.training.seed or 0,
+        "training.seed": d.training.seed,
         "training.data_parallel_shard_degree": -1,
         "training.fsdp_min_params": 1000,
         "training.prefetch": min(d.training.prefetch, 1),

@@ -1,1 +1,1 @@
-"""`titanlite launch`: jobs for Slurm, Kubernetes, SageMaker, SkyPilot and local machines."""
+"""`titanlite launch`: jobs for Slurm, Kubernetes, SageMaker and local machines."""
