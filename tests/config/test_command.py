@@ -249,7 +249,7 @@ _TIMED = """
 import sys
 from titanlite.tools.cli import main
 main(sys.argv[1:])
-heavy = ("torch", "pydantic", "numpy", "titanlite.tools.drill.drill", "titanlite.runs")
+heavy = ("torch", "pydantic", "numpy", "titanlite.runs")
 print([name for name in heavy if name in sys.modules])
 """
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python
+from tests.support.ranks import train
 from tests.support.refusals import refusal
 from tests.support.task_files import (
     SHORT,
@@ -40,7 +41,6 @@ from titanlite.features.tasks.scoring import windows
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
 from titanlite.tools.commands.runs import _as_json
-from titanlite.tools.drill.ranks import train
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

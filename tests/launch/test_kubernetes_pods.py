@@ -15,10 +15,10 @@ import yaml
 
 from tests.launch.namespaces import Host
 from tests.support.processes import ROOT
+from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows, unequal
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.drill.runs import checkpoint
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines

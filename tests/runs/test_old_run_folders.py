@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.ranks import train
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.cli import main
-from titanlite.tools.drill.ranks import train
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.

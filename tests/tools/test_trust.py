@@ -106,7 +106,6 @@ REASONS = {
     "sweep": f"{OWN}; best.toml: test_the_best_config_of_a_foreign_folder_holds_names_of_variables",
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,
-    "drill": "makes its files itself",
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
 }
 
@@ -512,8 +511,8 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.support.golden_run import FLAGS
+    from tests.support.ranks import train
     from tests.support.tiny import TWENTY_STEPS
-    from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
@@ -598,8 +597,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "parallel/agents.py",
         "parallel/spares.py",
         "tools/command_table.py",
-        "tools/drill/ranks.py",
-        "tools/drill/faults.py",
         "tools/launch/launch.py",
         "tools/plan/plan.py",
     }
