@@ -4,17 +4,15 @@ phases.
     python benchmarks/restarts.py --out benchmarks/results/restarts
 
 The debug model trains on two ranks (gloo, a thread each) under titanlite's torchrun with
-`--max-restarts`, and saves every few steps. Its last rank and rank 0 are killed in turn, and then
-the last rank of a run with spare processes (TITANLITE_SPARES). A phase ends when the last rank has
-passed its end, so the phases add up to the whole. The whole is compared with another clock: the
-time in the row of metrics.jsonl that rank 0 writes after its first step. Further flags, such as
---model.overrides.dim=64, go to titanlite. Linux only.
+`--max-restarts`, and saves every few steps. Its last rank and rank 0 are killed in turn. A phase
+ends when the last rank has passed its end, so the phases add up to the whole. The whole is compared
+with another clock: the time in the row of metrics.jsonl that rank 0 writes after its first step.
+Further flags, such as --model.overrides.dim=64, go to titanlite.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -24,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,15 +56,11 @@ PHASES = {
 #: Steps between saves. A kill comes when so many more are done.
 INTERVAL = 5
 FIRST_KIND = "first"
-SPARE_KIND = "spare"
 #: What is killed, by its name on the command line.
 KINDS = {
     "last": "kill of the last rank",
     FIRST_KIND: "kill of rank 0",
-    SPARE_KIND: "kill of the last rank, with spares",
 }
-#: Module of a spare process.
-SPARE = "titanlite.parallel.spares"
 #: Limit of one restart.
 PATIENCE_SECONDS = 300.0
 #: The two clocks may differ by what rank 0 does between a step and its record: seconds, or this
@@ -78,12 +72,9 @@ CLOCKS_SHARE = 0.02
 class Job:
     """A run under torchrun, of which a rank can be killed."""
 
-    def __init__(
-        self, folder: Path, ranks: int, restarts: int, spares: bool, flags: Sequence[str]
-    ) -> None:
+    def __init__(self, folder: Path, ranks: int, restarts: int, flags: Sequence[str]) -> None:
         self.folder = folder
         self.ranks = ranks
-        self.spares = spares
         self.marks = folder / "marks.jsonl"
         self.marks.touch()
         self.console = folder / "console.log"
@@ -98,10 +89,7 @@ class Job:
         ]
         words = [*torchrun, *marks[1:], "rank", str(self.marks), *run]
         command = [*marks, "launcher", str(self.marks), *words]
-        environment = training_environment("cpu")
-        if spares:
-            environment["TITANLITE_SPARES"] = "0"
-        self.process = start(command, self.console, environment)
+        self.process = start(command, self.console, training_environment("cpu"))
 
     def restart(self, attempt: int, rank: int) -> dict[str, Any]:
         """Kill a rank of an attempt; return the seconds of the phases until the first step
@@ -109,9 +97,6 @@ class Job:
         """
         victim = self.started(attempt)[rank]
         self.until("steps and a checkpoint", lambda: self.may_be_killed(attempt))
-        if self.spares:
-            taken = {line["pid"] for line in self.lines() if "pid" in line}
-            self.until("spare for each rank", lambda: self.spares_wait(taken))
         os.kill(victim["pid"], signal.SIGKILL)
         killed = time.time()
         ranks = self.started(attempt + 1)
@@ -139,22 +124,6 @@ class Job:
         began = max(line["times"]["launched"] for line in self.started(attempt))
         steps = [row["step"] for row in self.rows() if row["time"] > began]
         return len(steps) > INTERVAL and bool(steps_in(self.folder / "run" / "checkpoint"))
-
-    def spares_wait(self, taken: Container[int]) -> bool:
-        """Return whether there is a spare process for each rank that has imported all.
-
-        taken: those that have become ranks.
-        """
-        waiting = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            # It may have ended.
-            with contextlib.suppress(OSError):
-                words = file.read_bytes().decode(errors="replace").split("\0")
-                # Waiting in the kernel, for a socket.
-                is_spare = SPARE in words and str(self.marks) in words
-                if is_spare and int(file.parent.name) not in taken:
-                    waiting.append("unix_stream" in (file.parent / "wchan").read_text())
-        return len(waiting) == self.ranks and all(waiting)
 
     def recorded(self, ranks: Sequence[dict[str, Any]]) -> float | None:
         """Return the time of the first row of an attempt; None: it is not there yet."""
@@ -216,23 +185,18 @@ def phase_ends(
 def measure(
     kinds: Sequence[str], ranks: int, repeats: int, flags: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the figures of each restart, kinds without spares in turn in one run."""
-    cold = [kind for kind in kinds if kind != SPARE_KIND]
-    warm = [kind for kind in kinds if kind == SPARE_KIND]
+    """Return the figures of each restart, kinds in turn in one run."""
     found = []
-    for group in (cold, warm):
-        order = group * repeats
-        if not order:
-            continue
-        with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
-            job = Job(Path(folder), ranks, len(order), group == warm, flags)
-            try:
-                for attempt, kind in enumerate(order):
-                    victim = 0 if kind == FIRST_KIND else ranks - 1
-                    found.append({"kind": kind, **job.restart(attempt, victim)})
-                    print(f"{KINDS[kind]}: {found[-1]['whole']:.2f} s", file=sys.stderr)
-            finally:
-                end_all([job.process])
+    order = [*kinds] * repeats
+    with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
+        job = Job(Path(folder), ranks, len(order), flags)
+        try:
+            for attempt, kind in enumerate(order):
+                victim = 0 if kind == FIRST_KIND else ranks - 1
+                found.append({"kind": kind, **job.restart(attempt, victim)})
+                print(f"{KINDS[kind]}: {found[-1]['whole']:.2f} s", file=sys.stderr)
+        finally:
+            end_all([job.process])
     return found
 
 
@@ -288,7 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--kinds",
         default=",".join(KINDS),
-        help="what is killed, of last, first and spare (the last one, which has a spare)",
+        help="what is killed, of last and first",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     arguments, flags = parser.parse_known_args()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -58,6 +59,18 @@ def pytest_pyfunc_call() -> Any:
 
 
 @pytest.fixture(autouse=True)
+def _keep_logger() -> Iterator[None]:
+    """Put the logger back: a command that runs in a test's process lets it write to the standard
+    error of that test, which is closed afterwards.
+    """
+    logger = logging.getLogger("titanlite")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
 def _forget_stores() -> Iterator[None]:
     """Let a test meet no store of an earlier one: fsspec keeps file systems by their arguments, and
     the addresses of their servers come from the environment.
@@ -81,6 +94,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Do what `slow_after` says, which counts the cases that are not slow anyway."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        after = item.get_closest_marker("slow_after")
+        if after is None or item.get_closest_marker("slow") or item.get_closest_marker("soak"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if cases[test] > after.args[0]:
+            item.add_marker("slow")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long go first: the processes that share the files end together then.
 
@@ -89,6 +115,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The rest goes backwards: tests of the commands start programs, those of the config do not.
     """
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    _mark_slow(items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     files = sorted({item.path: None for item in items}, key=lambda path: -slow[path])
     rest = {path: number for number, path in enumerate(reversed(files))}

@@ -99,6 +99,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     return found
 
 
+@pytest.mark.slow
 def test_all_examples_together_resume_to_the_last_bit(
     pool: Pools, straight: Watch, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -228,6 +230,7 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -396,6 +399,7 @@ def head_alone(parameters: dict[str, Any], settings: Any, device: Any) -> torch.
     return torch.optim.SGD([parameters["output.weight"]], lr=settings.lr)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(
     pool: Pools, tmp_path: Path
 ) -> None:

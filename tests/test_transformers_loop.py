@@ -50,6 +50,7 @@ def _train(
         Checkpointer.save = save  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", pytest.param("t5", marks=pytest.mark.slow)])
 def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(
     pool: Pools, tmp_path: Path, kind: str

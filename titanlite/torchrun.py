@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,8 +27,6 @@ from titanlite.start.signals import exit_on_signals, line_break
 from titanlite.utils import escape, say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Names the seconds from a start of the ranks to that of their spares.
-_SPARES = "TITANLITE_SPARES"
 _CLOSED = (
     "error: the machines met at the rendezvous of an earlier start, which is about to end. Start "
     "again\n"
@@ -59,12 +57,11 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
     last restart counts. failed: exit codes of the workers that failed first, as torchrun saw them.
 
     OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun
-    stops the other workers by SIGTERM when one fails, so their PREEMPTED does not count then.
+    stops the other workers by SIGTERM when one fails, so that they were stopped does not count.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
-        codes.discard(exit_codes.PREEMPTED)
-    # torchrun stops the other workers, which may save then.
+        codes -= set(exit_codes.STOPPED)
     if exit_codes.OUT_OF_MEMORY in codes:
         return exit_codes.OUT_OF_MEMORY
     return min(codes - {exit_codes.LOST_PEER, exit_codes.ERROR} or codes, default=None)
@@ -145,6 +142,32 @@ def _quiet_stops() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
 
 
+def _leave_out_stopped() -> None:
+    """Let torchrun count no rank as failed that it has stopped itself because another failed."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    context: Any = SubprocessContext
+    poll = context._poll
+    close = context.close
+
+    def close_after_note(self: Any, *arguments: Any, **options: Any) -> None:
+        if not hasattr(self, "failed_first"):
+            self.failed_first = set(self._failures)
+        close(self, *arguments, **options)
+
+    def poll_first(self: Any) -> Any:
+        result = poll(self)
+        if result is not None:
+            for rank in set(result.failures) - self.failed_first:
+                code = result.failures[rank].exitcode
+                if code < 0 or code in exit_codes.STOPPED:
+                    del result.failures[rank]
+        return result
+
+    context.close = close_after_note
+    context._poll = poll_first
+
+
 def _keep_to_codes() -> None:
     """Let torchrun start no rank again after a stop request, or an end that would come again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -192,7 +215,6 @@ def main() -> NoReturn:
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for
     # that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    spares = _spares()
     # Every rank of the run connects to the store, which the first torchrun serves.
     raise_file_limit(2**16)
     # Until torchrun has its own handlers; SIGUSR1 stays ignored if it is.
@@ -207,12 +229,12 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
     _quiet_stops()
+    _leave_out_stopped()
     _keep_to_codes()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
-        with spares:
-            end = _run(torchrun)
+        end = _run(torchrun)
         # The workers have ended, and their code counts.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -237,19 +259,6 @@ def main() -> NoReturn:
     # A thread may still talk to the store. Python ends such a thread at its own end, and torch
     # aborts the process then.
     os._exit(code)
-
-
-def _spares() -> AbstractContextManager[None]:
-    """Return what keeps spare processes for the ranks, where `TITANLITE_SPARES` asks for them."""
-    text = os.environ.get(_SPARES)
-    if text is None:
-        return nullcontext()
-    if not text.isdecimal():
-        say(f"error: {_SPARES} is {text!r}, expected seconds, as 60")
-        sys.exit(exit_codes.CONFIG)
-    from titanlite.parallel.spares import spares
-
-    return spares(int(text))
 
 
 def _run(torchrun: Callable[[], None]) -> _End:

@@ -77,6 +77,7 @@ def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {name: folder / "step-7" for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["plain", "tied"])
 def test_a_file_for_torch_is_the_same_each_time(
     saved: dict[str, Path], tmp_path: Path, shape: str
@@ -153,6 +154,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("by", ["hf", "torch"])
 def test_there_and_back_is_equal_bit_for_bit(
@@ -251,8 +253,7 @@ def test_command_converts_there_and_back(
     back = storage.root.parent / "back"
     assert run(storage.root, hf, "--to=hf").startswith(f"{hf}: ")
     assert "is there already" in run(storage.root, hf, "--to=hf", code=4)
-    # A warning may come before: the model has no tokenizer.
-    assert run(hf, back, "--to=checkpoint").splitlines()[-1].startswith(f"{back}/step-0: ")
+    assert run(hf, back, "--to=checkpoint").startswith(f"{back}/step-0: ")
     assert "is there already" in run(hf, back, "--to=checkpoint", code=4)
     assert names(back) == ["step-0"]
     assert read_manifest(back / "step-0").weights_only
@@ -372,6 +373,7 @@ for to in ("torch", "hf", "checkpoint"):
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:

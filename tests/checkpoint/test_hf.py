@@ -120,6 +120,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=[pytest.mark.slow] * (LAYOUTS[n][0] > 2)) for n in LAYOUTS]
 )
@@ -233,6 +234,7 @@ def _metas(
     return state
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("files", [1, 2])
 def test_metas_files_load_into_shards_and_are_imported(
     pool: Pools, tmp_path: Path, files: int
@@ -300,6 +302,7 @@ def test_a_stack_of_experts_is_read_and_written_by_its_parts(
     assert STACK.to_hf(whole, None).keys() == tensors.keys()
 
 
+@pytest.mark.slow
 def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
     pool: Pools, tmp_path: Path
 ) -> None:

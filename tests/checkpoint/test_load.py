@@ -75,6 +75,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_path: Path) -> None:
     before = _bytes(source)
     start = {"start": "from", "initial_load_path": str(source)}
@@ -137,6 +138,7 @@ def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_pa
     assert names(damaged) == ["step-2", "step-4"]
 
 
+@pytest.mark.slow
 def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_path: Path) -> None:
     deeper = replace(RUN, args=replace(RUN.args, n_layers=3), rates=[0.0] * 20)
     fresh = pool(2).run(initial_weights, deeper)[0]

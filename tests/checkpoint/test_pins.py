@@ -50,6 +50,7 @@ def _is_whole(root: AnyPath, step: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
     """Another process touches KEEP while this one prunes, several hundred times."""
     answers = {"touched": 0, "refused": 0}

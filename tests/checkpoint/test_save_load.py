@@ -194,6 +194,7 @@ def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> dict[str
     return results[0]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("name", "where"),
     [*(("__0_0.distcp", where) for where in (0.02, 0.5, 0.97)), ("__1_0.distcp", 0.97)]
@@ -224,6 +225,7 @@ def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
     assert "__0_0.distcp is missing" in _loads(pool, copied)["notices"][0]
 
 
+@pytest.mark.slow
 def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage) -> None:
     """Its sizes are right: without the result of the load it would count as valid, and the save
     would be refused.
@@ -327,6 +329,7 @@ def _save_thrice(
     return results
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("mode", ["disabled", "async", PINNED])
 def test_a_bit_that_changes_on_its_way_is_not_published(
     pool: Pools, storage: Storage, mode: str

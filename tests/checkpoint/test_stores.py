@@ -49,7 +49,11 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
     assert refused("file:///tmp/x") == ""
     assert "memory of one process" in refused("memory://run")
     assert "names no bucket" in refused("s3://")
-    assert "s33" in refused("s33://bucket/run")
+    for url in ("s33://bucket/run", "ftp://host/run", "sftp://host/run", "zip://run"):
+        assert f'"{url}" is of no kind of store that is known here' in refused(url)
+        # A command without a config.
+        with pytest.raises(StoreError, match=":// is no kind of store"):
+            to_path(url).is_dir()
     assert "initial_load_path" in refused("outputs", "s33://bucket/run")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'titanlite[s3]'" in refused("s3://b/run")

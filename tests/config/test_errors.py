@@ -148,6 +148,15 @@ def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     assert problem.hint.endswith(f" {MEANT[name]}")
 
 
+@pytest.mark.parametrize("key", ["{}", "training.{}", "{}.steps"])
+def test_a_key_of_200_kb_is_refused_in_few_words(tmp_path, key):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{key.format('a' * 200_000)} = 1\n")
+    (problem,) = problems(file=file)
+    assert problem.code in ("unknown-key", "unknown-section")
+    assert len(str(problem)) < 3_000
+
+
 def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
     for name, remedy in OTHER_NAMES["gone"].items():
         assert name not in known_names()

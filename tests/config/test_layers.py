@@ -290,3 +290,37 @@ def test_the_path_of_a_config_may_have_commas(tmp_path):
         file.write_text(f"[training]\nsteps = {number + 5}\n")
     assert load_file(files[0]).sections.training.steps == 5
     assert load(["--job.config_file", *map(str, files)]).files == tuple(map(str, files))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.flavor=8B"],
+        ["--model.name=mixtral"],
+        ["--job.config_file", "base.toml", "over.toml"],
+        ["--job.config_file=extending.toml"],
+    ],
+)
+def test_another_flavor_or_family_drops_the_overrides_of_the_layers_below(
+    tmp_path, monkeypatch, flags
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text("[model.overrides]\nn_layers = 6\n")
+    (tmp_path / "over.toml").write_text('[model]\nflavor = "8B"\n[model.overrides]\ndim = 64\n')
+    (tmp_path / "extending.toml").write_text(
+        '[job]\nextends = ["base.toml"]\n[model]\nflavor = "8B"\n[model.overrides]\ndim = 64\n'
+    )
+    if "--job.config_file" not in flags[0]:
+        flags = ["--job.config_file=base.toml", *flags, "--model.overrides.dim=64"]
+    config = load(flags)
+    assert config.sections.model.overrides == {"dim": 64}
+    assert config.sections.model.title.endswith(" with dim = 64")
+    (note,) = config.notes
+    assert note.endswith(": model.overrides.n_layers = 6 (base.toml:2)")
+
+
+def test_the_same_flavor_again_keeps_the_overrides(tmp_path):
+    (tmp_path / "run.toml").write_text("[model.overrides]\nn_layers = 6\n")
+    config = load_file(tmp_path / "run.toml", ["--model.flavor=debugmodel", "--model.name=llama3"])
+    assert config.sections.model.overrides == {"n_layers": 6}
+    assert not config.notes

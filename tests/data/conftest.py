@@ -30,9 +30,7 @@ def names(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """The text of all that titanlite has logged, whatever an earlier test has set up."""
-    monkeypatch.setattr("titanlite.utils.logger.handlers", [])
-    monkeypatch.setattr("titanlite.utils.logger.propagate", True)
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """The text of all that titanlite has logged."""
     caplog.set_level("INFO", logger="titanlite")
     return lambda: caplog.text

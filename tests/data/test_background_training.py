@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import EIGHT_STEPS
@@ -79,6 +81,7 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_stop_with_a_save_and_steps_under_way_is_resumed_bit_for_bit(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
     assert "the text has changed since: its fingerprint was " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.jsonl" for n in range(4)]
     for n, file in enumerate(files):

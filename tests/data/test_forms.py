@@ -204,6 +204,7 @@ def test_alpaca_has_its_published_template_and_targets_of_the_output_alone(tmp_p
     assert labels == targets[1 : len(labels) + 1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", RECORDS)
 def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
     tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
@@ -233,6 +234,7 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
         read(out, record=other)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("form", ["sharegpt", "alpaca"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ranks_and_resumes_see_the_same_batches(tmp_path: Path, form: str, streaming: bool) -> None:
@@ -454,6 +456,7 @@ def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
     return [batch_hash(loader.next_step()) for _ in range(3)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["sharegpt.jsonl", "alpaca.csv", "messages.parquet"])
 def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: str) -> None:
     """One rank recognises the form, and tells the others."""

@@ -50,6 +50,7 @@ def read(url: str, start: int = 0, patience: float = 300) -> Iterator[str]:
     )
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -72,6 +73,7 @@ def test_no_record_is_lost_or_read_twice(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("cut", [10_000, 1_000, 30])
 def test_a_server_that_cuts_its_answers_soon_is_read_to_the_end(
     server: HubServer, cut: int, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +228,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     write_c4(tmp_path, 2)

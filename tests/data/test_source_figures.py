@@ -67,6 +67,7 @@ PARALLEL = "experimental.context_parallel_degree", "training.tensor_parallel_deg
 COMPILED = ["--training.compile", "--compile.backend=aot_eager", "--compile.components=loss"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -18,6 +18,7 @@ from tests.support.hf import bundled_as_json
 from titanlite.data import DataError
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer.files import hf_files
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 
 TEXTS = [
@@ -194,13 +195,82 @@ def test_files_that_name_bos_and_eos(
             {"tokenizer_config": {"bos_token": None, "eos_token": "E"}},
             "no file names its bos_token, and",
         ),
-        ({"tokenizer_config": {"bos_token": "X"}}, "tokenizer_config.json names 'X' as bos_token"),
+        ({"tokenizer_config": {"bos_token": "X"}}, "no file names its eos_token, and"),
+        ({"tokenizer_config": NAMED | {"pad_token": 3}}, "special tokens of tokenizer_config.json"),
+        (
+            {"tokenizer_config": NAMED | {"added_tokens_decoder": ["X"]}},
+            "special tokens of tokenizer_config.json",
+        ),
     ],
 )
 def test_unknown_bos_and_eos_are_refused(
     tmp_path: Path, beside: dict[str, Any], words: str
 ) -> None:
     refused(write_words(tmp_path, "?", "a", "B", "E", **beside), words)
+
+
+IN_CONFIG = {"content": "<|x|>", "normalized": False, "special": True}
+#: Files beside a vocabulary of 8 words, none of which is an added token: as torchtitan's test
+#: tokenizer has them, whose ids in the config are none; plain names; and those of older versions.
+ADDING = {
+    "torchtitan": {
+        "tokenizer_config": {
+            "added_tokens_decoder": {
+                "128001": IN_CONFIG | {"content": "<|end|>"},
+                "128000": IN_CONFIG | {"content": "<|begin|>"},
+                "5": IN_CONFIG | {"content": "E"},
+                "6": IN_CONFIG | {"content": "plain", "special": False},
+            },
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+            "img_token": "<|image|>",
+            "pad_token": "E",
+            "add_bos_token": True,
+        }
+    },
+    "names": {
+        "tokenizer_config": {
+            "additional_special_tokens": ["<|call|>", "B"],
+            "cls_token": "<cls>",
+            "pad_token": "<pad>",
+            "unk_token": "?",
+            "eos_token": {"__type": "AddedToken", **IN_CONFIG, "content": "<|end|>"},
+            "bos_token": "<|begin|>",
+        }
+    },
+    "map": {
+        "tokenizer_config": {"bos_token": "<|begin|>", "model_max_length": 8},
+        "special_tokens_map": {"pad_token": "<pad>", "eos_token": {"content": "<|end|>"}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ADDING)
+def test_tokens_of_the_files_beside_get_the_ids_of_transformers(tmp_path: Path, kind: str) -> None:
+    path = write_words(tmp_path, *WORDS, **ADDING[kind])
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load(path)
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (
+        len(theirs),
+        theirs.bos_token_id,
+        theirs.eos_token_id,
+    )
+    added = theirs.added_tokens_decoder
+    assert ours.special_tokens == {t.content: i for i, t in added.items() if t.special}
+    text = "a plain a E <|end|> B"
+    expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert ours.encode(text) == expected
+    # An export has them in its tokenizer.json, for programs that read that alone.
+    for name, content in hf_files(str(tmp_path)).items():
+        (tmp_path / name).write_bytes(content)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert exported(text)["input_ids"] == [ours.bos_id, *theirs(text)["input_ids"]]
+    (tmp_path / "tokenizer_config.json").unlink()
+    alone = tokenizers.Tokenizer.from_file(str(path))
+    assert alone.get_vocab_size() == ours.vocab_size
 
 
 def test_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:

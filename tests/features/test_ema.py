@@ -162,6 +162,7 @@ def _arguments(path: Path, ema: bool) -> argparse.Namespace:
     return parser.parse_args([str(path), "--device=cpu", *["--ema"] * ema])
 
 
+@pytest.mark.slow
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:

@@ -166,6 +166,7 @@ REPLICAS = "--training.data_parallel_replicate_degree=2"
 SHARD = "--training.data_parallel_shard_degree"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -257,6 +258,7 @@ def test_a_rollback_takes_the_biases_back(pool: Pools, tmp_path: Path) -> None:
     assert any(not torch.equal(third[name], second[name]) for name in third)
 
 
+@pytest.mark.slow
 def test_the_load_gets_even(pool: Pools, tmp_path: Path) -> None:
     shares = {}
     for step in (0.0, 0.02):

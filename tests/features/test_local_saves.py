@@ -27,6 +27,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_run_goes_on_from_a_local_save_bit_for_bit(
     pool: Pools, tmp_path: Path, mode: str
@@ -49,12 +50,14 @@ def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_pa
     assert parts[0].keys() == parts[1].keys()
 
 
+@pytest.mark.slow
 def test_the_newest_two_stay(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     steps = sorted(path.name for path in tmp_path.glob("node-0/run-*/rank-0/*"))
     assert steps == ["step-6", "step-7"]
 
 
+@pytest.mark.slow
 def test_a_shared_checkpoint_is_taken_where_it_is_newer(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 8, [0, 1])
     found = pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 8)[0]
@@ -62,6 +65,7 @@ def test_a_shared_checkpoint_is_taken_where_it_is_newer(pool: Pools, tmp_path: P
     assert notice in found["notices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["node", "bit", "manifest and part"])
 def test_without_a_part_of_a_rank_an_older_save_is_taken(
     pool: Pools, tmp_path: Path, lost: str
@@ -88,6 +92,7 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
         assert aside == []
 
 
+@pytest.mark.slow
 def test_one_manifest_proves_a_save(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     part = part_of(tmp_path, 1, 1, 7)
@@ -97,6 +102,7 @@ def test_one_manifest_proves_a_save(pool: Pools, tmp_path: Path) -> None:
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_no_run_from_its_start(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     (part_of(tmp_path, 1, 1, 7).parent / "manifest.json").unlink()
@@ -112,6 +118,7 @@ def _start_on_a_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, A
         return train_both(world, run, folder, 7, [0, 1], 7)
 
 
+@pytest.mark.slow
 def test_a_part_without_a_whole_save_is_deleted(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     for rank in (0, 1):
@@ -123,6 +130,7 @@ def test_a_part_without_a_whole_save_is_deleted(pool: Pools, tmp_path: Path) -> 
 HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
 
 
+@pytest.mark.slow
 def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 0, 1, 1]
     pool(4).run(train_both, HSDP, tmp_path, 7, nodes)
@@ -137,6 +145,7 @@ def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -
     assert part_of(tmp_path, 0, 0, 9).is_file()
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_replaced_by_that_of_a_replica(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 1, 2, 3]
     pool(4).run(train_both, HSDP, tmp_path, 6, nodes)
@@ -146,6 +155,7 @@ def test_a_damaged_part_is_replaced_by_that_of_a_replica(pool: Pools, tmp_path: 
     assert list(tmp_path.glob("node-3/run-*/rank-3/step-6.invalid-0/invalid.txt"))
 
 
+@pytest.mark.slow
 def test_without_replicas_no_part_of_another_rank_is_taken(pool: Pools, tmp_path: Path) -> None:
     nodes = [0, 0, 1, 1]
     pool(4).run(train_both, RUN, tmp_path, 7, nodes)
@@ -153,6 +163,7 @@ def test_without_replicas_no_part_of_another_rank_is_taken(pool: Pools, tmp_path
     pool(4).run(train_both, RUN, tmp_path, 7, nodes, 4)
 
 
+@pytest.mark.slow
 def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     found = pool(2).run(train_both, RUN, tmp_path, 10, [1, 0], 7)
@@ -162,6 +173,7 @@ def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_pat
     assert not [line for line in again[0]["notices"] if "got its part" in line]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_share_a_folder(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 0])
     found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 0], 7)
@@ -170,6 +182,7 @@ def test_ranks_of_one_node_share_a_folder(pool: Pools, tmp_path: Path) -> None:
     assert steps == ["step-10", "step-9"]
 
 
+@pytest.mark.slow
 def test_a_save_of_an_abandoned_past_never_comes_back(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     away = tmp_path / "away"
@@ -182,6 +195,7 @@ def test_a_save_of_an_abandoned_past_never_comes_back(pool: Pools, tmp_path: Pat
     pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
 
 
+@pytest.mark.slow
 def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     pool(2).run(train_both, RUN, tmp_path, 4, [0, 1], 4, load_step=4)
@@ -195,6 +209,7 @@ def test_other_ranks_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> 
     assert any(reason in line for line in found["notices"])
 
 
+@pytest.mark.slow
 def test_other_degrees_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     run = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
@@ -227,6 +242,7 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
     assert "has no valid checkpoint" in text
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("file", ["part", "manifest"])
 def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
     pool: Pools, tmp_path: Path, file: str
@@ -268,6 +284,7 @@ def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path
     assert "cannot be made" in text
 
 
+@pytest.mark.slow
 def test_a_rollback_passes_over_a_suspect_local_save(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     steps = pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"})
@@ -296,6 +313,7 @@ def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -
         saver.close()
 
 
+@pytest.mark.slow
 def test_a_clock_that_went_back_does_not_hide_newer_saves(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     pool(2).run(_train_in_the_past, RUN, tmp_path, 9, 7)
@@ -310,6 +328,7 @@ def _train_in_the_past(
         return train_both(world, run, folder, last, [0, 1], expected_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_disk_that_is_lost_in_mid_run_ends_nothing(
     pool: Pools, tmp_path: Path, mode: str
@@ -336,6 +355,7 @@ def _train_until_a_disk_is_lost(
         return train_both(world, run, folder, 7, [0, 1], async_mode=mode)
 
 
+@pytest.mark.slow
 def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -351,6 +371,7 @@ def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
     assert len(list(tmp_path.glob("node-0/run-*/copy-2/step-*"))) == 2
 
 
+@pytest.mark.slow
 def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
     pool(4).run(train_both, RUN, tmp_path, 3, [0, 0, 1, 2], local_copies=2)
     parts = list(tmp_path.glob("node-*/run-*/*/step-3/*.safetensors"))
@@ -363,6 +384,7 @@ def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
         assert {copy.read_bytes() for copy in copies} == {own.read_bytes()}
 
 
+@pytest.mark.slow
 def test_a_damaged_part_and_a_damaged_copy_make_an_older_save_the_newest(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -410,6 +432,7 @@ def test_several_disks_of_a_node_keep_no_copies_of_each_other() -> None:
     assert keepers_of(places_of(found[:2]), 1) == [[1], [0]]
 
 
+@pytest.mark.slow
 def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     pool: Pools, tmp_path: Path
 ) -> None:

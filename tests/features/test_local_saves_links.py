@@ -26,6 +26,7 @@ from titanlite.parallel.dist_env import DistEnv
 BROKEN = 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "minutes"), [("disabled", 30), ("async", 120)])
 def test_a_connection_that_breaks_in_mid_copy_ends_nothing(
     pool: Pools, tmp_path: Path, mode: str, minutes: int

@@ -29,6 +29,7 @@ from titanlite.features.local_saves.past import Past, read_past, write_past
 from titanlite.parallel.dist_env import DistEnv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(
     pool: Pools, tmp_path: Path, copies: int
@@ -43,6 +44,7 @@ def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_b
     assert any("later the run went on from step 4, without it" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_process_that_outlived_its_run_writes_nothing_that_comes_back(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -66,6 +68,7 @@ def _train_beside_a_later_start(world: DistEnv, run: Run, folder: Path) -> None:
         train_both(world, run, folder, 7, [0, 1])
 
 
+@pytest.mark.slow
 def test_a_run_without_local_saves_in_between_is_not_undone_by_a_clock(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -89,6 +92,7 @@ def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int)
         saver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [4, 8], ids=["it saved nothing", "its save was deleted"])
 def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(
     pool: Pools, tmp_path: Path, last: int
@@ -115,6 +119,7 @@ def _train_without_local_saves(world: DistEnv, run: Run, folder: Path, last: int
         saver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [8, 9])
 def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(
     pool: Pools, tmp_path: Path, last: int
@@ -127,6 +132,7 @@ def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(
     pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", ["written", "failed"])
 def test_the_shared_checkpoint_that_is_noted_is_there_at_any_moment(
     pool: Pools, tmp_path: Path, note: str
@@ -162,6 +168,7 @@ def _train_beside_a_deletion(world: DistEnv, run: Run, folder: Path, note: str) 
         train_both(world, run, folder, 8, [0, 1], keep_latest_k=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["set aside", "damaged"])
 def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(
     pool: Pools, tmp_path: Path, harm: str
@@ -175,6 +182,7 @@ def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(
     pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
 
 
+@pytest.mark.slow
 def test_a_shared_folder_from_a_backup_brings_no_later_local_save_back(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -207,6 +215,7 @@ def _train_beside_a_backup(world: DistEnv, run: Run, folder: Path) -> None:
         train_both(world, run, folder, 9, [0, 1])
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_renamed_and_gets_its_name_back(pool: Pools, tmp_path: Path) -> None:
     one = tmp_path / "one"
     other = tmp_path / "other"
@@ -222,6 +231,7 @@ def test_a_run_folder_that_is_renamed_and_gets_its_name_back(pool: Pools, tmp_pa
     pool(2).run(train_both, RUN, one, 4, [0, 1], 4)
 
 
+@pytest.mark.slow
 def test_a_train_state_that_is_passed_on_makes_no_local_save_of_a_shared_one(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -261,6 +271,7 @@ def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(
     assert manifest.read_text() == later
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_read_counts_as_lost(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], local_copies=1)
     found = pool(2).run(_train_beside_a_bad_disk, RUN, tmp_path)[0]
@@ -279,6 +290,7 @@ def _train_beside_a_bad_disk(world: DistEnv, run: Run, folder: Path) -> dict[str
         return train_both(world, run, folder, 7, [0, 1], 7, local_copies=1)
 
 
+@pytest.mark.slow
 def test_local_saves_go_on_while_a_shared_one_is_being_written(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_train_with_a_slow_store, RUN, tmp_path)
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
@@ -331,6 +343,7 @@ def _load_from_full_disks(world: DistEnv, run: Run, folder: Path) -> dict[str, A
         return train_both(world, run, folder, 7, [0, 1], 7)
 
 
+@pytest.mark.slow
 def test_a_copy_that_fills_the_disk_is_told_and_an_older_save_is_taken(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
@@ -137,6 +138,7 @@ def compare(
             assert changed == (name in one["adapters"]), name
 
 
+@pytest.mark.slow
 def test_ranks_of_tensor_parallelism_drop_what_one_rank_drops(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path
 ) -> None:
@@ -207,6 +209,7 @@ def evaluate_run_of(pool: Pools, folder: Path, *flags: str) -> float:
 RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("more", [[], [TP], ["--activation_checkpoint.mode=full"]], ids=str)
 def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
     flags = run_flags(base, *RESUMED, *more)
@@ -242,6 +245,7 @@ def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Pa
     )
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(base, "--training.steps=2")
     pool(1).run(train_seen, str(tmp_path / "run"), *flags)
@@ -431,6 +435,7 @@ def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, prefetch: int) -> None:
     flags = run_flags(
@@ -453,6 +458,7 @@ def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, pre
     assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
 
 
+@pytest.mark.slow
 def test_frozen_weights_wait_in_the_dtype_of_products(
     pool: Pools, tmp_path: Path, base: Path
 ) -> None:
@@ -476,6 +482,7 @@ def test_frozen_weights_wait_in_the_dtype_of_products(
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -509,6 +516,7 @@ def test_the_base_may_be_in_float8(
             assert relative(found["gradients"][name], gradient) < 0.4, name
 
 
+@pytest.mark.slow
 def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(
         base,
@@ -574,6 +582,7 @@ SMALL_FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
 def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
     own, way = SMALL_FAMILIES[family]
@@ -603,6 +612,7 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
             assert changed == (name in found["adapters"]), name
 
 
+@pytest.mark.slow
 def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
     flags = run_flags(
         base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"

@@ -109,6 +109,7 @@ def test_experts_and_routers_stay() -> None:
 SMALL = ("--model.overrides.n_layers=3", "--training.loss_chunks=8")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

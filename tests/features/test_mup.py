@@ -349,6 +349,7 @@ def changes(one: Multiplied, model: nn.Module, start: nn.Module, held: bool) -> 
     return torch.cat(moved).detach()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer: str) -> None:

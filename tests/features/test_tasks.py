@@ -43,6 +43,7 @@ from titanlite.runs.read import read_run
 from titanlite.tools.commands.runs import _as_json
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_figures_are_those_of_the_command_on_any_ranks_and_training_does_not_notice(
     pool: Pools, tmp_path: Path, ranks: int
@@ -179,6 +180,7 @@ def _broken_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return {**found, "runs": broken.runs, "training": trainer.parts.model.training}
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_on_one_rank_is_told_once_and_ends_nothing(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def whole(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "trains"), [(2, False), (4, False), (1, True)])
 def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them_once(
     pool: Pools, tmp_path: Path, whole: dict[str, Any], step: int, trains: bool
@@ -287,6 +290,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_figures_and_speed_does_not_count_them(
     pool: Pools, tmp_path: Path
 ) -> None:

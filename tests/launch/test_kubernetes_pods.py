@@ -15,10 +15,7 @@ import yaml
 
 from tests.launch.namespaces import Host
 from tests.support.processes import ROOT
-from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows, unequal
-from titanlite.checkpoint.manifest import read_manifest
-from titanlite.runs.attempts import read_entries
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines
@@ -59,8 +56,6 @@ class Operator:
                 machine.name = f"{self.name}-worker-{i}"
                 file.write(f"{machine.address} {machine.name}\n")
         self.codes: list[int] = []
-        #: Pods without a node: they come back when they are taken out.
-        self.pending: set[int] = set()
         self.pods = [self._start(i) for i in range(len(machines))]
 
     def _start(self, index: int) -> subprocess.Popen[str]:
@@ -94,7 +89,7 @@ class Operator:
             if waiting and waiting[0](self):
                 waiting.pop(0)
             for index, pod in enumerate(self.pods):
-                if index in self.pending or pod.poll() is None or pod.returncode == 0:
+                if pod.poll() is None or pod.returncode == 0:
                     continue
                 self.codes.append(pod.returncode)
                 if pod.returncode < 128:  # restartPolicy: ExitCode
@@ -103,20 +98,6 @@ class Operator:
             if all(pod.returncode == 0 for pod in self.pods):
                 return "Succeeded"
             time.sleep(0.1)
-
-    def lose(self, index: int) -> None:
-        """Lose the node of a pod, with all its processes."""
-        self.pending.add(index)
-        pod = self.pods[index]
-        for pid in [*_children(pod.pid), pod.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        pod.wait()
-
-    def find_node(self, index: int) -> None:
-        """Start a pending pod."""
-        self.pods[index] = self._start(index)
-        self.pending.remove(index)
 
     def log(self) -> str:
         """Return the logs of all pods."""
@@ -140,18 +121,6 @@ def kill_rank_of_second_pod(operator: Operator) -> bool:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return True
-
-
-def lose_second_pod(operator: Operator) -> bool:
-    if operator.at(3):
-        operator.lose(1)
-    return operator.at(3)
-
-
-def find_node_for_second_pod(operator: Operator) -> bool:
-    if operator.at(4):
-        operator.find_node(1)
-    return operator.at(4)
 
 
 def evict_first_pod(operator: Operator) -> bool:
@@ -179,30 +148,6 @@ def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
     assert "SIGTERM: stopping" in disturbed.log()
     assert [row[0] for row in rows(disturbed.folder)] == list(range(1, STEPS + 1))
     assert unequal(plain.folder, disturbed.folder, STEPS) == []
-
-
-@pytest.mark.soak
-def test_a_job_goes_on_with_fewer_pods_and_takes_a_lost_one_back(
-    machines: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    batch = "--training.global_batch_size=4"
-    plain = Operator(machines, tmp_path / "a" / "run", batch)
-    assert plain.run() == "Succeeded" and plain.codes == [], plain.log()
-    flags = [SLOW, "--launch.environment.STEP_SECONDS=8", "--launch.min_nodes=1"]
-    elastic = Operator(machines, tmp_path / "b" / "run", batch, *flags)
-    assert elastic.run(lose_second_pod, find_node_for_second_pod) == "Succeeded", elastic.log()
-    assert elastic.codes == [138], elastic.log()
-    starts = [entry for entry in read_entries(elastic.folder) if entry["event"] == "start"]
-    assert [entry["ranks"] for entry in starts] == [2, 1, 2]
-    assert [row[0] for row in rows(elastic.folder)] == list(range(1, STEPS + 1))
-    states = [read_manifest(checkpoint(one.folder, STEPS)).train for one in (plain, elastic)]
-    batches = [state["resume"]["next_batch"] for state in states]
-    assert batches[0] == batches[1]
-    losses = [[row[1] for row in rows(one.folder)] for one in (plain, elastic)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import re
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from tests.metrics import terminal as pseudo
 from tests.support.processes import python
 from tests.support.whole_runs import make_trainer
-from titanlite.metrics.console import FIELD_COLORS, folded, setup_console
+from titanlite.metrics.console import FIELD_COLORS, console_handler, folded, setup_console
 from titanlite.metrics.live import _COLUMNS
 from titanlite.metrics.step_line import aws_fsdp_line, titan_line
 from titanlite.parallel.dist_env import DistEnv
@@ -48,18 +46,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def console() -> Iterator[logging.Logger]:
-    """The logger, put back afterwards."""
-    handlers = logger.handlers[:]
-    level = logger.level
-    propagate = logger.propagate
-    yield logger
-    logger.handlers[:] = handlers
-    logger.propagate = propagate
-    logger.setLevel(level)
-
-
 def test_step_lines_are_those_that_other_tools_read() -> None:
     known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
     assert (
@@ -89,13 +75,13 @@ def _said(world: DistEnv, folder: str, *flags: str) -> str:
     ("rank", "shown"), [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])]
 )
 def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(
-    console: logging.Logger, rank: int, shown: list[str]
+    rank: int, shown: list[str]
 ) -> None:
     out = io.StringIO()
     setup_console(rank, stream=out)
-    console.debug("quiet")
-    console.info("hello")
-    console.warning("disk full")
+    logger.debug("quiet")
+    logger.info("hello")
+    logger.warning("disk full")
     stamps, texts = zip(
         *((line[:19], line[20:]) for line in out.getvalue().splitlines()), strict=True
     )
@@ -120,7 +106,6 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
     ],
 )
 def test_colours_only_where_wanted(
-    console: logging.Logger,
     monkeypatch: pytest.MonkeyPatch,
     color: bool | None,
     terminal: bool,
@@ -132,12 +117,12 @@ def test_colours_only_where_wanted(
     stream = Terminal() if terminal else io.StringIO()
     setup_console(0, color, stream)
     line = titan_line(FIGURES)
-    console.info(line, extra={"figures": FIGURES})
+    logger.info(line, extra={"figures": FIGURES})
     painted = stream.getvalue()[20:-1]
     assert ("\033[32mloss:  3.4370\033[0m" in painted) is colored
     assert len(ANSI.findall(painted)) == (18 if colored else 0)  # nine fields, on and off
     assert ANSI.sub("", painted) == line
-    console.warning("careful")
+    logger.warning("careful")
     assert ("\033[33mWARNING: careful" in stream.getvalue()) is colored
     if "TERM" in variables:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -153,15 +138,13 @@ HARMLESS = "a\\x1b]0;owned\\x07b\\x1b[31mc\\x0dd\\x9b2Je\\x7f\tf\r\ng é"
 
 
 @pytest.mark.parametrize("color", [True, False])
-def test_the_log_holds_no_control_characters_but_our_colours(
-    console: logging.Logger, tmp_path: Path, color: bool
-) -> None:
+def test_the_log_holds_no_control_characters_but_our_colours(tmp_path: Path, color: bool) -> None:
     stream = io.StringIO()
     setup_console(0, color, stream)
     with rank_log(tmp_path, 0):
-        console.info(f"reading {HOSTILE}")
-        console.error(HOSTILE)
-        console.info(titan_line(FIGURES), extra={"figures": FIGURES})
+        logger.info(f"reading {HOSTILE}")
+        logger.error(HOSTILE)
+        logger.info(titan_line(FIGURES), extra={"figures": FIGURES})
     shown = stream.getvalue()
     painted = f"\033[31mERROR: {HARMLESS}\033[0m" if color else f"ERROR: {HARMLESS}"
     assert f"reading {HARMLESS}\n" in shown
@@ -223,7 +206,7 @@ def test_lines_fold_between_words_below_their_own_text() -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) -> None:
+def test_a_terminal_shows_no_cut_words(columns: int) -> None:
     text = (
         "devices          2 x CPU (AMD EPYC), 23.5 GiB of memory, shared; some more words that "
         "need a second line"
@@ -231,7 +214,7 @@ def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) ->
     terminal = pseudo.Terminal(columns, 20)
     try:
         setup_console(0, None, terminal.stream)
-        console.info(text)
+        logger.info(text)
         pseudo.log_step(7)
         while b"0:01:46" not in terminal.sent:  # the end of the step's line
             terminal.read()
@@ -242,6 +225,12 @@ def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) ->
     assert [word for word in text.split() if word not in words] == []
     assert rows[1].startswith(" " * (20 if columns == 60 else 37))
     assert "step:  7" in "".join(rows[2:]), "a step stays one line"
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_a_test_meets_no_console_of_an_earlier_one(time: str) -> None:
+    assert console_handler() is None
+    setup_console(0, stream=io.StringIO())
 
 
 def test_the_step_is_not_red() -> None:

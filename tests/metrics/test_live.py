@@ -31,23 +31,17 @@ LINES = 40
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """A terminal and its environment; logger, view and streams are put back afterwards."""
+    """A terminal and its environment; view and streams are put back afterwards."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setenv("LINES", str(LINES))
     for name in ("NO_COLOR", "FORCE_COLOR", "CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    handlers = logger.handlers[:]
-    level = logger.level
-    propagate = logger.propagate
     terminal = Terminal(COLUMNS, LINES)
     yield terminal
     if (handler := console_handler()) and handler.view:
         handler.view.close()
-    logger.handlers[:] = handlers
-    logger.propagate = propagate
-    logger.setLevel(level)
     terminal.close()
 
 

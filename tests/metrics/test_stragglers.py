@@ -40,6 +40,7 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow_rank", "where"), [(1, "compute"), pytest.param(1, "data", marks=pytest.mark.slow)]
 )

@@ -178,6 +178,7 @@ def _config() -> dict[str, Any]:
     return {"training": {"steps": 3, "names": ["a", "b"]}, "long": {"text": "x" * 10_000}}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_that_are_not_finite_long_texts_and_a_failure_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -455,6 +455,7 @@ def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
     return [" ".join(phases), *_reports_of(said, 3)]
 
 
+@pytest.mark.slow
 def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
     flags = [
         "--training.steps=4",

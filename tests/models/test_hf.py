@@ -83,6 +83,7 @@ def _compare(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
     pool: Pools, tmp_path: Path, family: str
@@ -115,6 +116,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact_and_one_rank_trains_as_two(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -164,6 +167,7 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_that_shard_resume_what_tensor_parallel_ranks_saved(
     pool: Pools, straight: Any, tmp_path: Path
 ) -> None:
@@ -302,14 +306,11 @@ def test_config_check_names_what_is_wrong(
     assert words in f"{problem.message}; {problem.hint}"
 
 
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
 def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:
-    bert = {
-        "model_type": "bert",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
+    bert = {"model_type": "bert", "vocab_size": 64, **WIDTHS}
     with pytest.raises(
         ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"
     ):
@@ -319,6 +320,25 @@ def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -
     changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 9], 1)
     assert model(tokens)[:, :-1].equal(model(changed)[:, :-1])
     args_from_hf({**bert, "model_type": "gpt_neox"})  # its config has is_decoder = false too
+
+
+@pytest.mark.parametrize(
+    ("content", "entry"),
+    [
+        ({"model_type": "opt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
+        ({"model_type": "biogpt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
+        (
+            {"model_type": "bart", "decoder_layerdrop": 0.1, "decoder_layers": 1, "d_model": 32},
+            "decoder_layerdrop",
+        ),
+    ],
+    ids=str,
+)
+def test_blocks_that_ranks_skip_at_random_are_refused(content: dict[str, Any], entry: str) -> None:
+    content = {**content, "vocab_size": 64}
+    with pytest.raises(ShapeError, match=f"set model.overrides.{entry} = 0.0"):
+        args_from_hf(content)
+    args_from_hf(content, {entry: 0.0})
 
 
 def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

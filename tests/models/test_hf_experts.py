@@ -90,6 +90,7 @@ def content(kind: str, **entries: Any) -> dict[str, Any]:
 # Gradients
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "ranks", "keys"),
     [
@@ -181,6 +182,7 @@ def _count(counted: Counter[str], operator: Any, args: Any, output: Any) -> None
     counted[str(operator)] += 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("keys", "forward"), [({}, 1), (FULL, 2), (BY_OP, 1)], ids=str)
 def test_a_layer_reads_counts_once_and_sends_rows_twice_each_way(
     pool: Pools, tmp_path: Path, keys: dict[str, Any], forward: int
@@ -330,6 +332,7 @@ def _rows(world: DistEnv, folder: Path, flags: list[str]) -> list[tuple[float, f
     return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
 def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
     pool: Pools, tmp_path: Path, kind: str

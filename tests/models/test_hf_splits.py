@@ -42,6 +42,7 @@ def check(pool: Pools, folder: Path, kind: str, ranks: int, **keys: Any) -> None
         assert worst[name] < WITHIN, (name, worst[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_chunks_and_document_masks_on_two_ranks_are_exact(
     pool: Pools, tmp_path: Path, kind: str
@@ -57,6 +58,7 @@ def test_chunks_alone_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
 TP = {"training__tensor_parallel_degree": 2}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_tensor_parallel_ranks_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
     check(pool, tmp_path, kind, 2, **TP)
@@ -144,6 +146,7 @@ BY_OP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
@@ -168,6 +171,7 @@ def test_compiled_blocks_are_exact(
     check(pool, tmp_path, kind, 2, **COMPILED, **keys)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [

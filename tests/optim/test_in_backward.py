@@ -62,6 +62,7 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -98,6 +99,7 @@ EARLY = [
 ]
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_path: Path) -> None:
     flags = [*EARLY, "--training.batch_size=4", "--training.steps=6", "--checkpoint.interval=2"]
     stopped = pool(2).run(run_poisoned, str(tmp_path / "stop"), {5: float("nan")}, *flags)[0]
@@ -110,6 +112,7 @@ def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_pat
     assert steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> None:
     """Three steps, and three after a resume, are six: the loaded optimizer has new groups, whose
     rates count.

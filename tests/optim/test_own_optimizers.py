@@ -234,6 +234,7 @@ def same_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.expand(60, -1, -1), labels.expand(60, -1, -1)
 
 
+@pytest.mark.slow
 def test_pure_bfloat16_stagnates_without_kahan_and_follows_float32_with_it(
     pool: Pools, same_batch: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
@@ -254,6 +255,7 @@ MESHES: list[dict[str, Any]] = [{"tensor": 2}, {"pipeline": 2}]
 MORE: list[dict[str, Any]] = [{}, {"replicas": 2}, {"tensor": 4}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [*MESHES, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE)], ids=str
 )
@@ -271,6 +273,7 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
         torch.testing.assert_close(weight, alone.weights[name], rtol=0, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -287,6 +290,7 @@ def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(
     }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("settings", "training"),
     [

@@ -29,6 +29,7 @@ from titanlite.start.fit import fitted
 from titanlite.start.model import _check_policy
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("settings", "ranks", "accumulation", "training"),
     [
@@ -213,6 +214,7 @@ def bytes_kept(settings: ActivationCheckpoint) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_each_mode_keeps_less_than_the_one_before() -> None:
     kept = {mode: bytes_kept(settings) for mode, settings in MODES.items()}
     trace = {mode: traced(settings).total_bytes for mode, settings in MODES.items()}

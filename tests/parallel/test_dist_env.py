@@ -241,6 +241,7 @@ def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
         assert kept < 300
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_left_open_ends_quietly() -> None:
     program = """
 from titanlite.parallel.dist_env import DistEnv

@@ -153,6 +153,7 @@ def alone(pool: Pools) -> Callable[[Run], Curve]:
     return curve
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
@@ -289,6 +290,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "others"),
     [

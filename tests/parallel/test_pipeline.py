@@ -128,6 +128,7 @@ def _train_without_views(world: DistEnv, run: Run) -> Curve:
         return train(world, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "points", "chunks"),
     [

@@ -82,6 +82,7 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("changes", "gathers", "reductions", "graphs"),
     [

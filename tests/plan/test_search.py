@@ -153,6 +153,7 @@ def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     assert loser.reason.endswith(f"need {loser.missing / GIB:.1f} GiB too much")
 
 
+@pytest.mark.slow
 def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
     argv = [f"--job.config_file={base}", "--training.loss_chunks=8"]
     leanest = needed_bytes(formula(check_config(argv, 4, training=False)[1]))
@@ -165,6 +166,7 @@ def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
     assert "nothing fits" in lines(nothing, Style(False))[1]
 
 
+@pytest.mark.slow
 def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(
     base: str, result: SearchResult
 ) -> None:

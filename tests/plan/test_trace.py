@@ -52,6 +52,7 @@ def config(ranks: int, name: str = "llama3_1_8b.toml", **flags: Any) -> RunConfi
     )[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -67,6 +68,7 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
         assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "ranks, name, flags",
     [
@@ -130,6 +132,7 @@ NARROW_EXPERTS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("experts_over", "tensor"), [(2, 1), (8, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
@@ -160,6 +163,7 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
     assert formula.phase == traced.phase
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("numerics", [MX, MX | {"float8.emulate": "true"}], ids=["", "emulated"])
 @pytest.mark.parametrize(
     "flags",
@@ -199,6 +203,7 @@ SLOW_LOSSES = [
 ]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -234,6 +239,7 @@ def test_one_rank_gathers_no_weights_that_need_no_cast() -> None:
 BELOW_OPERATORS = 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -253,6 +259,7 @@ def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
     assert traced.peak.total - before == pytest.approx(real, rel=BELOW_OPERATORS)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}]
 )
@@ -292,6 +299,7 @@ def test_what_is_offloaded_is_in_host_memory():
     )
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_take_no_longer():
     def seconds(ranks: int) -> float:
         started = time.process_time()

@@ -48,6 +48,7 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
         parts.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
@@ -75,6 +76,7 @@ def test_the_peak_is_that_of_the_real_run(
         assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_a_model_that_tensor_parallelism_cannot_divide_is_planned(
     tmp_path: Path, kind: str

@@ -49,6 +49,8 @@ from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error
         ([1], "0 5\n", None),
         ([-9], "0 5\n0 5\n", None),
         ([7], "0 7\n0 5\n", 7),
+        ([-9], "0 6\n", None),
+        ([7], "0 7\n0 6\n", 7),
         ([1], '0 1 "words"\n0 5\n', 1),
         ([5], "0 5\n0 7\n", 5),
         ([3], "0 3\n0 5\n", 3),
@@ -120,6 +122,7 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     assert "Signal 9 (SIGKILL)" in done.stderr
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2), (137, 2)])
 def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     tmp_path: Path, code: int, starts: int
@@ -128,6 +131,34 @@ def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     words = ["--nproc_per_node=1", "--max-restarts=1", "--standalone", "--no-python"]
     python("-m", "titanlite.torchrun", *words, "sh", "-c", script)
     assert (tmp_path / "starts").read_text().split() == ["start"] * starts
+
+
+@pytest.mark.parametrize(
+    ("first", "stopped", "starts", "end"),
+    [
+        ("kill -KILL $$", "exit 5", 2, 128 + 9),
+        ("kill -SEGV $$", "exit 6", 2, 128 + 11),
+        ("kill -KILL $$", "kill -KILL $$", 2, 128 + 9),
+        ("exit 1", "exit 5", 2, 1),
+        ("exit 7", "exit 2", 1, 1),
+        ("exit 5", "exit 7", 1, 1),
+    ],
+)
+def test_what_failed_before_torchrun_stopped_the_others_decides(
+    tmp_path: Path, first: str, stopped: str, starts: int, end: int
+) -> None:
+    """But an end that would come again counts whenever it comes."""
+    script = tmp_path / "rank.sh"
+    script.write_text(
+        f"cd {tmp_path}; echo start >> starts-$RANK\n"
+        f"if [ $RANK = 1 ]; then trap '{stopped}' TERM; touch ready; else\n"
+        f"until [ -e ready ]; do sleep 0.05; done; rm ready; {first}; fi\n"
+        "while :; do sleep 0.05; done\n"
+    )
+    words = ["--nproc_per_node=2", "--max-restarts=1", "--standalone", "--no-python"]
+    done = python("-m", "titanlite.torchrun", *words, "sh", script)
+    assert (tmp_path / "starts-0").read_text().split() == ["start"] * starts
+    assert done.returncode == end, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,6 +211,7 @@ def _two_machines(kind: str, port: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "program", "code"),
     [
@@ -276,6 +308,7 @@ def test_codes_of_a_round_count_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert worst_code((tmp_path / "codes").read_text()) == LOST_PEER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(
     is_full: bool,
@@ -380,6 +413,7 @@ with StopSignal() as stop:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool) -> None:
     """The terminal echoes ^C; no line of ours or of torchrun stands behind it."""
@@ -410,6 +444,7 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     ) in lines
 
 
+@pytest.mark.slow
 def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path: Path) -> None:
     """Where Python ends such a thread, torch aborts the process, with code 134."""
     script = tmp_path / "rank.py"

@@ -407,28 +407,16 @@ MORE |= {
 }
 #: Those of `./run_tests.sh`.
 QUICK_MORE = {
-    "dynamic, cp 2",
     "1 rank",
     "fsdp 2, units by size",
     "chunks, fsdp 2, freed, tied",
     "chunks, tp 2",
-    "chunks, cp 2",
-    "chunks, pp 2, zero bubble",
     "mistral, cp 2",
-    "qwen3, tp 2",
-    "gpt_oss, cp 2",
     "gpt_oss, ep 2",
-    "gpt_oss, tp 2",
     "llama4, cp 2",
-    "llama4, tp 2",
-    "olmo2, tp 2",
     "olmo3, cp 2",
     "deepseek_v3, 1 rank",
-    "deepseek_v3, tp 2",
-    "deepseek_v3, ep 2 over tp 2",
     "qwen3_moe, 1 rank",
-    "qwen3_moe, ep 2",
-    "tp 2, budget",
 }
 
 COLUMNS = {
@@ -453,7 +441,6 @@ QUICK = {
     ("ddp 2", "recomputed"),
     ("tp 2, fsdp 2", "by operation"),
     ("cp 2", "accumulated"),
-    ("cp 2, fsdp 2", "recomputed"),
     ("pp 2, 1F1B", "at once"),
     ("pp 2, ZBVZeroBubble", "accumulated"),
 }
@@ -554,7 +541,7 @@ MASKED = {
     "deepseek_v3, cp 2": "compiled",
     "pp 2, tp 2, cp 2": "at once",
 }
-QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}
+QUICK_MASKED = {"fsdp 2", "cp 2"}
 
 
 def grid_on(*ranks: int) -> tuple[Any, ...]:

@@ -44,6 +44,7 @@ def slopes(lines: list[Line], mup: bool) -> dict[str, float]:
     return {line.kind: line.slope for line in lines if line.mup == mup}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("family", "optimizer", "mup", "changes"),
     [
@@ -80,6 +81,7 @@ def test_families_with_norms_behind_attention_are_flat(family: str, grows: str) 
     assert slopes(lines, mup=False)[grows] > 0.3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("power", "sign"), [(-0.5, 1), (-1.5, -1)])
 def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch, power: float, sign: int) -> None:
     right = Rules.factors
@@ -132,6 +134,7 @@ def test_models_differ_in_width_alone() -> None:
 CHECK = ["mup", "check", "debug_model.toml", "--widths", "64,128", "--layers", "1"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_draws_and_ends_by_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

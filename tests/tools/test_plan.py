@@ -190,7 +190,9 @@ def test_memory_estimation_prints_the_plan_instead_of_a_run(
         "--job.config_file=debug_model.toml",
     ]
     assert main.run(flags) == exit_codes.DONE
-    assert capsys.readouterr().out.startswith("llama3 debugmodel on 1 x h100-80g fits, with 77")
+    assert capsys.readouterr().out.startswith(
+        "llama3 debugmodel with n_layers = 6 on 1 x h100-80g fits, with 77"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -26,6 +26,7 @@ from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
+from titanlite.data.token_paths import INDEX
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.runs.lock import RunLock
 
@@ -307,6 +308,22 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
     assert code == 2
     assert "/files/0.jsonl cannot be read" in printed
+
+
+def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out"
+    assert command("prepare", write_records(tmp_path / "text"), "--out", out)[0] == 0
+    index = json.loads((out / INDEX).read_text())
+    for name in ("eos_id", "max_id", "tokens", "documents", "text_bytes", "files", "options"):
+        changed = index[name] + 1 if isinstance(index[name], int) else []
+        (out / INDEX).write_text(json.dumps({**index, name: changed}))
+        code, printed = command("verify", out)
+        assert code == 2
+        assert "index.json is damaged (it does not fit its checksum)" in printed
+    # Folders of older versions have no checksum.
+    del index["checksum"]
+    (out / INDEX).write_text(json.dumps(index))
+    assert command("verify", out)[0] == 0
 
 
 def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:

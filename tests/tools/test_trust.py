@@ -595,7 +595,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         # The name is one of a fixed list.
         "models/families.py",
         "parallel/agents.py",
-        "parallel/spares.py",
         "tools/command_table.py",
         "tools/launch/launch.py",
         "tools/plan/plan.py",

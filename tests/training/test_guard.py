@@ -80,6 +80,7 @@ def _train(
     return {"states": states, "skipped": skipped, "error": told}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("implementation", "where", "value"),
     [("fused", "gradient", NAN), ("foreach", "loss", NAN), ("for-loop", "gradient", INF)],

@@ -230,6 +230,7 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
     assert "nothing to go back to" in found["error"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
     pool: Pools, tmp_path: Path
 ) -> None:

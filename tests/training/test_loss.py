@@ -216,6 +216,7 @@ RUN = Run(TOKENS, LABELS, WARM)
 FREED = full_precision(reshard_after_forward="always")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
@@ -291,6 +292,7 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
         )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -47,6 +47,7 @@ COMPILE = ["--training.compile", "--compile.backend=aot_eager"]
 STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -82,6 +83,7 @@ EP = "--parallelism.expert_parallel_degree="
 TP = "--training.tensor_parallel_degree=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -137,6 +139,7 @@ def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Pat
     assert even["loss"] < loose["loss"] + 0.05 < 7.0
 
 
+@pytest.mark.slow
 def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
     """Two ranks cannot share three experts as a whole, so each holds rows of all."""
     more = [

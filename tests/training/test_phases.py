@@ -158,6 +158,7 @@ def test_a_pipeline_follows_the_batch(tmp_path: Path) -> None:
         assert one[3:] == other[3:]
 
 
+@pytest.mark.slow
 def test_another_batch_for_steps_that_are_done_is_refused(tmp_path: Path) -> None:
     more = ["--training.steps=4", "--data.phase=[{step=3,global_batch_size=8}]"]
     assert train(flags(tmp_path / "run", *more), 1, tmp_path / "console")[0] == [0]

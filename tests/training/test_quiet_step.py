@@ -84,6 +84,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

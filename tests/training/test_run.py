@@ -73,6 +73,7 @@ def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(
     pool: Pools, tmp_path: Path
 ) -> None:

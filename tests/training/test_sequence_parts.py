@@ -69,6 +69,7 @@ def _by_hand(world: DistEnv, folder: str) -> list[tuple[float, int]]:
     return [(float(each[:, a:b].mean()), each[:, a:b].numel()) for a, b in spans]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

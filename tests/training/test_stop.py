@@ -123,6 +123,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     return losses
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("where", "step", "rank", "number", "last"),
     [

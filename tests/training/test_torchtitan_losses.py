@@ -38,6 +38,7 @@ def _largest_difference(name: str, ours: Rows, theirs: Rows) -> float:
     return max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float32_losses_are_torchtitans(pool: Pools, tmp_path: Path, ranks: int, sync: str) -> None:

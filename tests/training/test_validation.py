@@ -91,6 +91,7 @@ def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
     return held == {id(p) for p in parts.model.parameters()}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("reshard", ["default", "never", "2"])
 def test_the_models_parameters_are_those_of_the_optimizer(
     pool: Pools, tmp_path: Path, reshard: str
@@ -101,6 +102,7 @@ def test_the_models_parameters_are_those_of_the_optimizer(
     )
 
 
+@pytest.mark.slow
 def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
     pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def _interrupted(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         type(loader).__iter__ = read
 
 
+@pytest.mark.slow
 def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
     pool: Pools, files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -195,6 +198,7 @@ def _without_a_note(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         return train_run(world, folder, *flags)
 
 
+@pytest.mark.slow
 def test_a_validation_that_was_interrupted_at_the_end_is_done_by_one_start(
     pool: Pools, files: dict[str, Path], tmp_path: Path
 ) -> None:

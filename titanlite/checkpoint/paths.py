@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from titanlite import exit_codes
-from titanlite.config.urls import is_url, store_needs
+from titanlite.config.urls import STORES, is_url, store_needs
 from titanlite.utils import sync
 
 #: Bytes of one part of a large upload.
@@ -319,10 +319,11 @@ def _filesystem(protocol: str, process: int) -> Any:
     """
     import fsspec
 
+    # Others take arguments from a URL, as ftp:// its host.
+    if protocol not in (*STORES, "memory"):
+        raise StoreError(f"{protocol}:// is no kind of store that is known here")
     try:
         kind = fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        raise StoreError(f"{protocol}:// is no kind of store that fsspec knows") from None
     except ImportError as error:
         raise StoreError(store_needs(protocol, error)) from None
     return kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(protocol, {}))

@@ -9,6 +9,9 @@ from typing import Literal
 
 from titanlite import exit_codes
 
+#: Letters of a key that are printed, and compared with known ones (in a time by their square).
+_LONGEST = 100
+
 
 @dataclass(frozen=True)
 class Source:
@@ -61,7 +64,8 @@ class Problem:
     code: str = "does-not-fit"
 
     def __str__(self) -> str:
-        text = ": ".join(part for part in (self.where, self.key) if part)
+        key = self.key if len(self.key) <= _LONGEST else f"{self.key[:_LONGEST]}…"
+        text = ": ".join(part for part in (self.where, key) if part)
         if text:
             text += ": "
         text += self.message
@@ -130,7 +134,7 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     not count.
     """
     by_lower = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower()[:_LONGEST], list(by_lower), n=count, cutoff=0.6)
     return [by_lower[one] for one in close]
 
 
@@ -145,6 +149,7 @@ def nearest_key(name: str, known: Iterable[str]) -> str:
     "": none does.
     """
     section, _, last = name.lower().rpartition(".")
+    last = last[:_LONGEST]
     best = 0.0
     found = ""
     for key in sorted(known):

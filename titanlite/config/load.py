@@ -306,6 +306,7 @@ class Layers:
                 self.problems.append(_given_twice(key, before, value))
             layer[key] = value
         self._exclude(layer)
+        self._drop_overrides(layer)
         self.values.update(layer)
 
     def _note_version(self, entry: Entry) -> None:
@@ -396,6 +397,16 @@ class Layers:
             if gone is not None and gone.value is not None:
                 replaced = _assignment(other, gone)
                 self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
+
+    def _drop_overrides(self, layer: dict[str, _Value]) -> None:
+        """Drop the overrides of the layers below where this one chooses another model."""
+        models = ("model.name", "model.flavor")
+        others = [key for key in models if key in layer and layer[key].value != self.get(key)]
+        gone = [name for name in self.values if name.startswith("model.overrides.")]
+        if others and gone:
+            dropped = ", ".join(_assignment(name, self.values.pop(name)) for name in gone)
+            chosen = " and ".join(_assignment(key, layer[key]) for key in others)
+            self.notes.append(f"{chosen} drops the overrides of another model: {dropped}")
 
     def finish(self) -> LoadedConfig:
         """Return the config of all layers."""

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from titanlite.config.toml import quote, quote_key
 from titanlite.config.value_types import (
     Count,
     Dtype,
@@ -60,10 +61,15 @@ class Model(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """Name and flavor, for messages."""
-        if self.name == "hf" and self.hf_config:
-            return f"{self.name} {self.hf_config}"
-        return f"{self.name} {self.flavor}"
+        """Name, flavor and overrides, for messages."""
+        is_hf = self.name == "hf" and self.hf_config
+        title = f"{self.name} {self.hf_config if is_hf else self.flavor}"
+        if not self.overrides or self.flavor == "from_folder":
+            return title
+        entries = [f"{quote_key(key)} = {quote(value)}" for key, value in self.overrides.items()]
+        first = entries[:4]
+        rest = len(self.overrides) - len(first)
+        return f"{title} with {', '.join(first)}" + (f" and {rest} more" if rest else "")
 
 
 class OptimizerGroup(Section, frozen=True):

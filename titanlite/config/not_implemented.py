@@ -87,7 +87,7 @@ _FOR_SYSTEM = {
         "trainer_version",
         "token_secret",
     ),
-    "slurm": ("spare_nodes",),
+    "slurm": ("min_nodes", "spare_nodes"),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 _LOCAL = tuple(f"checkpoint.local_{name}" for name in ("interval", "keep_latest_k", "copies"))
@@ -164,7 +164,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
         for system, names in _FOR_SYSTEM.items()
         for n in names
     },
-    "launch.min_nodes": {"launch.system": ("slurm", "kubernetes", "")},
 }
 
 

@@ -228,8 +228,8 @@ class Launch(Section, frozen=True):
     nodes: Count = 1
     """Machines."""
     min_nodes: Count | None = None
-    """Slurm, and a PyTorchJob of Kubernetes: fewest machines with which the job may run, where the
-    degrees of parallelism fit on them; it takes what it gets, up to `nodes`. None: `nodes`.
+    """Slurm: fewest machines with which the job may run, where the degrees of parallelism fit on
+    them; it takes what it gets, up to `nodes`. None: `nodes`.
     """
     spare_nodes: Natural = 0
     """Slurm: machines beyond `nodes` that replace lost ones in the same job."""

@@ -12,8 +12,8 @@ from titanlite.utils import has_login, pip_install
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
-#: Package that fsspec needs for a store, where that is not fsspec itself.
-_PACKAGES = {
+#: Kind of store where checkpoints may lie -> the package that fsspec needs for it.
+STORES = {
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",
@@ -21,6 +21,8 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
     "az": "adlfs",
+    "oci": "ocifs",
+    "oss": "ossfs",
     "hf": "huggingface_hub",
     "http": "aiohttp",
     "https": "aiohttp",
@@ -61,7 +63,7 @@ def chain_problem(url: str) -> str:
 
 def store_needs(scheme: str, error: ImportError) -> str:
     """Return what to install for a store that fsspec cannot open. error: fsspec's own words."""
-    package = _PACKAGES.get(scheme)
+    package = STORES.get(scheme)
     if package is None:
         return f"{scheme}:// needs a package that is not installed: {error}"
     return f"{scheme}:// needs the package {package}: {pip_install(package)}"
@@ -95,16 +97,12 @@ def url_problem(url: str) -> tuple[str, str] | None:
             "is the memory of one process, which no other one sees",
             "name a folder or a store, such as s3://",
         )
-    package = _PACKAGES.get(scheme)
-    if package is not None:
-        if importlib.util.find_spec(package) is None:
-            return f"needs the package {package}, which is not installed", pip_install(package)
-        return None
-    from fsspec.registry import known_implementations  # torch brings it along
-
-    if scheme not in known_implementations:
+    package = STORES.get(scheme)
+    if package is None:
         return (
-            f"is of no kind that is known here: {scheme}",
+            f"is of no kind of store that is known here: {scheme}",
             "name a folder, or a URL such as s3://bucket/folder",
         )
+    if importlib.util.find_spec(package) is None:
+        return f"needs the package {package}, which is not installed", pip_install(package)
     return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.base import whole_characters
 from titanlite.utils import parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
@@ -223,65 +223,13 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
     Names of special tokens become their ids. A token that crosses the border of a turn is of the
     assistant.
     """
-    ids: list[int] = []
-    mask: list[bool] = []
-    inside = False
-    for part in _special(tokenizer).split(text):
-        special = tokenizer.special_tokens.get(part)
-        if special is not None:
-            ids.append(special)
-            mask.append(inside)
-            continue
-        found, of_part, inside = _encode_part(part, tokenizer, inside)
-        ids += found
-        mask += of_part
-    return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
-
-
-def _encode_part(
-    part: str, tokenizer: Tokenizer, inside: bool
-) -> tuple[list[int], list[bool], bool]:
-    """Return (ids, of the assistant, ends inside) of a text without special tokens.
-
-    The second tells of each id whether it is of the assistant. The third tells whether the part
-    ends in a turn of the assistant.
-
-    inside: whether it begins in one.
-    """
-    plain = part.translate(_UNMARKED)
-    ids = tokenizer.encode(plain) if plain else []
-    mask: list[bool] = []
-    characters = 0
-    for piece in re.split(f"([{BEGIN}{END}])", part):
-        if piece not in (BEGIN, END):
-            characters += len(piece)
-            continue
-        border = len(ids)
-        if characters < len(plain):
-            border = _tokens_before(plain[:characters], ids, tokenizer, inside)
-        # A token that crosses two borders at one place is counted once.
-        mask += [inside] * max(border - len(mask), 0)
-        inside = piece == BEGIN
-    mask += [inside] * (len(ids) - len(mask))
-    return ids, mask, inside
-
-
-def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bool) -> int:
-    """Return how many of `ids` are of `text`, with which their text begins.
-
-    crossing: count one that reaches over.
-    """
-    alone = tokenizer.encode(text) if text else []
-    same = 0
-    for one, other in zip(alone, ids, strict=False):
-        if one != other:
-            break
-        same += 1
-    return same + (crossing and same < len(alone))
-
-
-@lru_cache(maxsize=4)
-def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return the pattern of the special tokens' names, as a group."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, names)) + ")")
+    # Every second piece is a turn of the assistant.
+    pieces = re.split(f"[{BEGIN}{END}]", whole_characters(text))
+    ids, spans = tokenizer.encode_rendered("".join(pieces))
+    lengths = [0, *map(len, pieces)]
+    inside = np.repeat(np.arange(-1, len(pieces)) % 2 == 1, lengths)
+    before = np.concatenate([[0], np.cumsum(inside)])
+    begins, ends = spans[:, 0], spans[:, 1]
+    # A byte of a character may have no length of its own.
+    ends = np.maximum(ends, begins + 1).clip(max=len(inside))
+    return np.array(ids, dtype=np.int64), before[ends] > before[begins]

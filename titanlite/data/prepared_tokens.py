@@ -40,6 +40,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             )
         if index["fingerprint"] != fingerprint_of(index):
             raise ValueError("it does not fit its fingerprint")
+        if index.get("checksum", checksum_of(index)) != checksum_of(index):
+            raise ValueError("it does not fit its checksum")
     except FileNotFoundError:
         again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
@@ -60,6 +62,12 @@ def fingerprint_of(index: Mapping[str, Any]) -> str:
     parts = [[part[name] for name in names] for part in index["parts"]]
     decisive = [ORDER, index["dtype"], index["tokenizer"], parts]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def checksum_of(index: Mapping[str, Any]) -> str:
+    """Return the hex digest of all that an index says; folders of older versions have none."""
+    said = {name: value for name, value in index.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def parts_of(folder: Path, index: Mapping[str, Any]) -> list[Part]:

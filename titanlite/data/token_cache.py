@@ -123,6 +123,8 @@ class _Text:
         if (columns.wanted, self.kind) != (Columns().wanted, "auto"):
             decisive += [columns.wanted, self.kind]
         decisive += columns.decisive
+        if columns.chat:
+            decisive.append("ids of the whole text of a conversation")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 

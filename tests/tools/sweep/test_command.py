@@ -111,6 +111,7 @@ def test_a_damaged_record_of_the_best_run_costs_its_file_alone(
     assert not (own / "best.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_second_sweep_runs_only_new_points_and_names_the_old_ones(
     swept: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def has_rows(folder: Path, count: int) -> bool:
     return file.exists() and file.read_text().count('"grad_norm"') >= count
 
 
+@pytest.mark.slow
 def test_a_member_that_fails_or_diverges_does_not_end_the_others(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -129,6 +130,7 @@ def test_progress_has_a_line_for_each_run_and_the_last_lines_of_a_failed_one(
     assert " left" not in ends[3]
 
 
+@pytest.mark.slow
 def test_a_second_call_runs_only_what_failed(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -144,6 +146,7 @@ def test_a_second_call_runs_only_what_failed(
     assert results[1:] == first[1:]
 
 
+@pytest.mark.slow
 def test_two_at_a_time_learn_the_same_bit_for_bit(
     sweep: tuple[Path, list[MemberResult], list[str]], tmp_path: Path
 ) -> None:
@@ -154,6 +157,7 @@ def test_two_at_a_time_learn_the_same_bit_for_bit(
     assert rows(folder / "small") != rows(folder / "large")
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(
     sweep: tuple[Path, list[MemberResult], list[str]], tmp_path: Path
 ) -> None:

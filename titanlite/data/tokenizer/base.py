@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
@@ -35,7 +36,7 @@ class Tokenizer(ABC):
 
         Names of special tokens in it are plain text; lone surrogates become U+FFFD.
         """
-        ids = self._encode(text if text.isascii() else _whole_characters(text))
+        ids = self._encode(text if text.isascii() else whole_characters(text))
         if bos:
             ids.insert(0, self.bos_id)
         if eos:
@@ -47,8 +48,33 @@ class Tokenizer(ABC):
 
         Several threads may call it at once.
         """
-        ids = self._encode_array(text if text.isascii() else _whole_characters(text))
+        ids = self._encode_array(text if text.isascii() else whole_characters(text))
         return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
+
+    def encode_rendered(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
+        """Return the ids of a rendered conversation, and where the characters of each begin and
+        end: [tokens, 2].
+
+        Names of special tokens in it are these tokens, as in `apply_chat_template`.
+        """
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        ids: list[int] = []
+        spans = [np.zeros((0, 2), dtype=np.int64)]
+        done = 0
+        for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
+            size = len(part.encode())
+            if part in self.special_tokens:
+                found, places = [self.special_tokens[part]], [(0, size)]
+            else:
+                found, places = self._encode_spans(part)
+            ids += found
+            spans.append(done + np.array(places, dtype=np.int64).reshape(-1, 2))
+            done += size
+        starts = (np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0) != 0x80
+        # Of the first n bytes. A token that is a part of a character spans it.
+        characters = np.concatenate([[0], np.cumsum(starts), [len(text) + 1]])
+        begins, ends = np.concatenate(spans).T
+        return ids, np.stack([characters[begins + 1] - 1, characters[ends]], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
@@ -76,6 +102,13 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> list[int]:
         """Return a new list of the ids of valid Unicode, without BOS and EOS."""
 
+    def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids as `_encode`, and where the bytes of each begin and end.
+
+        Not of kinds with an `encode_rendered` of their own.
+        """
+        raise NotImplementedError
+
     def _encode_array(self, text: str) -> NDArray[np.integer]:
         """Return the ids as an array. Kinds that can do it without a list need a third of
         the time.
@@ -87,7 +120,8 @@ class Tokenizer(ABC):
         """Return the text of ids that are in the vocabulary and not special."""
 
 
-def _whole_characters(text: str) -> str:
+def whole_characters(text: str) -> str:
+    """Return the text with U+FFFD for each lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

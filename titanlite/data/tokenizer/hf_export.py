@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
+from titanlite.data.tokenizer.hf_json import JsonTokenizer
 from titanlite.data.tokenizer.local import Kind
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -196,7 +197,9 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
     elif kind == "tekken.json":
         parsed = _of_tekken(tokenizer)
     else:
+        assert isinstance(tokenizer, JsonTokenizer)
         parsed = json.loads(content)
+        parsed["added_tokens"] = [*parsed.get("added_tokens", []), *tokenizer.beyond_file]
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     bos = _begin_with(names[tokenizer.bos_id], tokenizer.bos_id)
     before = _processors(parsed.get("post_processor"))

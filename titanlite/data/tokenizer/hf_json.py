@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import parse_json, pip_install
 
-#: Files beside tokenizer.json that may name BOS and EOS; the first that does decides.
+#: Files beside tokenizer.json that name special tokens; the first that names one decides.
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 #: BOS and EOS if no file names them: the first pair that the vocabulary has.
@@ -26,6 +30,8 @@ WELL_KNOWN = (
 )
 
 _KEYS = ("bos_token", "eos_token")
+#: In the order in which transformers gives ids to those that tokenizer.json lacks.
+_SPECIAL_KEYS = (*_KEYS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Parts without effect on the ids.
 _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
@@ -34,10 +40,11 @@ _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
 class JsonTokenizer(Tokenizer):
     """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
-    So BOS is never added twice and no document is cut. Text never matches an added token that the
-    file marks as special. Added tokens that are not special are found in text, as in the library. A
-    model whose own vocabulary spells a special token (word lists, Unigram files) still gives its id
-    for such text, as in the library.
+    So BOS is never added twice and no document is cut. Tokens that a tokenizer_config.json adds
+    have the ids that transformers gives them. Text never matches an added token that is marked as
+    special. Added tokens that are not special are found in text, as in the library. A model whose
+    own vocabulary spells a special token (word lists, Unigram files) still gives its id for such
+    text, as in the library.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
@@ -66,26 +73,55 @@ class JsonTokenizer(Tokenizer):
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        names, self.named_by = _bos_and_eos(self._tokenizer, path)
+        beside = _naming_files(path.parent)
+        of_file = _added_tokens(self._tokenizer)
+        _add_tokens(self._tokenizer, beside, path)
+        added = _added_tokens(self._tokenizer)
+        names_of_file = {token["content"] for token in of_file}
+        #: Entries of `added_tokens` that the file lacks.
+        self.beyond_file = [token for token in added if token["content"] not in names_of_file]
+        deciding: list[Any] = [
+            {part: value for part, value in parsed.items() if part not in _NOT_IN_THE_IDS}
+        ]
+        if added != of_file:
+            deciding.append(added)
+        names, self.named_by = _bos_and_eos(self._tokenizer, beside, path)
         # They have ids already; this marks them as special if the file does not.
-        self._tokenizer.add_special_tokens(list(names))
+        known = self._tokenizer.get_added_tokens_decoder().values()
+        for name in names:
+            new = tokenizers.AddedToken(name, normalized=False)
+            token = next((token for token in known if token.content == name), new)
+            token.special = True
+            self._tokenizer.add_special_tokens([token])
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.bos_id, self.eos_id = (vocabulary[name] for name in names)
         self._tokenizer.encode_special_tokens = True
 
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special_tokens = {
-            token.content: i for i, token in sorted(added.items()) if token.special
-        }
+        added = _added_tokens(self._tokenizer)
+        self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
         self.special_tokens |= dict(zip(names, (self.bos_id, self.eos_id), strict=True))
         self.vocab_size = 1 + max(vocabulary.values())
-        deciding = {part: value for part, value in parsed.items() if part not in _NOT_IN_THE_IDS}
-        canonical = json.dumps([deciding, self.bos_id, self.eos_id], sort_keys=True)
+        canonical = json.dumps([*deciding, self.bos_id, self.eos_id], sort_keys=True)
         self.fingerprint = hashlib.sha256(b"tokenizer.json " + canonical.encode()).hexdigest()
 
     def _encode(self, text: str) -> list[int]:
         # Unlike `encode`, it releases Python's lock, and it skips offsets, which have no reader.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_rendered(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
+        found = self._with_names.encode(text, add_special_tokens=False)
+        return found.ids, np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _with_names(self) -> Any:
+        """The library's tokenizer that finds names of special tokens, and the spaces beside them
+        that some take. Its offsets are of whole tokens.
+        """
+        from tokenizers import Tokenizer, processors
+
+        made = Tokenizer.from_str(self._tokenizer.to_str())
+        made.post_processor = processors.Sequence([])
+        return made
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -106,20 +142,69 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
+def _naming_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return name → content of the files in a folder that name special tokens."""
+    found = {}
+    for file in (folder / name for name in NAMING_FILES):
+        try:
+            parsed = parse_json(file.read_bytes())
+            if not isinstance(parsed, dict):
+                raise ValueError("it holds no JSON object")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again"
+            ) from None
+        found[file.name] = parsed
+    return found
+
+
+def _add_tokens(tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path) -> None:
+    """Add the tokens that the files beside a tokenizer.json name, in the order of transformers."""
+    from tokenizers import AddedToken
+
+    entries: dict[str, Any] = {}
+    for content in beside.values():
+        entries = entries | content | entries
+    named = {key: entries.get(key) for key in _SPECIAL_KEYS}
+    # Such as "image_token". Switches have such names, too: "add_bos_token".
+    named |= {key: e for key, e in entries.items() if key.endswith("_token") and type(e) is str}
+    extra = entries.get("extra_special_tokens") or entries.get("additional_special_tokens") or []
+    special = [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
+    try:
+        by_id = entries.get("added_tokens_decoder", {}).items()
+        tokens = [AddedToken(**token) for _, token in sorted(by_id, key=lambda item: int(item[0]))]
+        for token in special:
+            if token is not None:
+                flags = dict(token) if isinstance(token, dict) else {"content": token}
+                flags.pop("__type", None)
+                tokens.append(AddedToken(**flags | {"special": True}))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"model.tokenizer_path: special tokens of {' and '.join(beside)} beside {path} cannot "
+            f"be read ({error}); copy the files again"
+        ) from None
+    tokenizer.add_tokens(tokens)
+
+
+def _added_tokens(tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the entries `added_tokens` of a tokenizer.json."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [{"id": number, **token.__getstate__()} for number, token in added]
+
+
+def _bos_and_eos(
+    tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path
+) -> tuple[tuple[str, str], str]:
     """Return the names of BOS and EOS, and the file that names them."""
     named: dict[str, tuple[str, str]] = {}
-    for file in (path.parent / name for name in NAMING_FILES):
-        for key, token in _named_in(file).items():
-            if key in named or token is None:  # Qwen's files have no BOS
-                continue
-            if tokenizer.token_to_id(token) is None:
-                raise DataError(
-                    f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does "
-                    "not have. Each document begins with BOS and ends with EOS: take both files "
-                    "from the same place, or name a token it has"
-                )
-            named[key] = token, file.name
+    for file, content in beside.items():
+        for key in _KEYS:
+            token = content.get(key)
+            name = token["content"] if isinstance(token, dict) else token
+            if key not in named and name:  # Qwen's files have no BOS
+                named[key] = name, file
     if len(named) == len(_KEYS):
         (bos, first), (eos, second) = (named[key] for key in _KEYS)
         return (bos, eos), " and ".join(dict.fromkeys([first, second]))
@@ -136,27 +221,3 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
         f"ones ({usual}). "
         f'Put a {NAMING_FILES[0]} beside it, such as {{"bos_token": "<s>", "eos_token": "</s>"}}'
     )
-
-
-def _named_in(file: Path) -> dict[str, str | None]:
-    """Return bos_token and eos_token if `file` has them: a string, an object with its `content`, or
-    null.
-    """
-    try:
-        parsed = parse_json(file.read_bytes())
-        if not isinstance(parsed, dict):
-            raise ValueError("it holds no JSON object")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again"
-        ) from None
-    found = {}
-    for key in _KEYS:
-        if key in parsed:
-            token = parsed[key]
-            if isinstance(token, dict):
-                token = token["content"]
-            found[key] = token
-    return found

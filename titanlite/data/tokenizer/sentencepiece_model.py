@@ -8,6 +8,7 @@ from pathlib import Path
 import sentencepiece
 from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
@@ -59,6 +60,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
+
+    def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        content = self._processor.encode(text, out_type="serialized_proto")
+        pieces = SentencePieceText.FromString(content).pieces
+        return [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)

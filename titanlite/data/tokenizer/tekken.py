@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
-from titanlite.data.tokenizer.tiktoken_ranks import safe_segments
+from titanlite.data.tokenizer.tiktoken_ranks import safe_segments, spans_of
 from titanlite.utils import parse_json
 
 BOS = "<s>"
@@ -91,6 +91,10 @@ class TekkenTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encode_array(text).tolist()
         return ids
+
+    def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self._encode(text)
+        return ids, spans_of(self._encoding, [token_id - self.first_id for token_id in ids])
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:
         # No other cuts than those of endless runs: `mistral-common` makes none.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,10 @@ class TiktokenTokenizer(Tokenizer):
             ids += self._encoding.encode_ordinary(segment)
         return ids
 
+    def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self._encode(text)
+        return ids, spans_of(self._encoding, ids)
+
     def _encode_array(self, text: str) -> NDArray[np.integer]:
         segments = safe_segments(text)
         return np.concatenate(
@@ -87,6 +92,12 @@ class TiktokenTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
+
+
+def spans_of(encoding: tiktoken.Encoding, ids: list[int]) -> list[tuple[int, int]]:
+    """Return where the bytes of each token begin and end in their text."""
+    ends = list(accumulate(map(len, encoding.decode_tokens_bytes(ids))))
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def safe_segments(text: str, most: int = _MAX_ENCODE_CHARS) -> list[str]:

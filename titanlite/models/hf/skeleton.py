@@ -61,6 +61,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
         ) from error
     _check_buffers(model, operations)
     _check_causal(model, config)
+    _check_layerdrop(model, config)
     names: dict[Tensor, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,6 +107,16 @@ def _check_causal(model: Any, config: Any) -> None:
     )
     has_switch = hasattr(config, "is_decoder")
     raise refused(message, "set model.overrides.is_decoder = true" if has_switch else "")
+
+
+def _check_layerdrop(model: Any, config: Any) -> None:
+    """Raise ShapeError if steps skip blocks at random: ranks would gather different ones."""
+    if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        return
+    entry = "decoder_layerdrop" if hasattr(config, "decoder_layerdrop") else "layerdrop"
+    raise refused(
+        f"{entry} skips blocks at random, others on each rank", f"set model.overrides.{entry} = 0.0"
+    )
 
 
 @contextlib.contextmanager

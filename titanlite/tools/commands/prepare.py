@@ -33,7 +33,7 @@ from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.contact import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
-from titanlite.data.prepared_tokens import VERSION, fingerprint_of, read_index
+from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
@@ -285,6 +285,7 @@ def _publish(
         "parts": parts,
     }
     index["fingerprint"] = fingerprint_of(index)
+    index["checksum"] = checksum_of(index)
     ours = {f"{part['name']}.{suffix}" for part in parts for suffix in part["bytes"]}
     for path in folder.glob("part-*"):
         # Other parts are of a text that has become shorter since.

@@ -38,8 +38,6 @@ _CONFIG_FOLDER = "/etc/titanlite"
 _RESTART_CODE = 138
 #: From the end of the ranks to that of the container.
 _SPARE_SECONDS = 30
-#: torchrun tells a pod that comes later no address of the store that the others share (torch 2.13).
-_NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 #: Variables that the pods have by themselves.
 _SET = r"(PET|KUBERNETES)_\w+"
 #: Pods of a job, by the label of its kind.
@@ -68,7 +66,6 @@ def files(job: Job) -> dict[str, str]:
     gpus = not launch.cpu
     resources = pod_resources(job)
     fabric = job.instance if launch.nodes > 1 and gpus else None
-    fewest = min(job.sizes, default=launch.nodes)
     values = {
         "name": name,
         "folder": _folder(job),
@@ -89,7 +86,6 @@ def files(job: Job) -> dict[str, str]:
                 if kind != "HyperPodPyTorchJob"
                 else {}
             ),
-            **(_NEW_STORES if fewest < launch.nodes else {}),
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
@@ -107,7 +103,6 @@ def files(job: Job) -> dict[str, str]:
         "config_file": CONFIG,
         "config": job.config,
         "kind": kind,
-        "fewest": fewest,
         "runs": len(job.array.names) if job.array else 0,
         "at_once": job.array.at_once if job.array else 1,
     }
@@ -210,16 +205,6 @@ def _array_problems(job: Job) -> list[Problem]:
     return [Problem("", "launch.nodes", message, hint)]
 
 
-def _size_problems(job: Job) -> Iterator[Problem]:
-    """Yield numbers of pods that torchrun may begin with, though the run does not fit on them."""
-    fewest = min(job.sizes, default=job.launch.nodes)
-    bad = [number for number in range(fewest, job.launch.nodes) if number not in job.sizes]
-    if bad:
-        message = f"the run does not fit on {', '.join(map(str, bad))} pods, and may get so many"
-        hint = f"raise it to {bad[-1] + 1}; Slurm takes a smaller number that fits"
-        yield Problem("", "launch.min_nodes", message, hint)
-
-
 def _check(job: Job) -> None:
     launch = job.launch
     checkpoint = job.run.checkpoint
@@ -243,7 +228,6 @@ def _check(job: Job) -> None:
             )
         )
     problems += _array_problems(job)
-    problems += _size_problems(job)
     problems += _metadata_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"

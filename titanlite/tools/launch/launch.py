@@ -182,14 +182,6 @@ def _refuse_flexible(name: str, job: Job) -> None:
     hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
     if name == "slurm":
         return
-    if name == "kubernetes" and job.array is None:
-        if launch.kind == "PyTorchJob":
-            del given["min_nodes"]
-        elif launch.min_nodes:
-            message = (
-                f"a {launch.kind} keeps its number of pods, and starts again when all are back"
-            )
-            hint = 'with launch.kind = "PyTorchJob" it may go on with fewer'
     problems = [Problem("", f"launch.{key}", message, hint) for key in given if given[key]]
     if problems:
         raise ConfigError(problems)

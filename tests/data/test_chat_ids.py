@@ -1,0 +1,253 @@
+"""Ids and masks of conversations by kinds of tokenizers as they are published, beside those of
+`apply_chat_template`.
+
+The vocabularies are small; added tokens, normalizers and pre-tokenizers are those of the models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support import tekken
+from tests.support.hf import bundled_as_json
+from titanlite.data.chat import encode_chat, load_template
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.data.tokenizer.hf_export import as_tokenizer_json
+
+CHATS = [
+    [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}],
+    [
+        {"role": "system", "content": "  Be brief — cafe\u0301, 日本語.\n"},
+        {"role": "user", "content": " 1 + 1?   "},
+        {"role": "assistant", "content": "\n  2 🙂\n"},
+        {"role": "user", "content": "<tool_call> a<mask> </s> b<mask>c"},
+        {"role": "assistant", "content": " the  user"},
+    ],
+]
+#: The turns of most families: a head, the content, an end.
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}HEAD{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}END{% endgeneration %}{% else %}{{ m.content }}END{% endif %}{% endfor %}"
+)
+CHATML = ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
+PHI = ("<|{{ m.role }}|>\n", "<|end|>\n")
+GEMMA = ("<start_of_turn>{{ m.role }}\n", "<end_of_turn>\n")
+LLAMA3 = ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>")
+MISTRAL = ("{{ '' if m.role == 'assistant' else '[INST]' }}", "</s>")
+ROLES = ["system", "user", "assistant"]
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> dict[str, Any]:
+    found = {"type": "Split", "pattern": {"Regex": pattern}}
+    return {**found, "behavior": "Isolated", "invert": False}
+
+
+def byte_level(prefix: bool = False, regex: bool = False) -> dict[str, Any]:
+    found = {"type": "ByteLevel", "add_prefix_space": prefix}
+    return {**found, "trim_offsets": False, "use_regex": regex}
+
+
+def of_bytes(**changed: Any) -> dict[str, Any]:
+    return {**json.loads(bundled_as_json().to_str()), "added_tokens": [], **changed}
+
+
+def of_pieces(**changed: Any) -> dict[str, Any]:
+    tokenizer = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
+    content = as_tokenizer_json(BUNDLED_SENTENCEPIECE.read_bytes(), "sentencepiece", tokenizer)
+    # </s> in a user's text is the token, and those of Phi-3 take the spaces behind it.
+    return {**json.loads(content), "added_tokens": [], "post_processor": None, **changed}
+
+
+def with_tokens(parsed: dict[str, Any], *names: str, **flags: Any) -> dict[str, Any]:
+    """Add tokens, which strip spaces or not."""
+    fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    vocabulary = parsed["model"]["vocab"]
+    for name in names:
+        number = vocabulary.get(name, len(vocabulary) + len(parsed["added_tokens"]))
+        entry = {"id": number, "content": name, **fixed, "special": True, **flags}
+        parsed["added_tokens"].append(entry)
+    return parsed
+
+
+def phi3() -> dict[str, Any]:
+    parsed = of_pieces(normalizer={"type": "Sequence", "normalizers": [PREPEND, REPLACE]})
+    with_tokens(parsed, "<unk>", "<s>", "<|end|>")
+    with_tokens(parsed, "</s>", rstrip=True, special=False)
+    return with_tokens(parsed, *(f"<|{role}|>" for role in ROLES), rstrip=True)
+
+
+def phi4_mini() -> dict[str, Any]:
+    parsed = with_tokens(of_bytes(), "<s>", "</s>")
+    return with_tokens(parsed, *(f"<|{role}|>" for role in ROLES), "<|end|>", rstrip=True)
+
+
+def mistral_v3() -> dict[str, Any]:
+    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    parsed = of_pieces(normalizer=None, pre_tokenizer=first)
+    return with_tokens(parsed, "<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+
+
+def llama2() -> dict[str, Any]:
+    return with_tokens(of_pieces(), "<unk>", "<s>", "</s>", "[INST]")
+
+
+def llama3() -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(bundled_as_json().to_str())
+    return parsed
+
+
+def qwen() -> dict[str, Any]:
+    steps = [split(QWEN), byte_level()]
+    parsed = of_bytes(
+        normalizer={"type": "NFC"},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+    )
+    with_tokens(parsed, "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    return with_tokens(parsed, "<tool_call>", special=False)
+
+
+def gemma() -> dict[str, Any]:
+    spaces = {"type": "Split", "pattern": {"String": " "}, "invert": False}
+    parsed = of_pieces(
+        normalizer=REPLACE, pre_tokenizer={**spaces, "behavior": "MergedWithPrevious"}
+    )
+    return with_tokens(parsed, "<unk>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>")
+
+
+def deepseek() -> dict[str, Any]:
+    steps = [split("[\r\n]"), split(r"\s?\p{L}+"), {"type": "Digits", "individual_digits": True}]
+    parsed = of_bytes(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, byte_level()]})
+    with_tokens(parsed, "<s>", "</s>")
+    return with_tokens(parsed, *(f"<｜{role}｜>" for role in ROLES), special=False, normalized=True)
+
+
+def roberta() -> dict[str, Any]:
+    parsed = of_bytes(pre_tokenizer=byte_level(prefix=True, regex=True))
+    with_tokens(parsed, "<s>", "</s>")
+    with_tokens(parsed, "<mask>", lstrip=True)
+    return with_tokens(parsed, "user", single_word=True)
+
+
+def t5() -> dict[str, Any]:
+    always = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
+    double = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    parsed = of_pieces(
+        normalizer={"type": "Sequence", "normalizers": [strip, double]}, pre_tokenizer=always
+    )
+    return with_tokens(parsed, "<unk>", "<s>", "</s>")
+
+
+def bert() -> dict[str, Any]:
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789?.,+-", "user", "day", "good"]
+    names = ["[UNK]", "<s>", "</s>", *letters, *(f"##{one}" for one in letters)]
+    return with_tokens(
+        {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": {
+                "type": "BertNormalizer",
+                "clean_text": True,
+                "handle_chinese_chars": True,
+                "strip_accents": None,
+                "lowercase": True,
+            },
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {
+                "type": "WordPiece",
+                "unk_token": "[UNK]",
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100,
+                "vocab": {name: number for number, name in enumerate(names)},
+            },
+        },
+        "[UNK]",
+        "<s>",
+        "</s>",
+    )
+
+
+KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
+    "phi3": (phi3, PHI),
+    "phi4-mini": (phi4_mini, PHI),
+    "mistral-v3": (mistral_v3, MISTRAL),
+    "llama2": (llama2, ("{{ '' if m.role == 'assistant' else '[INST] ' }}", " </s>")),
+    "llama3": (llama3, LLAMA3),
+    "qwen": (qwen, CHATML),
+    "gemma": (gemma, GEMMA),
+    "deepseek": (deepseek, ("<｜{{ m.role }}｜>", "</s>")),
+    "roberta": (roberta, ("{{ m.role }}: ", "\n")),
+    "t5": (t5, ("{{ m.role }}: ", " </s>")),
+    "bert": (bert, ("{{ m.role }}: ", "\n")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind: str, tmp_path: Path) -> None:
+    make, (head, end) = KINDS[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(make()))
+    compare(tmp_path, tmp_path / "tokenizer.json", TURNS.replace("HEAD", head).replace("END", end))
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "tekken.json"])
+def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind: str, tmp_path: Path) -> None:
+    file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}.get(kind)
+    file = file or tekken.write(tmp_path / "tekken.json")
+    ours = load_tokenizer(str(file))
+    made = as_tokenizer_json(file.read_bytes(), kind, ours)
+    (tmp_path / "tokenizer.json").write_bytes(made)
+    head, end = LLAMA3 if kind == "tiktoken" else MISTRAL
+    compare(tmp_path, file, TURNS.replace("HEAD", head).replace("END", end))
+
+
+def compare(folder: Path, file: Path, source: str) -> None:
+    """Compare conversations by the tokenizer of a file, and by transformers from a folder."""
+    template = folder / "own.jinja"
+    template.write_text(source)
+    ours = load_tokenizer(str(file))
+    names = {number: name for name, number in ours.special_tokens.items()}
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=names[ours.bos_id],
+        eos_token=names[ours.eos_id],
+        chat_template=source,
+    )
+    for chat in CHATS:
+        text = load_template(str(template), ours).render(chat, "here")
+        ids, mask = encode_chat(text, ours)
+        assert ids.tolist() == theirs.apply_chat_template(chat)["input_ids"]
+        assert mask.tolist() == tokens_within(text, theirs)
+        assert 0 < mask.sum() < len(mask)
+
+
+def tokens_within(text: str, theirs: PreTrainedTokenizerFast) -> list[bool]:
+    """Tell of each token whether a character of it is between marks.
+
+    `return_assistant_tokens_mask` is the same but for a space that no token has, and for the last
+    character of a turn where that is several tokens.
+    """
+    inside: list[bool] = []
+    plain = ""
+    is_inside = False
+    for character in text:
+        if character in "\ufdd0\ufdd1":
+            is_inside = character == "\ufdd0"
+        else:
+            plain += character
+            inside.append(is_inside)
+    found = theirs(plain, add_special_tokens=False, return_offsets_mapping=True)
+    return [any(inside[begin:end]) for begin, end in found["offset_mapping"]]
