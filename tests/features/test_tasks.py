@@ -32,8 +32,8 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalars, train_run
 from titanlite import exit_codes
 from titanlite.config.claims import config_claims
+from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
-from titanlite.config.not_implemented import idle_keys
 from titanlite.data import DataError
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.tasks.own_files import ChoiceTask, read_own

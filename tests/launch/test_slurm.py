@@ -457,7 +457,7 @@ _CONTAINER = (
         (
             ["--experimental.enable_compiled_autograd"],
             "experimental.enable_compiled_autograd",
-            "not built yet",
+            "compiled autograd",
         ),
         (
             ["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"],

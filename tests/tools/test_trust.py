@@ -307,14 +307,14 @@ def test_claims_are_of_the_values_in_effect_alone() -> None:
     from titanlite.config.load import read_text
 
     mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
-    text = f'{mixture}[experimental]\ncustom_import = "evil"\n[optimizer]\nname = "AdamW"\n'
+    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
     file = Path("run/config.toml")
     config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
     assert not problems
     found = {claim.key: claim.value for claim in config.claims}
-    assert found == {"data.source": "evil:texts", "experimental.custom_import": "evil"}
+    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
     assert not config.changed(dict.fromkeys(found, [])).claims
-    flags = ["--data.source=[]", "--experimental.custom_import="]
+    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
     assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
     assert not read_text(text, file)[0].claims
 
