@@ -68,6 +68,7 @@ def _size(folder: AnyPath) -> int:
     return sum(len((folder / name).read_bytes()) for name in names(folder))
 
 
+@pytest.mark.slow_after(1)
 def test_ls_shows_every_state(
     run: AnyPath, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,6 +212,7 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     assert "bit for bit" in _line(again)
 
 
+@pytest.mark.slow
 def test_other_shares_of_a_mixture_are_allowed_and_named(pool: Pools, tmp_path: Path) -> None:
     def source(weight: int) -> str:
         return (

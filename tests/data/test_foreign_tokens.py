@@ -90,6 +90,7 @@ def test_batches_are_those_of_the_ids_in_their_order(tmp_path: Path) -> None:
             assert row.labels.tolist() == ids[at + 1 : at + 33], name
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("form", list(FORMS))
 def test_any_number_of_ranks_and_a_resume_serve_the_same_batches(tmp_path: Path, form: str) -> None:
     path = FORMS[form](tmp_path, make_documents())

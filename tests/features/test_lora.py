@@ -157,6 +157,7 @@ def test_ranks_of_tensor_parallelism_drop_what_one_rank_drops(
         assert relative(plain["gradients"][name], gradient) > 0.05, name
 
 
+@pytest.mark.slow
 def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(base, "--training.steps=4")
     found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]

@@ -359,6 +359,7 @@ def _last_row(world: DistEnv, folder: Path, flags: list[str]) -> dict[str, Any]:
     return train_rows(world, str(folder / "run"), *flags, config=TOML)[-1]
 
 
+@pytest.mark.slow
 def test_logs_have_the_load_of_experts_and_no_losses_of_routers(
     pool: Pools, tmp_path: Path
 ) -> None:

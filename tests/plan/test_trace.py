@@ -269,6 +269,7 @@ def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags)
     assert trace(config(8, **flags)) == short
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_the_fused_optimizer():
     fused, looped = (
         trace(config(8), device=device).moments[-1].parts["working memory"]
@@ -277,6 +278,7 @@ def test_a_gpu_takes_the_fused_optimizer():
     assert fused < 1 << 20 < 100 << 20 < looped
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_in_host_memory():
     flags = {"model.overrides.n_layers": 4, "activation_checkpoint.mode": "full"}
     own = trace(config(8, **flags))

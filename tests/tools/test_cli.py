@@ -174,6 +174,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_words(tmp_path: Path) -> None:
     (tmp_path / "mark").mkdir()
     found = subprocess.run(
@@ -261,6 +262,7 @@ WITHOUT_TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
     done = subprocess.run(

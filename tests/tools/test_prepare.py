@@ -64,6 +64,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str
@@ -191,6 +192,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     tmp_path: Path, command: Command
 ) -> None:
@@ -235,6 +237,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     assert os.stat(kept).st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
@@ -259,6 +262,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(
     tmp_path: Path,
 ) -> None:
@@ -295,6 +299,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
+@pytest.mark.slow
 def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("aiohttp")
     text = write_records(tmp_path / "files")
@@ -326,6 +331,7 @@ def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
     assert command("verify", out)[0] == 0
 
 
+@pytest.mark.slow
 def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"

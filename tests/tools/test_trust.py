@@ -220,6 +220,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
     _is_announced(said, poisoned.evil, path)
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 @pytest.mark.parametrize("command", sorted(CONFIG))
 def test_code_that_a_kept_config_names_is_not_imported(

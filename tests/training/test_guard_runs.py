@@ -188,6 +188,7 @@ def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> di
     return {**outcome_of(trainer, folder), "last": last}
 
 
+@pytest.mark.slow
 def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
     pool: Pools, tmp_path: Path
 ) -> None:

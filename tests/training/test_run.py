@@ -115,6 +115,7 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("steps", [24, 20])
 def test_finished_run_says_how_to_go_on(
     pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int
@@ -177,6 +178,7 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_other_text_tokenizer_order_or_model_is_refused(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:

@@ -102,8 +102,8 @@ class Training(Section, frozen=True):
     """torch.compile, per block, and the loss."""
     gc_freq: Count = 50
     """Collect garbage on all ranks together every gc_freq steps."""
-    seed: Seed | None = None
-    """Seed of the initial weights and of torch's generators. None: 0 for the weights."""
+    seed: Seed = 0
+    """Seed of the initial weights and of torch's generators (dropout)."""
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Meta(ge=2)] = (
         "default"
     )

@@ -71,7 +71,7 @@ class ChatTemplate(NamedTuple):
                 f"{where}: the loss counts each turn of the assistant, and a message has another "
                 f"weight than 1: {cut(unweighted[0])}; leave it out"
             )
-        return self._ask("render", messages, where)
+        return self._ask("render", _without_nulls(messages), where)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to the assistant's next turn.
@@ -97,6 +97,13 @@ class ChatTemplate(NamedTuple):
         if kind != TEXT:
             raise DataError(f"{where}: the chat template refuses it: {text}")
         return text
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return messages without the keys whose value is null: a table has them for all messages."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _check(source: str, place: str) -> None:

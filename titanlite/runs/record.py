@@ -10,8 +10,8 @@
      "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
-A killed attempt has no end. The next start records its loss, and the time of its last row, under
-`lost`, as far as metrics.jsonl tells. Beside it lie
+A killed attempt has no end, or one without state and step, by the launcher. The next start records
+its loss, and the time of its last row, under `lost`, as far as metrics.jsonl tells. Beside it lie
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml
     git.diff      changes to the checkout that titanlite was run from; earlier ones as git-N.diff
@@ -169,6 +169,14 @@ def begin(folder: Path, start: Start) -> Begun:
     record = AttemptRecord(folder, number, start.step, start.tokens, start.resumed)
     record.write(entry)
     return Begun(record, lines)
+
+
+def end_silent(folder: Path, exit_code: int, reason: str) -> None:
+    """Record the end of an attempt whose process has ended without a word. Raises OSError."""
+    attempt = _attempts_before(folder)[-1]
+    if "ended" not in attempt:
+        entry = {"event": "end", "attempt": attempt["attempt"], "time": timestamp()}
+        append_line(folder / ATTEMPTS, {**entry, "exit_code": exit_code, "reason": reason})
 
 
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:

@@ -184,7 +184,8 @@ def attempts_text(folder: Path) -> str:
             number(figure, ",")
             for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens)
         )
-        rows.append([*map(str, texts), one.get("state", "no end"), *figures])
+        unknown = "died" if one.get("ended") else "no end"
+        rows.append([*map(str, texts), one.get("state", unknown), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]
