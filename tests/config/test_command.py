@@ -246,6 +246,7 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "words",
     [

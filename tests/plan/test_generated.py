@@ -80,6 +80,7 @@ def stated(text: str) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.slow_after(15)
 @pytest.mark.parametrize("name", HARDWARE)
 def test_a_file_says_how_much_of_its_gpus_it_takes(name: str) -> None:
     assert stated((FOLDER / f"{name}.toml").read_text()) == comment(name), __doc__

@@ -315,6 +315,38 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     assert "/files/0.jsonl cannot be read" in printed
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "right"),
+    [
+        ("a.csv", "title,body\na,hello\n", ["--text-key", "body"]),
+        ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
+        (
+            "a.jsonl",
+            '{"talk": [{"role": "assistant", "content": "a"}]}\n',
+            ["--messages-key", "talk"],
+        ),
+        (
+            "a.jsonl",
+            '{"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}\n',
+            ["--record", "completion"],
+        ),
+    ],
+)
+def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
+    tmp_path: Path, command: Command, name: str, content: str, right: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    words = ["prepare", tmp_path / name, "--out", tmp_path / "out", "--chat-template", "plain"]
+    wrong = ["--messages-key", "other"] if "--messages-key" in right else []
+    code, printed = command(*words, *wrong)
+    assert code == 2
+    assert right[0] in printed
+    assert "data." not in printed
+    code, printed = command(*words, *right)
+    assert code == 0, printed
+    assert files_of(tmp_path / "out").documents == 1
+
+
 def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     assert command("prepare", write_records(tmp_path / "text"), "--out", out)[0] == 0

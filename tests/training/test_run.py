@@ -115,7 +115,7 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [24, 20])
 def test_finished_run_says_how_to_go_on(
     pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int
@@ -151,6 +151,7 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
     assert losses_of(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:

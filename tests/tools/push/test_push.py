@@ -283,6 +283,7 @@ def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(
     assert "has no step-20 (steps there: 10, 24)" in said
 
 
+@pytest.mark.slow
 def test_faults_of_the_network_are_tried_again_and_refusals_are_told(
     hub: HubServer, home: Path, tmp_path: Path
 ) -> None:

@@ -179,9 +179,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
     """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
-    from titanlite.training.generate import stop_ids
-
-    found = stop_ids(tokenizer)
+    found = set(tokenizer.stop_ids)
     if folder is not None and (file := folder / "generation_config.json").is_file():
         try:
             more = parse_json(file.read_bytes()).get("eos_token_id")
