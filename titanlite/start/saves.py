@@ -53,7 +53,7 @@ def build_saves(
     about: dict[str, Any] = {
         "toml": public_config(run.toml),
         "model": as_record(run.model.name, args),
-        "tokenizer": {"path": tokenizer and public(tokenizer)},
+        "tokenizer": {"path": public(tokenizer), "ids": datasets.tokenizer.vocab_size},
     }
     files = functools.partial(hf_files, tokenizer)
     averages = None if average is None else average.tensors

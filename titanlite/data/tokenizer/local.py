@@ -122,7 +122,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         hint = fetch_hint(str(path))
         if not hint:
-            hint = f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+            hint = f"give the path of {_EXPECTED}, or leave the key out for that of debug models"
         raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error
