@@ -45,7 +45,7 @@ def hub_text(name: str) -> HubText | None:
 
 
 #: Value of `model.tokenizer_path` for the tokenizer that travels with titanlite, and its ids.
-BUNDLED_TOKENIZER = "bundled"
+BUNDLED_TOKENIZER_NAME = "bundled"
 BUNDLED_IDS = 2304
 
 

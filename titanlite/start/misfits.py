@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlite.config.rules import Finding, around, divisors
 from titanlite.config.sections import ActivationCheckpoint, Config
-from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER
+from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote
 from titanlite.features.interactions import uneven_sequences
 from titanlite.models.spec import ModelSpec
@@ -37,7 +37,7 @@ def tokenizer_misfits(run: RunConfig) -> Iterator[Finding]:
         )
         hint = (
             "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
-            f"{quote(BUNDLED_TOKENIZER)} takes the bundled one"
+            f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
         )
         yield "needs", "model.tokenizer_path", message, hint
 

@@ -20,7 +20,7 @@ from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.config.text_names import BUNDLED_TOKENIZER
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
@@ -112,9 +112,9 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
 
 def tokenizer_row(model: Model, ids: int) -> Row:
     """Return the row of the tokenizer's file and size."""
-    from titanlite.data.tokenizer.files import tokenizer_path
+    from titanlite.data.tokenizer.local import tokenizer_path
 
-    bundled = ", bundled with titanlite" if model.tokenizer_path == BUNDLED_TOKENIZER else ""
+    bundled = ", bundled with titanlite" if model.tokenizer_path == BUNDLED_TOKENIZER_NAME else ""
     path = public(tokenizer_path(model.tokenizer_path, model.name))
     return "tokenizer", f"{path}: {ids:,} ids{bundled}"
 

@@ -44,7 +44,8 @@ def build_saves(
     args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
     with them. Raises ConfigError where the model has no form for Hugging Face.
     """
-    from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+    from titanlite.data.tokenizer.files import hf_files
+    from titanlite.data.tokenizer.local import tokenizer_path
 
     if run.checkpoint.last_save_in_hf:
         _check_hf_form(run, args)

@@ -7,7 +7,7 @@ that name.
 
 from __future__ import annotations
 
-from titanlite.config.text_names import BUNDLED_TOKENIZER as BUNDLED
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME as BUNDLED
 from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.local import (

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.text_names import fetch_hint
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import logger
@@ -29,6 +30,13 @@ _EXPECTED = (
 def bundled(family: str) -> Path:
     """Return the bundled tokenizer of a family of models."""
     return BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
+
+
+def tokenizer_path(path: str, family: str) -> str:
+    """Return where a run's tokenizer is, as manifests keep it."""
+    if path == BUNDLED_TOKENIZER_NAME:
+        path = str(bundled(family))
+    return path if is_url(path) else str(Path(path).resolve())
 
 
 def load_local(path: str) -> Tokenizer:

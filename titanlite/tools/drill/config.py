@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
-from titanlite.config.text_names import BUNDLED_TOKENIZER
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER
 from titanlite.models.llama_shapes import SHAPES
@@ -40,7 +40,7 @@ _MOST_RANKS = 4
 _VOCABULARY = 4096
 #: Section -> keys with the same value for every config.
 _FIXED: dict[str, dict[str, Any]] = {
-    "model": {"vocab_size": _VOCABULARY, "tokenizer_path": BUNDLED_TOKENIZER},
+    "model": {"vocab_size": _VOCABULARY, "tokenizer_path": BUNDLED_TOKENIZER_NAME},
     "training": {"dataset": "c4_test", "dataset_path": None, "seq_len": 32, "steps": STEPS},
     "lr_scheduler": {"total_steps": STEPS, "unit": "steps"},
     "checkpoint": {
