@@ -54,12 +54,9 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
     first = ["2 training.batch_size", "7 model.flavor", "command line training.setps"]
     assert found(RUN, "--training.setps=3") == first, "a flavor is known to be wrong at once"
     second = RUN.replace('"four"', "4")
-    assert found(
-        second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope"
-    ) == [
+    assert found(second, "--model.tokenizer_path=/nope") == [
         "5 checkpoint.start",
         "7 model.flavor",
-        "command line experimental.enable_compiled_autograd",
         "command line model.tokenizer_path",
     ]
     third = second.replace('"resume"', '"fresh"')
@@ -111,8 +108,6 @@ SPLIT = "experimental.pipeline_parallel_split_points"
 PP2 = f"{PP}degree=2"
 MICRO = f"{PP}microbatches"
 CHUNKS = "training.loss_chunks"
-FAKE = "memory_estimation.disable_fake_mode"
-IMPORT = "experimental.custom_import"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
@@ -404,8 +399,13 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ),
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
-    ("not-implemented", FAKE, f"memory_estimation.enabled {FAKE}", "a plan needs none"),
-    ("not-implemented", IMPORT, f'{IMPORT}="m:f"', "package.module:SPEC"),
+    (
+        "unsupported",
+        "memory_estimation.disable_fake_mode",
+        "memory_estimation.enabled memory_estimation.disable_fake_mode",
+        "a plan needs no tensors",
+    ),
+    ("unsupported", "experimental.custom_import", 'experimental.custom_import="m"', ":SPEC"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
@@ -448,12 +448,9 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     check_config(
         words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1
     )  # all off
-    flags = words(
-        f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} "
-        "model.tokenizer_path=/nope"
-    )
-    assert len(refusals(flags)) == 3
-    assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
+    flags = words("model.tokenizer_path=/nope")
+    assert len(refusals(flags)) == 1
+    check_config(flags, 1, training=False)
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="an older torch always compiles halves")

@@ -154,9 +154,9 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--sample.prompts", "Hello, world", "b"], "sample.prompts", ["Hello, world", "b"]),
         (["--job.description", "None of it"], "job.description", "None of it"),
         (["--job.description", "5"], "job.description", "5"),
-        (["--training.seed", "none"], "training.seed", None),
+        (["--training.tokens", "none"], "training.tokens", None),
         # The toolkits of SageMaker pass null as an empty word, lists as Python or JSON writes them.
-        (["--training.seed", ""], "training.seed", None),
+        (["--training.tokens", ""], "training.tokens", None),
         (["--float8.filter_fqns", ""], "float8.filter_fqns", []),
         (["--launch.queue", ""], "launch.queue", ""),
         (["--data.chat_template=null"], "data.chat_template", "null"),

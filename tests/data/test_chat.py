@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.hf import bundled_as_json
@@ -101,9 +103,6 @@ def rows(path: Path, folder: Path, **data: Any) -> Any:
 def test_files_streams_and_prepared_tokens_have_the_same_targets(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     chats = [[*chat, {"role": "user", "content": str(n)}] for n in range(9) for chat in CHATS]
     lines = tmp_path / "a.jsonl"
     table = tmp_path / "a.parquet"
@@ -193,6 +192,82 @@ def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
     assert mask.any()
     assert after
     assert after in " to the user"
+
+
+def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
+    from titanlite.data.text_files import iter_records
+
+    call = {"name": "add", "arguments": {"a": 1}}
+    bare = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": "ho"},
+    ]
+    nulls = [
+        {"role": "user", "content": "hi", "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**call, "arguments": {"a": 1, "b": None}}],
+        },
+        {"role": "assistant", "content": "ho", "tool_calls": None},
+    ]
+    call = {"name": "sub", "arguments": {"a": 1, "b": 2}}
+    other = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.content is none %}[{{ m.tool_calls | tojson }}]"
+        "{% elif m.tool_calls is defined %}<{{ m.tool_calls | tojson }}>{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (bare, nulls, other)))
+    files = [lines]
+    table = pyarrow.table({"messages": [bare, nulls, other]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    files += [tmp_path / "a.parquet", tmp_path / "a.arrow"]
+    shown = '[[{"name": "add", "arguments": {"a": 1}}]]'
+    for file in files:
+        records = iter_records([file], Columns("messages", chat=template))
+        texts = [one.text.translate({0xFDD0: "", 0xFDD1: ""}) for one in records]
+        assert texts[:2] == [f"hi{shown}ho"] * 2
+        assert texts[2] == '<[{"name": "sub", "arguments": {"a": 1, "b": 2}}]>'
+
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "warns"),
+    [
+        (LLAMA3, False),
+        (GLM, True),
+        (MARKED, True),
+        (MARKED.replace("</s>", "{{ eos_token }}"), False),
+        (MARKED.replace("</s>\n{% endgeneration %}", "{% endgeneration %}<|eot_id|>"), True),
+        ("{{ raise_exception('a system message is missing') }}", False),
+    ],
+)
+def test_turns_that_end_outside_of_the_loss_are_warned_of(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    warns: bool,
+) -> None:
+    (tmp_path / "own.jinja").write_text(source)
+    tokenizer = load_tokenizer(str(folder))
+    for _ in range(2):
+        load_template(str(tmp_path / "own.jinja"), tokenizer)
+    found = [one for one in caplog.messages if "no token that stops a text" in one]
+    assert len(found) == warns
+    if warns:
+        assert "own.jinja" in found[0]
+        assert "(<|end_of_text|>, <|eot_id|>)" in found[0]
 
 
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:

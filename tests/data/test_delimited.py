@@ -204,6 +204,7 @@ def write_parts(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("data", [Data(), Data(streaming=True, lanes=4, shuffle_buffer=16)])
 def test_ranks_and_resumes_see_the_batches_of_json_lines(tmp_path: Path, data: Data) -> None:
     folder = write_parts(tmp_path / "csv")

@@ -457,7 +457,7 @@ def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
     return [batch_hash(loader.next_step()) for _ in range(3)]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharegpt.jsonl", "alpaca.csv", "messages.parquet"])
 def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: str) -> None:
     """One rank recognises the form, and tells the others."""

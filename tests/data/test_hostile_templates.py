@@ -51,6 +51,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_process, "SECONDS", 0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -66,6 +67,7 @@ def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_makes_gigabytes_is_an_error(name: str) -> None:
     with pytest.raises(

@@ -76,6 +76,7 @@ def test_a_record_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         list(iter_records([path]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ranks_resumes_and_prepared_tokens_are_those_of_json_lines(
     tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str]

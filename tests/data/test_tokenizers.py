@@ -182,6 +182,7 @@ def test_text_comes_back_and_never_becomes_a_special_token(
     assert tokenizer.decode([*document, *document]) == f"{names[begin]}{text}{names[end]}" * 2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
 def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a�b"

@@ -159,6 +159,7 @@ def _train(world: DistEnv, out: str, *flags: str) -> int:
     return trainer.step
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_from_a_folder_of_transformers_has_its_logits_and_its_loss(
     pool: Pools, tmp_path: Path, name: str

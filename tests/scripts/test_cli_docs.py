@@ -29,7 +29,9 @@ ROWS = {
     )
 }
 CODES = {
-    value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)
+    value
+    for name, value in vars(exit_codes).items()
+    if name.isupper() and isinstance(value, int) and value != exit_codes.BEGUN
 }
 
 

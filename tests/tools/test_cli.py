@@ -105,6 +105,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             ),
         ),
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
         ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
     ],
 )
@@ -173,6 +174,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_words(tmp_path: Path) -> None:
     (tmp_path / "mark").mkdir()
     found = subprocess.run(
@@ -260,10 +262,10 @@ WITHOUT_TORCH = {
         "nowhere.txt does not exist",
     ),
     "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
-    "drill nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
 }
 
 
+@pytest.mark.slow
 def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
     done = subprocess.run(

@@ -81,7 +81,7 @@ def test_families_with_norms_behind_attention_are_flat(family: str, grows: str) 
     assert slopes(lines, mup=False)[grows] > 0.3
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("power", "sign"), [(-0.5, 1), (-1.5, -1)])
 def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch, power: float, sign: int) -> None:
     right = Rules.factors

@@ -64,6 +64,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str
@@ -186,6 +187,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     tmp_path: Path, command: Command
 ) -> None:
@@ -239,6 +241,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     assert os.stat(kept).st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
@@ -263,6 +266,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(
     tmp_path: Path,
 ) -> None:
@@ -300,6 +304,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
+@pytest.mark.slow
 def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("aiohttp")
     text = write_records(tmp_path / "files")
@@ -313,6 +318,38 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
     assert code == 2
     assert "/files/0.jsonl cannot be read" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "right"),
+    [
+        ("a.csv", "title,body\na,hello\n", ["--text-key", "body"]),
+        ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
+        (
+            "a.jsonl",
+            '{"talk": [{"role": "assistant", "content": "a"}]}\n',
+            ["--messages-key", "talk"],
+        ),
+        (
+            "a.jsonl",
+            '{"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}\n',
+            ["--record", "completion"],
+        ),
+    ],
+)
+def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
+    tmp_path: Path, command: Command, name: str, content: str, right: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    words = ["prepare", tmp_path / name, "--out", tmp_path / "out", "--chat-template", "plain"]
+    wrong = ["--messages-key", "other"] if "--messages-key" in right else []
+    code, printed = command(*words, *wrong)
+    assert code == 2
+    assert right[0] in printed
+    assert "data." not in printed
+    code, printed = command(*words, *right)
+    assert code == 0, printed
+    assert files_of(tmp_path / "out").documents == 1
 
 
 def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
@@ -331,6 +368,7 @@ def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
     assert command("verify", out)[0] == 0
 
 
+@pytest.mark.slow
 def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"

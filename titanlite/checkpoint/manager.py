@@ -35,6 +35,7 @@ from titanlite.checkpoint.retention import (
     republish,
 )
 from titanlite.checkpoint.storage import (
+    PLACES,
     RNG,
     CheckedReader,
     HashingWriter,
@@ -284,7 +285,7 @@ class Checkpointer:
             train=copy.deepcopy(train),
             world_size=self._world.size,
             created=time.time(),
-            config=self._run_config,
+            config={**self._run_config, PLACES: dict(self._world.places)},
             **self._origin,
         )
 

@@ -58,6 +58,8 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
+#: Entry of a manifest's `config`: `DistEnv.places` of the ranks that had them.
+PLACES = "places"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)

@@ -150,6 +150,7 @@ def _compiled(source: str) -> Any:
     """Compile a template in the environment that `transformers` gives it, without the date of
     today.
     """
+    import jinja2
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -178,6 +179,8 @@ def _compiled(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    # Messages have no keys with null, which some templates ask for: DeepSeek's for the content.
+    environment.tests["none"] = lambda value: value is None or jinja2.is_undefined(value)
     environment.globals["raise_exception"] = refuse
     return environment.from_string(source)
 

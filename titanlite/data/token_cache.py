@@ -124,7 +124,7 @@ class _Text:
             decisive += [columns.wanted, self.kind]
         decisive += columns.decisive
         if columns.chat:
-            decisive.append("ids of the whole text of a conversation")
+            decisive.append("ids of the whole text of a conversation, whose messages have no nulls")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,9 @@ def missing_fields(model: Model) -> list[str]:
 
 def as_record(family: str, args: Any) -> dict[str, Any]:
     """Return a model as JSON has it; `from_record` reads it."""
-    return {"family": family, **asdict(args)}
+    # Without classes of ours, which `torch.load` would refuse.
+    record: dict[str, Any] = json.loads(json.dumps({"family": family, **asdict(args)}))
+    return record
 
 
 def from_record(

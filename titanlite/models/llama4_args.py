@@ -112,5 +112,4 @@ class Llama4Args(ExpertArgs):
 @cache
 def _of_kind(args: Llama4Args, has_rope: bool, is_sparse: bool) -> Any:
     kind = replace(args, nope_every=0) if has_rope else replace(args, nope_every=1, chunk=0)
-    kind = replace(kind, sparse_step=1)
     return kind if is_sparse else kind.without_experts()

@@ -25,7 +25,6 @@ from titanlite.config.checks import (
 from titanlite.config.errors import ConfigError, Problem, Source, refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import refused
 from titanlite.config.rules import Finding
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
@@ -106,7 +105,6 @@ def check_loaded(
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
-        found += refused(config)
         found += closed_urls(config)
         found += missing_files(config)
         found += missing_packages(config)

@@ -60,6 +60,7 @@ def test_of_experts_n_counts_those_that_a_token_meets() -> None:
         assert (args.n_experts, args.top_k) == (target.n_experts, target.top_k)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("family", "flavor"),
     [

@@ -140,6 +140,7 @@ def test_the_hub_holds_the_export_byte_for_byte_and_transformers_loads_it(
     assert not any(b"planted" in content for content in branch.values())
 
 
+@pytest.mark.slow
 def test_the_card_has_the_facts_of_the_run(golden: GoldenRun, hub: HubServer, home: Path) -> None:
     run = golden.copy(home / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -257,6 +258,7 @@ def test_large_files_go_to_the_store_of_xet_where_its_client_is_installed(
     assert "model-0.safetensors cannot be uploaded to ada/parts" in said.stderr
 
 
+@pytest.mark.slow
 def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(
     golden: GoldenRun, hub: HubServer, home: Path
 ) -> None:
@@ -281,6 +283,7 @@ def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(
     assert "has no step-20 (steps there: 10, 24)" in said
 
 
+@pytest.mark.slow
 def test_faults_of_the_network_are_tried_again_and_refusals_are_told(
     hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +307,7 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_told(
     assert "Signature" not in said
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_and_words_of_people_stay(
     golden: GoldenRun, hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -339,6 +343,7 @@ def test_weights_of_another_run_and_words_of_people_stay(
     assert "holds weights of another run (model.safetensors)" in said
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
     golden: GoldenRun, hub: HubServer, home: Path
 ) -> None:
@@ -366,6 +371,7 @@ def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
     assert bucket.name not in there["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -392,6 +398,7 @@ def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     assert set(uploads.branch("ada/tiny")) <= set(uploads.branch("ada/tiny", "step-6"))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("token", "repository", "more", "says"),
     [

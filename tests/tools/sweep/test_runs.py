@@ -130,7 +130,6 @@ def test_progress_has_a_line_for_each_run_and_the_last_lines_of_a_failed_one(
     assert " left" not in ends[3]
 
 
-@pytest.mark.slow
 def test_a_second_call_runs_only_what_failed(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:

@@ -129,7 +129,10 @@ class ExpertArgs(LlamaArgs):
         return found
 
     def of_block(self, index: int) -> Self:
-        """Return the arguments of block `index`: the first `n_dense_layers` have no experts."""
+        """Return the arguments of block `index`: the first `n_dense_layers` have no experts.
+
+        What tells which blocks have experts stays: MoE layers share the losses by their number.
+        """
         return self.without_experts() if index < self.n_dense_layers else self
 
     def without_experts(self) -> Self:

@@ -206,7 +206,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     for (key, value), other in _WITHOUT.items():
         if base.value(key) == value:
             found.append(f"--{key}={other}")
-    found.append(f"--training.seed={base.value('training.seed') or 0}")
+    found.append(f"--training.seed={base.value('training.seed')}")
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
         found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")

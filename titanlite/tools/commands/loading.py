@@ -92,6 +92,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     from titanlite.metrics.console import setup_console
     from titanlite.models import get_spec
     from titanlite.tools.hub.convert import open_source
+    from titanlite.tools.hub.tensors import empty_model, fill
 
     setup_console(0, None, sys.stderr)  # standard output has the result alone
     started = time.perf_counter()
@@ -111,8 +112,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
             f"the tokenizer has {tokenizer.vocab_size:,} entries, and the model of {source.path} "
             f"only {args.vocab_size:,}: give the model's own as --tokenizer"
         )
-    model = spec.build_on_meta(args)
-    _fill(model, source, dtype, device)
+    model = empty_model(spec, args, device)
+    fill(model, model.state_dict(), source.read, dtype, device)
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
     seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
@@ -144,17 +145,6 @@ def choose_device(given: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise bad_flag("--device", f"{name}: {reason}") from None
-
-
-def _fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model on the meta device its weights, in evaluation mode and without gradients."""
-    for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
-        parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device).eval().requires_grad_(False)
-    if hasattr(model, "init_buffers"):
-        model.init_buffers()  # type: ignore[operator]
-    for name, parameter in model.named_parameters():
-        parameter.copy_(source.read(name))
 
 
 def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]:
@@ -190,9 +180,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
     """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
-    from titanlite.training.generate import stop_ids
-
-    found = stop_ids(tokenizer)
+    found = set(tokenizer.stop_ids)
     if folder is not None and (file := folder / "generation_config.json").is_file():
         try:
             more = parse_json(file.read_bytes()).get("eos_token_id")

@@ -134,7 +134,11 @@ def _job(
 ) -> _Job:
     """List the text and divide it. Raises DataError."""
     tokenizer = load_tokenizer(options.tokenizer_path)
-    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
+    known: dict[str, Any] = {}
+    if is_index(folder / INDEX):
+        known = read_index(folder)
+    elif any(folder.glob("part-*.json")):
+        known = _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
     if listed:
@@ -202,7 +206,8 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
             f"{folder} holds tokens of {known.get('source')} with another "
             f"{' and '.join(changed)}; give the same arguments to finish or check it, or {other}"
         )
-    if known:
+    # A plan without a finished part is of an attempt that left nothing to keep.
+    if known or (folder / PLAN).exists():
         return
     locks = (".run.lock", "run.lock")
     found = sorted(name for name in os.listdir(folder) if not name.startswith(locks))

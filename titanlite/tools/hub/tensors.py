@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from titanlite.checkpoint.hf_files import HF_CONFIG
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import read_json
-from titanlite.checkpoint.storage import CheckedReader
+from titanlite.checkpoint.storage import CheckedReader, converted
 from titanlite.features.float8.package import torchao
 from titanlite.models import get_spec
 from titanlite.models.hf import read_config
+from titanlite.models.spec import ModelSpec
 from titanlite.utils import human_bytes, pip_install
 
 _NO_TRANSFORMERS = f"transformers is not installed: {pip_install('transformers')}"
@@ -212,7 +213,46 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
 def _rounded(read: Read, dtype: str | None) -> Read:
     if not dtype:
         return read
-    return lambda name: read(name).to(getattr(torch, dtype))
+    return lambda name: converted(name, read(name), dtype)
+
+
+def empty_model(spec: ModelSpec, args: Any, device: torch.device | str = "cpu") -> nn.Module:
+    """Return a model for evaluation, with the buffers that no checkpoint holds on `device`.
+
+    `fill` gives it all others.
+    """
+    model = spec.build_on_meta(args).eval()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    if callable(getattr(model, "init_buffers", None)):
+        model.init_buffers()  # type: ignore[operator]
+    return model
+
+
+def fill(
+    model: nn.Module,
+    names: Iterable[str],
+    read: Read,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Give parameters and buffers of these names their values, in place.
+
+    dtype: of parameters. Buffers keep theirs: RoPE tables and biases of experts need float32.
+    """
+    filled: dict[torch.Tensor | None, nn.Parameter] = {}  # a tied one once
+    for name in names:
+        place, _, leaf = name.rpartition(".")
+        module = model.get_submodule(place)
+        buffer = module._buffers.get(leaf)
+        if buffer is not None:
+            module._buffers[leaf] = read(name).to(device, buffer.dtype)
+            continue
+        empty = module._parameters[leaf]
+        if empty not in filled:
+            filled[empty] = nn.Parameter(read(name).to(device, dtype), requires_grad=False)
+        module._parameters[leaf] = filled[empty]
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
@@ -220,32 +260,24 @@ def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torc
     in memory.
     """
     spec = get_spec(family)
-    model = spec.build_on_meta(args).eval()
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    if callable(getattr(model, "init_buffers", None)):
-        model.init_buffers()  # type: ignore[operator]
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-
-    def fill(wanted: Iterable[str], empty: bool = False) -> None:
-        for name in wanted:
-            place, _, leaf = name.rpartition(".")
-            module = model.get_submodule(place)
-            old = module._parameters[leaf]
-            assert old is not None
-            value = torch.empty_like(old, device="meta") if empty else read(name).float()
-            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-
-    inside = set()
+    model = empty_model(spec, args)
+    empty = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    outside = {*empty}
     for block in spec.block_names(args):
-        its = [name for name in names if name.startswith(f"{block}.")]
-        inside.update(its)
+        its = [name for name in empty if name.startswith(f"{block}.")]
+        outside.difference_update(its)
+
+        def enter(*_: Any, its: Sequence[str] = its) -> None:
+            fill(model, its, read)
+
+        def leave(*_: Any, its: Sequence[str] = its) -> None:
+            fill(model, its, empty.__getitem__, device="meta")
+
         module = model.get_submodule(block)
-        module.register_forward_pre_hook(lambda *_, its=its: fill(its))
-        module.register_forward_hook(lambda *_, its=its: fill(its, empty=True))
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
     with torch.no_grad():
-        fill(name for name in names if name not in inside)
+        fill(model, outside, read)
         logits: torch.Tensor = model(tokens)
     return logits.float()
 

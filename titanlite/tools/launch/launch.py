@@ -21,7 +21,6 @@ from msgspec.structs import asdict
 from titanlite import exit_codes
 from titanlite.config.checks import closed_urls
 from titanlite.config.errors import ConfigError, Problem, bad_flag, nearest, refuse
-from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import config_text
@@ -193,7 +192,7 @@ def prepare(argv: list[str]) -> Job:
     argv: flags of `train.py`. Raises ConfigError.
     """
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = [*refused(loaded), *closed_urls(loaded)]
+    problems = closed_urls(loaded)
     launch = first.launch
     place = loaded.place("launch.environment")
     for name, value in launch.environment.items():
