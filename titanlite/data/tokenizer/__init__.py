@@ -43,9 +43,9 @@ def load_tokenizer(path: str = BUNDLED, family: str = "llama3") -> Tokenizer:
     URL names a file, or with a slash at its end a folder.
     """
     if path == BUNDLED:
-        return load_file(bundled(family))[0]
+        return load_file(bundled(family), family)[0]
     if is_url(path):
         from titanlite.data.tokenizer.urls import load_url
 
-        return load_url(path)
-    return load_local(path)
+        return load_url(path, family)
+    return load_local(path, family)

@@ -39,10 +39,10 @@ def tokenizer_path(path: str, family: str) -> str:
     return path if is_url(path) else str(Path(path).resolve())
 
 
-def load_local(path: str) -> Tokenizer:
+def load_local(path: str, family: str = "llama3") -> Tokenizer:
     """Load the tokenizer of a file or a folder. Raises as `load_tokenizer`."""
     file = find_file(Path(path))
-    tokenizer, kind = load_file(file)
+    tokenizer, kind = load_file(file, family)
     tokenizer.folder = str(file.parent)
     if Path(path).is_dir():
         tokenizer.folder = str(Path(path))
@@ -53,14 +53,14 @@ def load_local(path: str) -> Tokenizer:
     return tokenizer
 
 
-def load_file(file: Path) -> tuple[Tokenizer, Kind]:
-    """Load a tokenizer's file, and tell its kind."""
+def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
+    """Load a tokenizer's file for a family of models, and tell its kind."""
     content = _read(file)
     kind = kind_of(content, file)
     if kind == "tiktoken":
-        from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
+        from titanlite.data.tokenizer.tiktoken_ranks import load_ranks
 
-        return TiktokenTokenizer(parse_ranks(content, file)), kind
+        return load_ranks(content, file, family), kind
     if kind == "sentencepiece":
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
