@@ -26,7 +26,7 @@ from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, fitted, smallest_world
+from titanlite.start.fit import check_config, fitted, smallest_world, unnamed_tokenizer
 from titanlite.tools.parser import (
     FILES,
     FLAGS,
@@ -212,6 +212,8 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         lines.append(style.warn(f"  warning: {warning}"))
     for problem in missing_files(config):
         lines.append(style.warn(f"  not there: {problem}"))
+    for problem in unnamed_tokenizer(config, run):
+        lines.append(style.warn(f"  training will refuse: {problem}"))
     return "\n".join(lines)
 
 
