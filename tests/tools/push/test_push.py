@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from tests.support.pushes import ADA, leaks, make_hub, push, pushed, uploads_of,
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
 from titanlite.tools.push.stage import locked
+from titanlite.tools.push.subject import find_subject
+from titanlite.utils import LinkError
 
 #: Prints the logits of three tokens by each of two models.
 READ = """
@@ -492,3 +495,56 @@ def _best_step(run: Path) -> int:
         manifest = json.loads(file.read_text())
         losses[manifest["step"]] = manifest["validation_loss"]
     return min(losses, key=lambda step: (losses[step], step))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint",
+        f"checkpoint/step-{STEPS}",
+        f"checkpoint/step-{STEPS}/manifest.json",
+        "config.toml",
+        ".hub",
+        ".hub/lock",
+        ".hub/run",
+        ".hub/step-20-0123456789ab",
+    ],
+)
+def test_nothing_is_uploaded_or_emptied_through_a_link_in_a_run(
+    golden: GoldenRun, tmp_path: Path, name: str
+) -> None:
+    """A foreign folder could hold links to files that nobody meant to upload, or to lose."""
+    run = golden.copy(tmp_path / "run", newest=STEPS)
+    private = golden.copy(tmp_path / "private", newest=STEPS)
+    (private / ".hub" / ".partial-x").mkdir(parents=True)
+    (private / ".hub" / "lock").write_text("not empty")
+    before = sorted(str(path) for path in private.rglob("*"))
+    link = run / name
+    link.parent.mkdir(exist_ok=True)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    target = private / name
+    link.symlink_to(target if target.exists() else private)
+    with pytest.raises(LinkError, match=f"{link} is a link"):
+        subject = find_subject(run, None, run / ".hub")
+        assert subject.config_toml
+        with locked(run / ".hub"):
+            pytest.fail("it would be uploaded")
+    assert sorted(str(path) for path in private.rglob("*")) == before
+    assert (private / ".hub" / "lock").read_text() == "not empty"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "model-0.safetensors", "config.json"])
+def test_a_link_in_exported_weights_is_not_uploaded(
+    hub: HubServer, home: Path, tmp_path: Path, name: str
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    (export / name).unlink(missing_ok=True)
+    private = _shards(tmp_path / "private", [4000]) / name
+    if not private.exists():
+        private.write_text("private")
+    (export / name).symlink_to(private)
+    said = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG).stderr
+    assert f"{export / name} is a link" in said
+    assert "ada/parts" not in uploads_of(hub).repositories

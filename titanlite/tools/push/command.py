@@ -17,8 +17,8 @@ from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config import trust
 from titanlite.features.hub.branches import README, heads, read_branch, refuse_others
 from titanlite.features.hub.contact import Access, HubError, check_access, current_token
-from titanlite.features.hub.record import FOLDER, note
-from titanlite.runs import ATTEMPTS
+from titanlite.features.hub.record import note
+from titanlite.runs import ATTEMPTS, HUB
 from titanlite.runs.record import CONFIG
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS
@@ -74,7 +74,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--no-verify", action="store_true", help=without)
     force = "replace weights of another run on the branch"
     parser.add_argument("--force", action="store_true", help=force)
-    work = f"where an export waits for its upload (default: {FOLDER} in the run)"
+    work = f"where an export waits for its upload (default: {HUB} in the run)"
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=work)
     dry = "show what would be uploaded, and the card; change nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry)
@@ -145,7 +145,7 @@ def _work_of(source: AnyPath) -> Path:
         here = source.absolute()
         for folder in (here, here.parent, here.parent.parent):
             if (folder / CONFIG).is_file() or (folder / ATTEMPTS).is_file():
-                return folder / FOLDER
+                return folder / HUB
     return _ELSEWHERE
 
 

@@ -20,8 +20,9 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.pin import pinned
 from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
+from titanlite.runs.links import refuse_links
 from titanlite.tools.push.subject import Subject
-from titanlite.utils import atomic_write, parse_json, say
+from titanlite.utils import atomic_write, not_a_link, parse_json, say
 
 _LOCK = "lock"
 _COMPARISON = "comparison.json"
@@ -60,8 +61,10 @@ class Staged:
 def locked(work: Path) -> Iterator[None]:
     """Let one process at a time export into a folder and upload from it.
 
-    The lock goes at the end, and the folder if nothing else is there.
+    The lock goes at the end, and the folder if nothing else is there. Raises LinkError for a link
+    in it: the folder of the run may come from somebody else.
     """
+    refuse_links(work.parent, work, inside=True)
     with _acquire(work):
         try:
             yield
@@ -77,7 +80,7 @@ def _acquire(work: Path) -> BinaryIO:
         # Lock and folder may go with a push that ends.
         with contextlib.suppress(FileNotFoundError):
             work.mkdir(parents=True, exist_ok=True)
-            stream = (work / _LOCK).open("wb")
+            stream = open(work / _LOCK, "wb", opener=not_a_link)  # noqa: SIM115
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
