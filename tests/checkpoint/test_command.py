@@ -220,7 +220,7 @@ def test_verify(
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoint"
     assert _lines(capsys, "diff", root / "step-4", root / "step-4")[-1].startswith("all ")

@@ -191,6 +191,7 @@ def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         return train_run(world, folder, *flags, "--data.prefetch=0")
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
     found = _line(_resume(pool, 2, left, tmp_path / "run", function=_late))
     assert found.startswith("RESUME NOT VERIFIED at step 4: the next batch is not the one")

@@ -235,6 +235,7 @@ def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path
     assert f'checkpoint.start = "fresh", but {tmp_path}/node-0/run-' in text
 
 
+@pytest.mark.slow
 def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.rmtree(tmp_path / "node-1")
@@ -244,7 +245,7 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
     assert "has no valid checkpoint" in text
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["part", "manifest"])
 def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
     pool: Pools, tmp_path: Path, file: str

@@ -258,6 +258,7 @@ def published(name: str) -> DeepSeekV3Args:
     return args
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flavor", "whole", "active"),
     [

@@ -137,7 +137,7 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [

@@ -200,7 +200,7 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True)])
 def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:
     model = SPEC.build_on_meta(TINY)

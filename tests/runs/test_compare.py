@@ -269,6 +269,7 @@ def test_colours_have_the_contrast_of_graphics_on_both_backgrounds(
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 
 
+@pytest.mark.slow
 def test_the_page_has_all_figures_by_step_tokens_and_time(tmp_path: Path) -> None:
     rows = [
         training_row(step, 8.0 - step, tps=250, grad_norm=step / 2, lr=step * 1e-4)

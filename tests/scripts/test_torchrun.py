@@ -126,7 +126,7 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     assert "Signal 9 (SIGKILL)" in done.stderr
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "starts"), [(5, 1), (7, 2), (137, 2)])
 def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     tmp_path: Path, code: int, starts: int

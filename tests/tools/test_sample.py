@@ -85,6 +85,7 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     assert (one["ids"], one["text"], one["finish"]) == (greedy[:1], "", "stop")
 
 
+@pytest.mark.slow
 def test_prompts_of_a_run_come_from_files_and_standard_input(
     golden: GoldenRun, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

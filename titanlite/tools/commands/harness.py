@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError, bad_flag, problems_of, refuse
+from titanlite.data import DataError
 from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
@@ -106,7 +107,10 @@ def _own_tasks(
 
     files = [entry for entry in entries if is_file(entry)]
     refuse(problems_of(entry_problems(files, _TASKS), "command line"))
-    return [read_own(path, arguments.text_key, arguments.limit) for path in files]
+    try:
+        return [read_own(path, arguments.text_key, arguments.limit) for path in files]
+    except DataError as error:
+        raise DataError(str(error).replace("data.text_key", "--text-key")) from error
 
 
 def _harness_tasks(entries: Sequence[str], arguments: argparse.Namespace) -> HarnessTask | None:
