@@ -579,7 +579,8 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
         logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten()
     )
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ours.eos_id
+    ends = [ours.eos_id, ours.special_tokens["<|eot_id|>"]]
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ends
 
 
 SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]

@@ -39,8 +39,6 @@ batch_size = 2
 global_batch_size = 16
 [model.overrides]
 n_layers = 2
-[experimental]
-enable_compiled_autograd = true
 """,
     "later.toml": """\
 # from the hub
@@ -179,14 +177,8 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
         assert line in lines
 
 
-def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_others(capsys):
+def test_explain_knows_keys_without_effect_and_refuses_others(capsys):
     assert 'accepted  "default"' in run(capsys, "config", "explain", "comm.mode")[1]
-    lines = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[
-        1
-    ].splitlines()
-    assert any(
-        line.startswith("  not built yet") and "values other than false" in line for line in lines
-    )
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2
     assert "training.batch_size" in err
@@ -249,7 +241,7 @@ _TIMED = """
 import sys
 from titanlite.tools.cli import main
 main(sys.argv[1:])
-heavy = ("torch", "pydantic", "numpy", "titanlite.tools.drill.drill", "titanlite.runs")
+heavy = ("torch", "pydantic", "numpy", "titanlite.runs")
 print([name for name in heavy if name in sys.modules])
 """
 

@@ -235,6 +235,41 @@ def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
         assert texts[2] == '<[{"name": "sub", "arguments": {"a": 1, "b": 2}}]>'
 
 
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "warns"),
+    [
+        (LLAMA3, False),
+        (GLM, True),
+        (MARKED, True),
+        (MARKED.replace("</s>", "{{ eos_token }}"), False),
+        (MARKED.replace("</s>\n{% endgeneration %}", "{% endgeneration %}<|eot_id|>"), True),
+        ("{{ raise_exception('a system message is missing') }}", False),
+    ],
+)
+def test_turns_that_end_outside_of_the_loss_are_warned_of(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    warns: bool,
+) -> None:
+    (tmp_path / "own.jinja").write_text(source)
+    tokenizer = load_tokenizer(str(folder))
+    for _ in range(2):
+        load_template(str(tmp_path / "own.jinja"), tokenizer)
+    found = [one for one in caplog.messages if "no token that stops a text" in one]
+    assert len(found) == warns
+    if warns:
+        assert "own.jinja" in found[0]
+        assert "(<|end_of_text|>, <|eot_id|>)" in found[0]
+
+
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tokenizer = load_tokenizer()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import ranks as local_ranks
+from tests.support.faults import Fault
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.drill import ranks as drill_ranks
-from titanlite.tools.drill.faults import Fault
 from titanlite.tools.hub.tensors import Contents
 
 
@@ -167,7 +167,7 @@ def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigte
 ) -> None:
     """As torchrun sends it when the first of the other ranks has ended."""
     fault = Fault("memory", "build", rank=1)
-    with drill_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
+    with local_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
         ranks.processes[0].join(300)
         ranks.send(signal.SIGTERM, rank=1)
         assert ranks.wait() == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], ranks.output()

@@ -26,6 +26,7 @@ from tests.support.checkpoints import write
 from tests.support.hub_server import HubServer
 from tests.support.processes import environment
 from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
+from tests.support.ranks import Ranks
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
@@ -39,7 +40,6 @@ from titanlite.features.hub.branches import run_of
 from titanlite.features.hub.company import Company
 from titanlite.start.fit import check_config
 from titanlite.tools.commands.checkpoint_folders import list_checkpoints
-from titanlite.tools.drill.ranks import Ranks
 
 INTERVAL = "--checkpoint.interval=4"
 HUB = "--checkpoint.hub=ada/tiny"

@@ -126,6 +126,7 @@ def test_the_start_after_a_killed_attempt_tells_its_loss(tmp_path: Path, start: 
         "attempt": 1,
         "steps": 11,
         "tokens": 11_000,
+        "seen": 1_000_031,
     }
     assert len(record.lines) == 1
     assert "at least 11 steps (11,000 tokens)" in record.lines[0]

@@ -106,7 +106,6 @@ REASONS = {
     "sweep": f"{OWN}; best.toml: test_the_best_config_of_a_foreign_folder_holds_names_of_variables",
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,
-    "drill": "makes its files itself",
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
 }
 
@@ -309,14 +308,14 @@ def test_claims_are_of_the_values_in_effect_alone() -> None:
     from titanlite.config.load import read_text
 
     mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
-    text = f'{mixture}[experimental]\ncustom_import = "evil"\n[optimizer]\nname = "AdamW"\n'
+    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
     file = Path("run/config.toml")
     config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
     assert not problems
     found = {claim.key: claim.value for claim in config.claims}
-    assert found == {"data.source": "evil:texts", "experimental.custom_import": "evil"}
+    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
     assert not config.changed(dict.fromkeys(found, [])).claims
-    flags = ["--data.source=[]", "--experimental.custom_import="]
+    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
     assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
     assert not read_text(text, file)[0].claims
 
@@ -453,7 +452,8 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     text = tmp_path / "text.jsonl"
     folder = tmp_path / "tokens"
     text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
-    assert main(["data", "prepare", str(text), "--out", str(folder), "--workers=1"]) == 0
+    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
+    assert main([*words, "--tokenizer=bundled"]) == 0
     index = json.loads((folder / "index.json").read_text())
     path = poisoned.evil.named("SPEC")
     index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
@@ -470,7 +470,7 @@ def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path)
 
     file = tmp_path / "evil.jinja"
     file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
-    template = load_template(str(file), load_tokenizer(None, "llama3"))
+    template = load_template(str(file), load_tokenizer())
     with pytest.raises(DataError, match="the chat template refuses it"):
         template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
     assert not poisoned.evil.ran
@@ -513,8 +513,8 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.support.golden_run import FLAGS
+    from tests.support.ranks import train
     from tests.support.tiny import TWENTY_STEPS
-    from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
@@ -598,8 +598,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "models/families.py",
         "parallel/agents.py",
         "tools/command_table.py",
-        "tools/drill/ranks.py",
-        "tools/drill/faults.py",
         "tools/launch/launch.py",
         "tools/plan/plan.py",
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Reques
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.base import whole_characters
-from titanlite.utils import parse_json
+from titanlite.utils import logger, parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
@@ -149,7 +150,31 @@ def load_template(
             f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
-    return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    template = ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    _warn_of_end(template, tokenizer, f"{key}: {place}")
+    return template
+
+
+@lru_cache(maxsize=1)
+def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> None:
+    """Warn if a turn of the assistant ends with no token that is in the loss and stops a text."""
+    answer = "answer"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = template.render(messages, place)
+    except DataError:
+        return  # of a real conversation it is an error
+    turn = text.rpartition(BEGIN)[2].partition(END)[0]
+    _, found, end = turn.rpartition(answer)
+    ids = tokenizer.encode_rendered(end)[0]
+    if found and not set(ids) & set(tokenizer.stop_ids):
+        names = {number: name for name, number in tokenizer.special_tokens.items()}
+        known = ", ".join(names.get(one, str(one)) for one in tokenizer.stop_ids)
+        logger.warning(
+            f"{place}: no token that stops a text ({known}) ends the assistant's turn within the "
+            "loss, so a model does not learn to stop. Put one behind the content, both inside of "
+            "{% generation %} and {% endgeneration %}"
+        )
 
 
 def _plain_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ChatTemplate:

@@ -39,9 +39,6 @@ _FIGURES = (
     "reserved_gib",
     "seconds_per_step",
     "data_seconds",
-    "save_seconds",
-    "validation_seconds",
-    "eval_seconds",
     "tokens_seen",
     "validation_loss",
     "grad_norm",
@@ -134,10 +131,18 @@ class Run:
             attempt = self.attempts[place] if self.attempts else {}
             following = self.attempts[place + 1] if place + 1 < len(starts) else {}
             # Its rows may be in an earlier file, if the next attempt began again.
-            ended = attempt.get("ended") or following.get("killed", {}).get("seen")
+            ended = attempt.get("ended") or following.get("lost", {}).get("seen")
             next_start = starts[place + 1] if following else math.inf
             total += max((ended or self._last_sign(start, next_start)) - start, 0.0)
         return total
+
+    @property
+    def ended(self) -> float | None:
+        """When the last attempt ended, or last showed that it lived, in seconds since 1970."""
+        if not self.attempts:
+            return None
+        last = self.attempts[-1]
+        return last.get("ended") or self._last_sign(last["started"] or 0.0, math.inf)
 
     def _last_sign(self, start: float, end: float) -> float:
         """Return when an attempt between two times last showed that it lived."""
@@ -225,9 +230,7 @@ def _begins_again(attempt: Attempt, before: Attempt) -> bool:
     """Return whether an attempt repeats the one before, which has left no checkpoint."""
     is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
     kept = before.get("saved_step") or before.get("first_step")
-    # Of a killed one only its rows tell of saves.
-    saved = "save" in attempt.get("killed", {}).get("seconds", {})
-    return is_same and not kept and not saved and before.get("state") != "done"
+    return is_same and not kept and before.get("state") != "done"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:

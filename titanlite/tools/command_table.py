@@ -31,13 +31,13 @@ COMMANDS = {
     "import": "titanlite.tools.commands.exchange:add_commands",
     "push": "titanlite.tools.push.command:add_command",
     "benchmark": "titanlite.tools.commands.benchmark:add_command",
-    "drill": "titanlite.tools.drill.drill:add_command",
     "tokenizer": "titanlite.tools.hub.tokenizer:add_commands",
     "completion": "titanlite.tools.completion:add_command",
 }
 
 #: Commands of earlier versions → what does their work now.
 GONE = {
+    "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "help": "`titanlite COMMAND --help` shows the help of a command",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }

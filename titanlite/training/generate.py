@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 _REPLACED = "inner_attention"
 
 
-#: Names of special tokens that end a turn of a conversation.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-
-
-def stop_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids that end a text: EOS, and those that end a turn."""
-    special = tokenizer.special_tokens
-    return {tokenizer.eos_id, *(special[name] for name in _END_OF_TURN if name in special)}
-
-
 class Sampling(NamedTuple):
     """How the next token is drawn."""
 

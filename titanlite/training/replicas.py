@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.callbacks import Callback
+from titanlite.parallel.dist_env import gather_objects
 from titanlite.training.nonfinite import name_ranks
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Elements that are summed at once: a sum of integers needs memory for them.
-_PIECE = 1 << 24
 _NAMED = 4
 
 
@@ -42,14 +39,12 @@ class EqualReplicas(Callback):
             return
         self._done = True
         mine = _shared_parts(trainer.parts.model, world.size // world.places["pp"])
-        found: list[Any] | None = None if world.rank else [None] * world.size
-        dist.gather_object(mine, found)
         holders: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, parts in enumerate(found or []):
+        for rank, parts in enumerate(gather_objects(mine)):
             for part, bits in parts.items():
                 holders[part][bits].append(rank)
         wrong = {name: groups for (name, _), groups in holders.items() if len(groups) > 1}
-        if wrong:
+        if wrong and world.rank == 0:
             shown = ", ".join(list(wrong)[:_NAMED])
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             groups = " and ".join(map(name_ranks, next(iter(wrong.values())).values()))
@@ -83,5 +78,10 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
 
 
 def _bits(part: Tensor) -> int:
-    pieces = part.detach().reshape(-1).view(_BITS[part.element_size()]).split(_PIECE)
-    return sum(int(piece.sum()) for piece in pieces)
+    """Return the sum of a tensor's bytes, taken as numbers of 64 bits as far as they go."""
+    flat = part.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())

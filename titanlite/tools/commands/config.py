@@ -22,12 +22,11 @@ from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, fitted, smallest_world
+from titanlite.start.fit import check_config, fitted, smallest_world, unnamed_tokenizer
 from titanlite.tools.parser import (
     FILES,
     FLAGS,
@@ -79,9 +78,7 @@ def _add_check(actions: Commands) -> None:
     add("files", FILES, "FILE", nargs="*")
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     add("--world-size", ranks, "N", type=int)
-    strict = (
-        "also refuse features that are not built yet and files that are not there, as training does"
-    )
+    strict = "also refuse files that are not there, as training does"
     add("--strict", strict)
 
 
@@ -215,9 +212,8 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         lines.append(style.warn(f"  warning: {warning}"))
     for problem in missing_files(config):
         lines.append(style.warn(f"  not there: {problem}"))
-    for problem in refused(config):
-        message = f"{problem.where}: {problem.key} = {problem.message}"
-        lines.append(style.warn(f"  training will refuse: {message}"))
+    for problem in unnamed_tokenizer(config, run):
+        lines.append(style.warn(f"  training will refuse: {problem}"))
     return "\n".join(lines)
 
 
@@ -334,10 +330,6 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         yield "dialect 2026", f"in such a file {', '.join(models)}"
     for other in names_of(key.name):
         yield "also", f"{other.name} ({other.relation})"
-    entry = NOT_IMPLEMENTED.get(key.name)
-    if entry:
-        refused_values = f"values other than {quote(key.default)} stop training"
-        yield "not built yet", f"{entry.feature}: {refused_values}; {entry.advice}"
 
 
 def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runs.attempts import read_attempts, read_entries
+from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
 from titanlite.tools.parser import Commands, new_command
 from titanlite.utils import Table, escape_name, human_time, render
@@ -32,10 +33,6 @@ def add_command(commands: Commands) -> None:
     runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
-    runs.add(
-        "--goodput",
-        "show where the time of each run went: start-up, steps, waits, saves, lost steps, downtime",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> str:
@@ -50,10 +47,6 @@ def _run(arguments: argparse.Namespace) -> str:
         return to_json([_as_json(run) for run in found])
     if not found:
         return escape_name(f"no runs below {', '.join(map(str, folders))}")
-    if arguments.goodput:
-        from titanlite.tools.commands.runs_goodput import goodput_text
-
-        return goodput_text(found)
     return runs_text(found)
 
 
@@ -84,7 +77,17 @@ def runs_text(runs: Sequence[Run]) -> str:
 
 def table(runs: Sequence[Run]) -> Table:
     """Return a row for each run."""
-    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
+    columns = (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "tokens/s",
+        "started",
+        "duration",
+        "goodput",
+    )
     return Table(columns, [_cells(run) for run in runs], left=(0, 1))
 
 
@@ -119,13 +122,12 @@ def _cells(run: Run) -> list[str]:
         number(last(run, "total_tps"), ",.0f"),
         NONE if run.started is None else f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}",
         NONE if run.duration is None else human_time(run.duration),
+        number(goodput_of(run), ".1%"),
     ]
 
 
 def _as_json(run: Run) -> dict[str, Any]:
     """Unknown values are null."""
-    from titanlite.tools.commands.runs_goodput import goodput_json
-
     return {
         "run": str(run.folder),
         "state": run.state,
@@ -140,7 +142,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "started": run.started,
         "duration": run.duration,
         "attempts": len(run.attempts),
-        "goodput": goodput_json(run),
+        "goodput": goodput_of(run),
         "problems": list(run.problems),
     }
 
