@@ -278,7 +278,7 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["data", "stats", config[0]],
         ["eval", step],
         ["sample", str(run), "--prompt", "a"],
-        ["data", "prepare", config[0].replace(config[0], ""), "--out", str(run / "prepared")],
+        ["data", "prepare", "", "--out", str(run / "prepared"), "--tokenizer=bundled"],
     ]
 
 

@@ -135,7 +135,7 @@ def test_what_is_not_there_ends_with_a_documented_code(
         "sample": ["/no.toml", "text"],
         "data at-step": ["3", "/no.toml"],
         "data fetch": ["/no.toml", "--out=/no"],
-        "data prepare": ["/no.toml", "--out=/no"],
+        "data prepare": ["/no.toml", "--out=/no", "--tokenizer=bundled"],
         "push": ["/no.toml", "ada/tiny"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])

@@ -257,7 +257,10 @@ WITHOUT_TORCH = {
     ),
     "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
     "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "data prepare nowhere.txt --out there": (exit_codes.CONFIG, "nowhere.txt does not exist"),
+    "data prepare nowhere.txt --out there --tokenizer bundled": (
+        exit_codes.CONFIG,
+        "nowhere.txt does not exist",
+    ),
     "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
 }
 

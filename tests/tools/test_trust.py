@@ -451,7 +451,8 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     text = tmp_path / "text.jsonl"
     folder = tmp_path / "tokens"
     text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
-    assert main(["data", "prepare", str(text), "--out", str(folder), "--workers=1"]) == 0
+    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
+    assert main([*words, "--tokenizer=bundled"]) == 0
     index = json.loads((folder / "index.json").read_text())
     path = poisoned.evil.named("SPEC")
     index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
@@ -469,7 +470,7 @@ def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path)
 
     file = tmp_path / "evil.jinja"
     file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
-    template = load_template(str(file), load_tokenizer(None, "llama3"))
+    template = load_template(str(file), load_tokenizer())
     with pytest.raises(DataError, match="the chat template refuses it"):
         template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
     assert not poisoned.evil.ran
