@@ -25,7 +25,7 @@ class Model(Section, frozen=True):
     """Which model is trained."""
 
     name: Name = "llama3"
-    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a
+    """Model family (docs/models.md), hf for a model of transformers (docs/transformers.md), or a
     dotted path to a ModelSpec (docs/library.md).
     """
     flavor: str = "debugmodel"

@@ -53,6 +53,7 @@ from titanlite.utils import (
     counted,
     human_bytes,
     human_time,
+    new_file,
     parse_json,
     progress_text,
     public_tree,
@@ -456,7 +457,7 @@ class _PartWriter:
         self._dtype = dtype_for(worker.tokenizer.vocab_size)
         self._has_targets = worker.options.columns.has_masks
         self._at("json").unlink(missing_ok=True)
-        self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._file = new_file(self._at("tokens"))
         self._hash = new_hash(_HASH)
         self._offsets = [0]
         self._masks = list[NDArray[np.bool_]]()
