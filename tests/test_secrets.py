@@ -267,7 +267,7 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
         ["runs", str(run), "--attempts", "--json"],
-        ["compare", str(run), str(earlier), "--out", str(run / "comparison")],
+        ["runs", "--compare", str(run), str(earlier), "--out", str(run / "comparison")],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "inspect", step],
         ["checkpoint", "verify", step],
