@@ -4,6 +4,7 @@ are none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,8 @@ from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
 from titanlite.config.rules import divisors
+from titanlite.config.text_names import BUNDLED_IDS
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import check_config, fitted, load_config
 
 RUN = """\
@@ -557,3 +560,34 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     assert f"command line: {TP}: is 5" in error
     assert "the vocabulary = 2,304" in error
     assert "model.vocab_size = 2305 leaves 1" in error
+
+
+def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path) -> None:
+    """Of a family's flavor, of transformers, and given by the config."""
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 50257}
+    (folder / "config.json").write_text(json.dumps(shape))
+    models = {
+        "llama3 3.1-8B has a vocabulary of 128,256": "model.flavor=3.1-8B training.dataset=c4",
+        "llama2 7B has a vocabulary of 32,000": "model.name=llama2 model.flavor=7B",
+        f"hf {folder} has a vocabulary of 50,257": f"model.name=hf model.hf_config={folder}",
+        "llama3 debugmodel has a vocabulary of 8,192": "model.vocab_size=8192",
+    }
+    for said, flags in models.items():
+        flags = f"training.seq_len=16 {flags}"
+        problem = refusal(words(flags))
+        assert problem.key == "model.tokenizer_path"
+        assert said in problem.message
+        assert said.partition(" ")[2] in problem.message
+        run = check_config(words(f"{flags} model.tokenizer_path=bundled"), 1)[1]
+        assert 'tokenizer_path = "bundled"  # command line' in run.toml
+        # The machines of a job may have what this one lacks; a plan needs no tokenizer.
+        check_config(words(flags), 1, training=False)
+    for flags in ("model.vocab_size=2304", "model.name=llama2"):
+        assert 'tokenizer_path = "bundled"\n' in check_config(words(flags), 1)[1].toml
+
+
+def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
+    sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
+    assert sizes == {BUNDLED_IDS}

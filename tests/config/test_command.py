@@ -22,6 +22,7 @@ import titanlite
 from tests.support.processes import python
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
+from titanlite.models.families import SPECS
 from titanlite.tools.cli import main
 from titanlite.tools.command_table import COMMANDS
 
@@ -175,6 +176,14 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
         '  keep_latest_k = 10  default of dialect "2026" (run.toml:2)',
     ):
         assert line in lines
+
+
+def test_explain_changed_shows_what_is_set_alone(capsys):
+    Path("run.toml").write_text("[training]\nseq_len = 3\n[model.overrides]\ndim = 64\n")
+    shown = run(capsys, "config", "explain", "run.toml", "--changed", "--training.steps=5")[1]
+    found = re.findall(r"^  (\w+) = ", shown, re.MULTILINE)
+    assert found == ["config_file", "overrides", "seq_len", "steps"]
+    assert ", ".join(SPECS) in run(capsys, "config", "explain", "model.name")[1]
 
 
 def test_explain_knows_keys_without_effect_and_refuses_others(capsys):

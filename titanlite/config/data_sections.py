@@ -203,7 +203,7 @@ class Validation(Section, frozen=True):
     first: bool = False
     """Also before the first step, so that curves of the loss begin at step 0."""
     ema: bool = False
-    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`.
+    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite eval`.
     """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""

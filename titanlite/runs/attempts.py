@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs.links import read_own
 from titanlite.utils import parse_json, read_lines, tell
 
 Attempt = Mapping[str, Any]
@@ -166,7 +167,7 @@ def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
 def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the attempts in a run.json in the form of `read_attempts`."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        for old in parse_json(path.read_bytes())["attempts"]:
+        for old in parse_json(read_own(path))["attempts"]:
             new = {
                 **old,
                 "started": _seconds(old.get("started")),

@@ -19,6 +19,7 @@ from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
+from titanlite.runs.links import read_own
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values
 from titanlite.runs.record import CONFIG
@@ -182,7 +183,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
         # Nothing of the rest of the folder surely belongs to that run.
-        rows = _rows(path, problems)
+        rows = _rows(path.resolve(), problems)
         return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
@@ -318,7 +319,7 @@ def _number(value: Any) -> float | None:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return config_values(path.read_text(encoding="utf-8"))
+        return config_values(read_own(path).decode())
     except ValueError as error:
         raise RunError(
             f"{path}: not TOML ({error}); mend it, or rename it to compare without it"

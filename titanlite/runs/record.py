@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, provenance
+from titanlite.runs.links import read_own
 from titanlite.utils import (
     append_line,
     atomic_write,
@@ -215,7 +216,7 @@ def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if number > 1 and (folder / CONFIG).exists():
-            before = (folder / CONFIG).read_text("utf-8", "replace")
+            before = read_own(folder / CONFIG).decode(errors="replace")
             kept.changes = provenance.config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, diff)):
             new_name = _replace(folder / name, content, number - 1)
@@ -267,7 +268,7 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     """Write a file of this attempt (None: it has none); returns the new name of a former one that
     differs.
     """
-    old = path.read_bytes() if path.exists() else None
+    old = read_own(path) if path.exists() else None
     if old == content:
         return None
     kept = None

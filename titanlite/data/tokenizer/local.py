@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.text_names import fetch_hint
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import logger
@@ -29,6 +30,13 @@ _EXPECTED = (
 def bundled(family: str) -> Path:
     """Return the bundled tokenizer of a family of models."""
     return BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
+
+
+def tokenizer_path(path: str, family: str) -> str:
+    """Return where a run's tokenizer is, as manifests keep it."""
+    if path == BUNDLED_TOKENIZER_NAME:
+        path = str(bundled(family))
+    return path if is_url(path) else str(Path(path).resolve())
 
 
 def load_local(path: str, family: str = "llama3") -> Tokenizer:
@@ -122,7 +130,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         hint = fetch_hint(str(path))
         if not hint:
-            hint = f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+            hint = f"give the path of {_EXPECTED}, or leave the key out for that of debug models"
         raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error

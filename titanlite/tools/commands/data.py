@@ -70,7 +70,7 @@ def _add_prepare(actions: Commands) -> None:
         "each of them"
     )
     add("--split", split, "NAME")
-    add("--tokenizer", "as model.tokenizer_path (default: the bundled one)", "PATH")
+    add("--tokenizer", "as model.tokenizer_path: the model's, or bundled", "PATH", required=True)
     add("--text-key", "field that holds the text (default: text)", "KEY")
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")

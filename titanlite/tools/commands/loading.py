@@ -17,6 +17,7 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
 from titanlite.config import trust
 from titanlite.config.errors import bad_flag
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import loads
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
@@ -171,7 +172,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, A
             raise DataError(
                 f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH"
             )
-    tokenizer = load_tokenizer(given, source.family)
+    tokenizer = load_tokenizer(given or BUNDLED_TOKENIZER_NAME, source.family)
     trained = source.manifest and source.manifest.fingerprints.get("tokenizer")
     if trained and trained != tokenizer.fingerprint[:16]:
         raise CheckpointError(
