@@ -7,6 +7,7 @@ from msgspec import Meta
 from titanlite.config.value_types import (
     Count,
     CountOrRest,
+    Day,
     Location,
     Name,
     Natural,
@@ -140,6 +141,10 @@ class Data(Section, frozen=True):
     chat_template: Location | None = None
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or
     tokenizer_config.json.
+    """
+    template_date: Day | None = None
+    """Day that a chat template writes, as "2025-01-31": strftime_now has it (gpt-oss, Mistral).
+    None: the template has no such function.
     """
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
