@@ -233,7 +233,8 @@ def test_prompts_urls_and_prepared_tokens(
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ["--prompt-key", "q", "--completion-key", "a", "--workers", "1"]
     out = tmp_path / "out"
-    assert cli.main(["data", "prepare", str(tmp_path / "chat.csv"), "--out", str(out), *keys]) == 0
+    words = ["data", "prepare", str(tmp_path / "chat.csv"), "--out", str(out), *keys]
+    assert cli.main([*words, "--tokenizer=bundled"]) == 0
     data = Data(shuffle=False, prompt_key="q", completion_key="a", streaming=False)
 
     def labels(path: object) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.faults import Fault
 from tests.support.foreign_tokens import (
     FORMS,
     joined,
@@ -33,7 +34,6 @@ from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
 from titanlite.tools.cli import main
-from titanlite.tools.drill.faults import Fault
 
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
 BATCH = 12

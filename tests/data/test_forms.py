@@ -224,6 +224,7 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
         assert f"records: {form}, recognised by the field" in next(file_lines(rows))
     out = tmp_path / "out"
     words = ["data", "prepare", str(kinds[1]), "--out", str(out), "--workers", "1"]
+    words.append("--tokenizer=bundled")
     assert cli.main(words) == 0
     assert f"records: {form}, recognised by the field" in capsys.readouterr().out
     assert tokens_of(read(out)) == tokens_of(read(out, record=form)) == wanted

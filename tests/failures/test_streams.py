@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.faults import Fault
 from tests.support.hub_server import HubServer
 from tests.support.pool import free_port
 from tests.support.processes import python
@@ -21,7 +22,6 @@ from tests.support.shards import write_c4
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.data.text_files import BUNDLED
-from titanlite.tools.drill.faults import Fault
 
 STREAM = ["--data.shuffle_buffer=24", "--data.lanes=4", "--data.streaming"]
 

@@ -31,13 +31,13 @@ from tests.launch.slurm_jobs import (
     write,
 )
 from tests.support.processes import ROOT, environment, titanlite
+from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.runs.attempts import read_entries
 from titanlite.tools import cli
-from titanlite.tools.drill.runs import checkpoint
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import limit_seconds, prepare
 from titanlite.tools.sweep.job import prepare_sweep
@@ -457,7 +457,7 @@ _CONTAINER = (
         (
             ["--experimental.enable_compiled_autograd"],
             "experimental.enable_compiled_autograd",
-            "not built yet",
+            "compiled autograd",
         ),
         (
             ["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"],

@@ -27,8 +27,8 @@ from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.token_paths import INDEX
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.runs.lock import RunLock
+from titanlite.tools import cli
 
 
 def files_of(folder: Path) -> TokenFiles:
@@ -116,18 +116,13 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
-def test_the_tokenizer_that_is_taken_is_named_where_none_is_given(
-    tmp_path: Path, command: Command
-) -> None:
+def test_prepare_asks_for_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = write_records(tmp_path / "text", 1)
-    said = f"no --tokenizer: the bundled tokenizer.tiktoken of {TOKENIZER.vocab_size:,} ids"
-    code, printed = command("prepare", text, "--out", tmp_path / "out")
-    assert code == 0
-    assert said in printed
-    given = ("--tokenizer", BUNDLED_SENTENCEPIECE)
-    code, printed = command("prepare", text, "--out", tmp_path / "other", *given)
-    assert code == 0
-    assert "no --tokenizer" not in printed
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["data", "prepare", str(text), "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "required: --tokenizer" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_of_a_character_is_refused_and_not_replaced(tmp_path: Path, command: Command) -> None:
@@ -201,7 +196,16 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     text = tmp_path / "text.jsonl"
     records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
+    words = [
+        "prepare",
+        str(text),
+        "--part-tokens",
+        "5000",
+        "--workers",
+        "1",
+        "--tokenizer=bundled",
+        "--out",
+    ]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen(
@@ -278,6 +282,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
             1,
             "--part-tokens",
             500,
+            "--tokenizer=bundled",
             "--out",
         ]
         env = hub.environment(tmp_path / "home")

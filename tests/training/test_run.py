@@ -15,6 +15,7 @@ from tests.support.golden_run import GoldenRun
 from tests.support.harness import alone
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
+from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import exit_codes
@@ -25,7 +26,6 @@ from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.read import read_run
-from titanlite.tools.drill.ranks import train
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"

@@ -57,7 +57,6 @@ def build_callbacks(
     )
     figures = _figures(built)
     metrics = _metrics(built, gc, figures)
-    attempts.spent = metrics.spent
     if sampler is not None:
         sampler.show = metrics.write_texts
     tasks = tasks_of(run.eval)

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.utils import note_progress
+
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
@@ -217,6 +219,7 @@ def generate(  # noqa: PLR0913
             found = _draw(logits[:, :vocab], sampling, draws)
             if together:
                 dist.broadcast(found, 0)
+            note_progress("sample", "evaluate")
             yield rows.add(found, stop_ids)
             if not any(rows.alive):
                 return

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ from tests.support.processes import environment, python, titanlite
 from tests.support.pushes import ADA, leaks, make_hub, push, pushed, uploads_of, variables
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
+from titanlite.tools.push.stage import locked
+from titanlite.tools.push.subject import find_subject
+from titanlite.utils import LinkError
 
 #: Prints the logits of three tokens by each of two models.
 READ = """
@@ -192,6 +197,24 @@ def test_a_list_of_ignored_files_on_the_hub_leaves_no_weights_out(
     refused = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG)
     assert "a .gitignore in ada/parts, branch main, leaves out model" in refused.stderr
     assert uploads_of(hub).branch("ada/parts") == before
+
+
+def test_pushes_wait_for_each_other_and_leave_no_lock(tmp_path: Path) -> None:
+    work = tmp_path / "titanlite-hub"
+    inside: list[int] = []
+
+    def enter(number: int) -> None:
+        for _ in range(20):
+            with locked(work):
+                inside.append(number)
+                time.sleep(0.001)
+                assert inside == [number]
+                inside.clear()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(enter, number) for number in range(4)]:
+            done.result()
+    assert not work.exists()
 
 
 def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
@@ -455,6 +478,14 @@ def test_a_dry_run_shows_the_card_and_changes_nothing(
     assert "| ranks | 2 |" in said
     assert uploads_of(hub).repositories == {}
     assert not (run / ".hub").exists()
+    # The hub is not asked without a token.
+    asked = len(hub.requests)
+    env = {**variables(hub, home), "HF_TOKEN": ""}
+    done = titanlite("push", run, "lab/tiny", "--dry-run", env=env, cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "→ lab/tiny, not asked, branch main, as nobody yet: there is no token" in done.stdout
+    assert "| ranks | 2 |" in done.stdout
+    assert len(hub.requests) == asked
 
 
 def _best_step(run: Path) -> int:
@@ -464,3 +495,56 @@ def _best_step(run: Path) -> int:
         manifest = json.loads(file.read_text())
         losses[manifest["step"]] = manifest["validation_loss"]
     return min(losses, key=lambda step: (losses[step], step))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint",
+        f"checkpoint/step-{STEPS}",
+        f"checkpoint/step-{STEPS}/manifest.json",
+        "config.toml",
+        ".hub",
+        ".hub/lock",
+        ".hub/run",
+        ".hub/step-20-0123456789ab",
+    ],
+)
+def test_nothing_is_uploaded_or_emptied_through_a_link_in_a_run(
+    golden: GoldenRun, tmp_path: Path, name: str
+) -> None:
+    """A foreign folder could hold links to files that nobody meant to upload, or to lose."""
+    run = golden.copy(tmp_path / "run", newest=STEPS)
+    private = golden.copy(tmp_path / "private", newest=STEPS)
+    (private / ".hub" / ".partial-x").mkdir(parents=True)
+    (private / ".hub" / "lock").write_text("not empty")
+    before = sorted(str(path) for path in private.rglob("*"))
+    link = run / name
+    link.parent.mkdir(exist_ok=True)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    target = private / name
+    link.symlink_to(target if target.exists() else private)
+    with pytest.raises(LinkError, match=f"{link} is a link"):
+        subject = find_subject(run, None, run / ".hub")
+        assert subject.config_toml
+        with locked(run / ".hub"):
+            pytest.fail("it would be uploaded")
+    assert sorted(str(path) for path in private.rglob("*")) == before
+    assert (private / ".hub" / "lock").read_text() == "not empty"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "model-0.safetensors", "config.json"])
+def test_a_link_in_exported_weights_is_not_uploaded(
+    hub: HubServer, home: Path, tmp_path: Path, name: str
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    (export / name).unlink(missing_ok=True)
+    private = _shards(tmp_path / "private", [4000]) / name
+    if not private.exists():
+        private.write_text("private")
+    (export / name).symlink_to(private)
+    said = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG).stderr
+    assert f"{export / name} is a link" in said
+    assert "ada/parts" not in uploads_of(hub).repositories

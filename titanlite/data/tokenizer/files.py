@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
-from titanlite.data.tokenizer.local import FOLDER_FILES, bundled, find_file, kind_of, load_local
+from titanlite.data.tokenizer.local import FOLDER_FILES, find_file, kind_of, load_local
 from titanlite.data.tokenizer.urls import read_url
 from titanlite.utils import logger, parse_json, pip_install
 
@@ -31,15 +31,6 @@ FILES = (
     "chat_template.json",
     GENERATION,
 )
-
-
-def tokenizer_path(path: str | None, family: str) -> str:
-    """Return where a run's tokenizer is, as manifests keep it and `hf_files` takes it.
-
-    None: the bundled one.
-    """
-    path = path or str(bundled(family))
-    return path if is_url(path) else str(Path(path).resolve())
 
 
 def hf_files(path: str) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ from titanlite.runs.provenance import config_values
 from titanlite.runs.read import RunError
 from titanlite.start.fit import check_config, fitted
 from titanlite.tools.commands.benchmark_report import after_warmup
+from titanlite.utils import atomic_write
 
 
 class BenchmarkError(RunError):
@@ -159,7 +160,7 @@ def write_levels(levels: Sequence[Level], folder: Path) -> None:
     """Write the file of each level. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for level in levels:
-        (folder / f"{level.name}.toml").write_text(level.text, encoding="utf-8")
+        atomic_write(folder / f"{level.name}.toml", level.text)
 
 
 class Machine(NamedTuple):
