@@ -74,7 +74,7 @@ def discount(counts: NDArray[np.int64]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokenizer", help="file or folder (default: the bundled tiktoken ranks)")
+    parser.add_argument("--tokenizer", default="bundled", help="file or folder")
     parser.add_argument(
         "--train", help="file or folder of C4-format records (default: the bundled training text)"
     )

@@ -38,11 +38,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.local_tier import SHARED_EVERY, LocalTier, change_a_bit  # noqa: E402
+from tests.support.ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
-from titanlite.tools.drill.ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ sys.path.insert(0, str(ROOT))
 
 from tests.launch.slurm_cluster import Cluster, cluster, missing  # noqa: E402
 from tests.launch.slurm_jobs import ENDS, RUN, STEPS, lose, read_log, submit  # noqa: E402
+from tests.support import ranks as local_ranks  # noqa: E402
 from tests.support.processes import environment  # noqa: E402
 from tests.support.train_runs import rows, unequal  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 from titanlite.runs.attempts import read_entries  # noqa: E402
-from titanlite.tools.drill import ranks as drill_ranks  # noqa: E402
 
 #: Steps between saves.
 LOCAL_INTERVAL = 4
@@ -213,7 +213,7 @@ def running_slurm(root: Path) -> Iterator[Cluster]:
 def measure(root: Path, losses: int) -> tuple[str, list[Loss]]:
     """Return Slurm's version, and the figures of so many losses. Raises Wrong."""
     reference = root / "reference"
-    drill_ranks.train([*RUN, f"--job.dump_folder={reference}"], 2, root / "console")
+    local_ranks.train([*RUN, f"--job.dump_folder={reference}"], 2, root / "console")
     found = []
     with running_slurm(root / "slurm") as slurm:
         version = slurm.run("sinfo", "--version").strip()

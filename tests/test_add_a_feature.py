@@ -68,6 +68,7 @@ def losses(copy: Path, dump: Path, *flags: str, ranks: int = 1) -> tuple[list[fl
     return [json.loads(line)["loss"] for line in lines], done.stdout
 
 
+@pytest.mark.slow
 def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(
     copy: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(
     assert "gradient noise  variance 0.01 at step 1" in re.sub("  +", "  ", report)
 
 
+@pytest.mark.slow
 def test_the_variance_is_that_of_the_paper(copy: Path) -> None:
     program = """
 import types, torch

@@ -72,6 +72,7 @@ def test_the_index_lists_every_page() -> None:
     )
 
 
+@pytest.mark.slow
 def test_messages_in_troubleshooting_are_in_the_code() -> None:
     """The first column of the tables of messages has them in backticks, `…` where a name or a
     number stands.

@@ -163,6 +163,7 @@ def test_the_text_is_that_of_the_function(straight: Watch) -> None:
     assert straight.texts == len(list((ROOT / "docs").glob("*.md")))
 
 
+@pytest.mark.slow
 def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     logits = torch.randn(12, 96)
@@ -419,6 +420,7 @@ def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> to
     return torch.optim.SGD(groups, lr=settings.lr)
 
 
+@pytest.mark.slow
 def test_the_first_group_may_be_empty(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=2", "--training.loss=cross_entropy", *LLAMA]
     (run, *_) = pool(2).run(

@@ -89,6 +89,7 @@ def imported(path: Path, at_run_time: bool = False) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+@pytest.mark.slow
 def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> None:
     found = {name for path in (ROOT / "titanlite").rglob("*.py") for name in imported(path)}
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
@@ -98,6 +99,7 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> No
     assert others - known == set()
 
 
+@pytest.mark.slow
 def test_no_run_imports_what_type_checkers_alone_read() -> None:
     files = list((ROOT / "titanlite").rglob("*.py"))
     assert any(FOR_TYPES & set(imported(path)) for path in files)
@@ -225,6 +227,7 @@ def test_without_matplotlib_a_picture_names_the_extra(
         draw_png([], tmp_path / "picture.png")
 
 
+@pytest.mark.slow_after(22)
 @pytest.mark.parametrize(
     "config", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
 )

@@ -159,6 +159,7 @@ def compile_for(world: DistEnv, sizes: range) -> None:
     torch._dynamo.config.recompile_limit += 9
 
 
+@pytest.mark.slow
 def test_a_job_may_compile_what_jobs_before_it_compiled_many_times(ranks: RankPool) -> None:
     limit = torch._dynamo.config.recompile_limit
     with pytest.raises(RankFailure, match="recompile_limit"):

@@ -114,12 +114,14 @@ def _check(
             return [], str(error)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("odd", ["", "name", "late", "tuned"])
 def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
     assert pool(2).run(_check, tmp_path, hosts=True, odd=odd) == [([], "")] * 2
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -164,6 +166,7 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     assert not list(tmp_path.rglob(".ranks-*"))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("odd", "words"),
     [

@@ -11,11 +11,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 #: Names the file in which `titanlite.torchrun` expects the workers' exit codes.
 VARIABLE = "TITANLITE_EXIT_CODES"
+
+#: In that file alone: a worker has begun, and will report its code.
+BEGUN = -1
 
 #: Everything that was asked for is done.
 DONE = 0
@@ -164,17 +167,18 @@ def no_exit(where: str) -> Iterator[None]:
         raise ExitCallError(where, error) from error
 
 
-def attempt() -> str:
-    """Return the number of this start of the ranks by torchrun."""
+def attempt(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the number of a start of the ranks by torchrun. environment: of such a rank."""
     # A machine that follows the restart of another one counts none.
-    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return environment.get(ROUND) or environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def report_code(code: int, error: str = "") -> bool:
     """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
 
-    error: the last line of an unforeseen error. Return whether no other worker of this machine
-    wrote that before: True for one of them, or for all where no launcher looks.
+    error: the last line of an unforeseen error; after BEGUN the run folder of rank 0. Return
+    whether no other worker of this machine wrote that before: True for one of them, or for all
+    where no launcher looks.
     """
     line = f"{attempt()} {code}"
     if error:

@@ -257,7 +257,13 @@ class _Rank:
 
         config = self.config
         check_machine(config)
-        locked = lock_folders(self.folder, config.checkpoint, lambda: self.stop.requested)
+        written = (config.metrics.save_tb_folder, config.profiling.save_traces_folder)
+        locked = lock_folders(
+            self.folder,
+            config.checkpoint,
+            lambda: self.stop.requested,
+            (*written, config.profiling.save_memory_snapshot_folder),
+        )
         self.share("the run's folder", lambda: held.enter_context(locked))
         if self.environment.rank == 0:
             show_config(config.job, config.toml)
@@ -272,9 +278,10 @@ class _Rank:
         from titanlite.parallel.dist_env import DistEnv
         from titanlite.runs.logs import FOLDER as LOGS
         from titanlite.runs.logs import rank_log
+        from titanlite.start.folders import TRACES
 
         comm = self.config.comm
-        traces = str(self.folder / "comm_traces")
+        traces = str(self.folder / TRACES)
         logs = str(self.folder / LOGS)
         self.watchdog = HangWatchdog(self.config.stall, comm, logs, traces, exit_now)
         world = DistEnv.open(

@@ -59,7 +59,7 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
     OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun
     stops the other workers by SIGTERM when one fails, so that they were stopped does not count.
     """
-    codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
+    codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE, exit_codes.BEGUN}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
         codes -= set(exit_codes.STOPPED)
     if exit_codes.OUT_OF_MEMORY in codes:
@@ -74,7 +74,8 @@ def code_after_signal(text: str | None) -> int:
     """
     if text is None:
         return exit_codes.PREEMPTED
-    return worst_code(text) or (exit_codes.DONE if text else exit_codes.ERROR)
+    is_done = (exit_codes.DONE, "") in _last_restart(text)
+    return worst_code(text) or (exit_codes.DONE if is_done else exit_codes.ERROR)
 
 
 def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
@@ -104,12 +105,13 @@ def last_error(text: str) -> str:
     return ""
 
 
-def _last_restart(text: str) -> list[tuple[int, str]]:
+def _last_restart(text: str, restart: str = "") -> list[tuple[int, str]]:
+    """Return codes and words of the workers. restart: another one than the last."""
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
-    last = max((int(line[0]) for line in lines), default=0)
+    last = restart or max((line[0] for line in lines), key=int, default="")
     found = []
-    for restart, code, *words in lines:
-        if int(restart) == last:
+    for number, code, *words in lines:
+        if number == last:
             found.append((int(code), "".join(map(json.loads, words))))
     return found
 
@@ -142,9 +144,11 @@ def _quiet_stops() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
 
 
-def _leave_out_stopped() -> None:
-    """Let torchrun count no rank as failed that it has stopped itself because another failed."""
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+def _count_failures(record: Path) -> None:
+    """Let torchrun count no rank as failed that it has stopped itself because another failed, but
+    each that ended with 0 without a report. record: of the exit codes.
+    """
+    from torch.distributed.elastic.multiprocessing.api import ProcessFailure, SubprocessContext
 
     context: Any = SubprocessContext
     poll = context._poll
@@ -155,17 +159,45 @@ def _leave_out_stopped() -> None:
             self.failed_first = set(self._failures)
         close(self, *arguments, **options)
 
-    def poll_first(self: Any) -> Any:
+    def poll_and_judge(self: Any) -> Any:
         result = poll(self)
         if result is not None:
             for rank in set(result.failures) - self.failed_first:
                 code = result.failures[rank].exitcode
                 if code < 0 or code in exit_codes.STOPPED:
                     del result.failures[rank]
+            for rank in _silent(self, record):
+                pid = self.pids()[rank]
+                failure = ProcessFailure(rank, pid, exit_codes.ERROR, self.error_files[rank])
+                result.failures[rank] = failure
         return result
 
     context.close = close_after_note
-    context._poll = poll_first
+    context._poll = poll_and_judge
+
+
+def _silent(context: Any, record: Path) -> list[int]:
+    """Return the ranks that ended with 0 without a report, and report that for them."""
+    restart = exit_codes.attempt(context.envs[0])
+    told = _last_restart(record.read_text() if record.exists() else "", restart)
+    handlers = context.subprocess_handlers.items()
+    ended = [rank for rank, handler in handlers if handler.proc.poll() == exit_codes.DONE]
+    # A program of another library reports nothing at all.
+    begun = {words for code, words in told if code == exit_codes.BEGUN}
+    if not begun or len(ended) <= sum(code == exit_codes.DONE for code, _ in told):
+        return []
+    reason = (
+        "a rank ended with code 0 before its work was done: code of the run has called os._exit, "
+        "or has replaced the process"
+    )
+    with record.open("a") as file:
+        file.write(f"{restart} {exit_codes.ERROR} {json.dumps(reason)}\n")
+    from titanlite.runs.record import end_silent
+
+    for folder in begun - {""}:
+        with suppress(OSError):
+            end_silent(Path(folder), exit_codes.ERROR, reason)
+    return ended
 
 
 def _keep_to_codes() -> None:
@@ -229,11 +261,11 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
     _quiet_stops()
-    _leave_out_stopped()
     _keep_to_codes()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
+        _count_failures(record)
         end = _run(torchrun)
         # The workers have ended, and their code counts.
         for number in _SIGNALS:

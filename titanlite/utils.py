@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +23,12 @@ from datetime import datetime, timezone
 from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
+
+#: Phase of training → when `note_progress` was last called in it, of the monotonic clock.
+progress_at: dict[str, float] = {}
 
 #: Characters that change the direction of the text around them, so that a line shows other words
 #: than it holds.
@@ -290,14 +295,42 @@ def timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
+class LinkError(OSError):
+    """A link at the place of a file of ours, in a folder that may come from somebody else."""
+
+    # As `exit_codes.CONFIG`.
+    exit_code = 2
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(errno.ELOOP, "it is a link, and is not followed: delete it", str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} is a link, and is not followed: delete it"
+
+
+def not_a_link(path: str, flags: int) -> int:
+    """Open a file, as `opener` of `open`. Raises LinkError for a link."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise LinkError(path) if error.errno == errno.ELOOP else error from None
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Open a file for writing in the place of what has its name; of a link the link alone goes."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb", buffering=1 << 20)
+
+
 def atomic_write(path: Path, data: bytes | str) -> None:
     """Write a whole file or nothing.
 
-    A reader sees the old content or the new, also after a crash of the machine.
+    A reader sees the old content or the new, also after a crash of the machine. A link at its place
+    is replaced.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(aside, "wb") as stream:
+        with new_file(aside) as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
             sync(stream)
         os.replace(aside, path)
@@ -312,12 +345,20 @@ def sync(stream: IO[bytes]) -> None:
     os.fsync(stream.fileno())
 
 
+def note_progress(*phases: str) -> None:
+    """Tell the hang watchdog that long work in these phases goes on, as a batch of a validation.
+
+    Any thread may call it.
+    """
+    progress_at.update(dict.fromkeys(phases, time.monotonic()))
+
+
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
     """Append one JSON object as a line, durably, without secrets of URLs. Raises OSError.
 
-    A line that a crash cut short stays a line by itself.
+    A line that a crash cut short stays a line by itself. Raises LinkError for a link.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    file = not_a_link(str(path), os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
@@ -373,9 +414,9 @@ class JsonLine(NamedTuple):
 
 def json_lines(path: Path) -> Iterator[JsonLine]:
     """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises
-    OSError.
+    OSError, LinkError for a link.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=not_a_link) as file:
         for number, raw in enumerate(file, 1):
             try:
                 entry = parse_json(raw)
@@ -547,12 +588,14 @@ class Table:
 def render(table: Table, terminal: bool | None = None) -> str:
     """The table as text without a final line end, in a terminal with a bold head.
 
-    Control characters are escaped. terminal: None: whether standard output is one.
+    Control characters are escaped. terminal: None: whether standard output is one. In a narrower
+    one the other columns stand below the first.
 
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
     if terminal is None:
         terminal = sys.stdout.isatty()
+    narrow = shutil.get_terminal_size().columns if terminal else 0
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -561,6 +604,8 @@ def render(table: Table, terminal: bool | None = None) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
     def joined(line: Sequence[str]) -> str:
+        if narrow and sum(widths) + 2 * len(widths) - 2 > narrow:
+            return f"{line[0]}\n  {'  '.join(map(align, range(1, len(line)), line[1:]))}".rstrip()
         return "  ".join(align(i, text) for i, text in enumerate(line)).rstrip()
 
     head, *body = lines

@@ -170,7 +170,7 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
         return {"error": error, "outcomes": [*outcomes, saver.poll()], "renewed": renewed}
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("part", "rank"), [("copy", -1), ("write", 0), ("write", 1), ("publish", 0)]
 )
@@ -238,6 +238,7 @@ def _copy_that_fails(world: DistEnv, folder: Path, where: str) -> tuple[str, lis
         return said, steps_in(folder)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("where", ["check", "copy"])
 def test_all_ranks_learn_of_a_failed_check_or_copy(pool: Pools, tmp_path: Path, where: str) -> None:
     for said, steps in pool(2).run(_copy_that_fails, tmp_path, where):
@@ -281,7 +282,7 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
             set_timeouts(300)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])
 def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(
     pool: Pools, tmp_path: Path, mode: str, seconds: float

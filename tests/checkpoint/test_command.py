@@ -68,6 +68,7 @@ def _size(folder: AnyPath) -> int:
     return sum(len((folder / name).read_bytes()) for name in names(folder))
 
 
+@pytest.mark.slow_after(1)
 def test_ls_shows_every_state(
     run: AnyPath, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +220,7 @@ def test_verify(
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoint"
     assert _lines(capsys, "diff", root / "step-4", root / "step-4")[-1].startswith("all ")

@@ -96,6 +96,7 @@ def test_saves_work_and_old_checkpoints_stay(
         )
 
 
+@pytest.mark.slow
 def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(
     bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

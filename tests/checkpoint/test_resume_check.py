@@ -191,6 +191,7 @@ def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         return train_run(world, folder, *flags, "--data.prefetch=0")
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
     found = _line(_resume(pool, 2, left, tmp_path / "run", function=_late))
     assert found.startswith("RESUME NOT VERIFIED at step 4: the next batch is not the one")
@@ -212,6 +213,7 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     assert "bit for bit" in _line(again)
 
 
+@pytest.mark.slow
 def test_other_shares_of_a_mixture_are_allowed_and_named(pool: Pools, tmp_path: Path) -> None:
     def source(weight: int) -> str:
         return (

@@ -194,7 +194,7 @@ def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> dict[str
     return results[0]
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "where"),
     [*(("__0_0.distcp", where) for where in (0.02, 0.5, 0.97)), ("__1_0.distcp", 0.97)]
@@ -211,6 +211,7 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(
     assert f"titanlite checkpoint verify {copied}" in found["notices"][1]
 
 
+@pytest.mark.slow
 def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
     flip(copied / "step-6" / "__1_0.distcp", 0.501)
     found = _loads(pool, copied, ranks=1)
@@ -247,6 +248,7 @@ def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage)
     assert verify(storage.root / "step-4")[1] == []
 
 
+@pytest.mark.slow
 def test_a_damaged_one_takes_no_place_among_the_latest(pool: Pools, copied: Path) -> None:
     flip(copied / "step-6" / "__0_0.distcp")
     pool(2).run(train, RUN, copied, 4, 7, every=7, keep_latest_k=2)
@@ -329,7 +331,7 @@ def _save_thrice(
     return results
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["disabled", "async", PINNED])
 def test_a_bit_that_changes_on_its_way_is_not_published(
     pool: Pools, storage: Storage, mode: str

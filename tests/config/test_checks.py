@@ -4,6 +4,7 @@ are none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,8 @@ from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
 from titanlite.config.rules import divisors
+from titanlite.config.text_names import BUNDLED_IDS
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import check_config, fitted, load_config
 
 RUN = """\
@@ -51,12 +54,9 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
     first = ["2 training.batch_size", "7 model.flavor", "command line training.setps"]
     assert found(RUN, "--training.setps=3") == first, "a flavor is known to be wrong at once"
     second = RUN.replace('"four"', "4")
-    assert found(
-        second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope"
-    ) == [
+    assert found(second, "--model.tokenizer_path=/nope") == [
         "5 checkpoint.start",
         "7 model.flavor",
-        "command line experimental.enable_compiled_autograd",
         "command line model.tokenizer_path",
     ]
     third = second.replace('"resume"', '"fresh"')
@@ -108,8 +108,6 @@ SPLIT = "experimental.pipeline_parallel_split_points"
 PP2 = f"{PP}degree=2"
 MICRO = f"{PP}microbatches"
 CHUNKS = "training.loss_chunks"
-FAKE = "memory_estimation.disable_fake_mode"
-IMPORT = "experimental.custom_import"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
@@ -401,8 +399,13 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ),
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
-    ("not-implemented", FAKE, f"memory_estimation.enabled {FAKE}", "a plan needs none"),
-    ("not-implemented", IMPORT, f'{IMPORT}="m:f"', "package.module:SPEC"),
+    (
+        "unsupported",
+        "memory_estimation.disable_fake_mode",
+        "memory_estimation.enabled memory_estimation.disable_fake_mode",
+        "a plan needs no tensors",
+    ),
+    ("unsupported", "experimental.custom_import", 'experimental.custom_import="m"', ":SPEC"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
@@ -445,12 +448,9 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     check_config(
         words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1
     )  # all off
-    flags = words(
-        f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} "
-        "model.tokenizer_path=/nope"
-    )
-    assert len(refusals(flags)) == 3
-    assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
+    flags = words("model.tokenizer_path=/nope")
+    assert len(refusals(flags)) == 1
+    check_config(flags, 1, training=False)
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="an older torch always compiles halves")
@@ -560,3 +560,34 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     assert f"command line: {TP}: is 5" in error
     assert "the vocabulary = 2,304" in error
     assert "model.vocab_size = 2305 leaves 1" in error
+
+
+def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path) -> None:
+    """Of a family's flavor, of transformers, and given by the config."""
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 50257}
+    (folder / "config.json").write_text(json.dumps(shape))
+    models = {
+        "llama3 3.1-8B has a vocabulary of 128,256": "model.flavor=3.1-8B training.dataset=c4",
+        "llama2 7B has a vocabulary of 32,000": "model.name=llama2 model.flavor=7B",
+        f"hf {folder} has a vocabulary of 50,257": f"model.name=hf model.hf_config={folder}",
+        "llama3 debugmodel has a vocabulary of 8,192": "model.vocab_size=8192",
+    }
+    for said, flags in models.items():
+        flags = f"training.seq_len=16 {flags}"
+        problem = refusal(words(flags))
+        assert problem.key == "model.tokenizer_path"
+        assert said in problem.message
+        assert said.partition(" ")[2] in problem.message
+        run = check_config(words(f"{flags} model.tokenizer_path=bundled"), 1)[1]
+        assert 'tokenizer_path = "bundled"  # command line' in run.toml
+        # The machines of a job may have what this one lacks; a plan needs no tokenizer.
+        check_config(words(flags), 1, training=False)
+    for flags in ("model.vocab_size=2304", "model.name=llama2"):
+        assert 'tokenizer_path = "bundled"\n' in check_config(words(flags), 1)[1].toml
+
+
+def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
+    sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
+    assert sizes == {BUNDLED_IDS}

@@ -22,6 +22,7 @@ import titanlite
 from tests.support.processes import python
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
+from titanlite.models.families import SPECS
 from titanlite.tools.cli import main
 from titanlite.tools.command_table import COMMANDS
 
@@ -39,8 +40,6 @@ batch_size = 2
 global_batch_size = 16
 [model.overrides]
 n_layers = 2
-[experimental]
-enable_compiled_autograd = true
 """,
     "later.toml": """\
 # from the hub
@@ -179,14 +178,16 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
         assert line in lines
 
 
-def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_others(capsys):
+def test_explain_changed_shows_what_is_set_alone(capsys):
+    Path("run.toml").write_text("[training]\nseq_len = 3\n[model.overrides]\ndim = 64\n")
+    shown = run(capsys, "config", "explain", "run.toml", "--changed", "--training.steps=5")[1]
+    found = re.findall(r"^  (\w+) = ", shown, re.MULTILINE)
+    assert found == ["config_file", "overrides", "seq_len", "steps"]
+    assert ", ".join(SPECS) in run(capsys, "config", "explain", "model.name")[1]
+
+
+def test_explain_knows_keys_without_effect_and_refuses_others(capsys):
     assert 'accepted  "default"' in run(capsys, "config", "explain", "comm.mode")[1]
-    lines = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[
-        1
-    ].splitlines()
-    assert any(
-        line.startswith("  not built yet") and "values other than false" in line for line in lines
-    )
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2
     assert "training.batch_size" in err
@@ -249,11 +250,12 @@ _TIMED = """
 import sys
 from titanlite.tools.cli import main
 main(sys.argv[1:])
-heavy = ("torch", "pydantic", "numpy", "titanlite.tools.drill.drill", "titanlite.runs")
+heavy = ("torch", "pydantic", "numpy", "titanlite.runs")
 print([name for name in heavy if name in sys.modules])
 """
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "words",
     [

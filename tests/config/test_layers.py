@@ -36,6 +36,22 @@ def test_flag_equal_to_the_default_still_wins_over_the_file(tmp_path):
     assert str(config.source("training.compile")) == "command line"
 
 
+def test_extends_looks_where_the_command_line_does(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[job]\nextends = ["llama3_8b.toml"]\n')
+    assert (
+        load_file(file).sections.model.flavor == load_file("llama3_8b.toml").sections.model.flavor
+    )
+    (tmp_path / "llama3_8b.toml").write_text("[training]\nseq_len = 3\n")
+    assert load_file(file).sections.training.seq_len == 3
+
+
+def test_a_key_without_its_section_names_it(tmp_path):
+    (tmp_path / "run.toml").write_text("compile = true\n")
+    with pytest.raises(ConfigError, match="got true\n +the key is training.compile"):
+        load_file(tmp_path / "run.toml")
+
+
 def test_one_base_reached_twice_is_no_circle(tmp_path):
     (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
     for name in ("x", "y"):
@@ -154,9 +170,9 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--sample.prompts", "Hello, world", "b"], "sample.prompts", ["Hello, world", "b"]),
         (["--job.description", "None of it"], "job.description", "None of it"),
         (["--job.description", "5"], "job.description", "5"),
-        (["--training.seed", "none"], "training.seed", None),
+        (["--training.tokens", "none"], "training.tokens", None),
         # The toolkits of SageMaker pass null as an empty word, lists as Python or JSON writes them.
-        (["--training.seed", ""], "training.seed", None),
+        (["--training.tokens", ""], "training.tokens", None),
         (["--float8.filter_fqns", ""], "float8.filter_fqns", []),
         (["--launch.queue", ""], "launch.queue", ""),
         (["--data.chat_template=null"], "data.chat_template", "null"),

@@ -12,7 +12,6 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
@@ -151,10 +150,6 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
         f"{tmp_path / 'run.toml'}:2" in note and "checkpoint.keep_latest_k" in note
         for note in config.notes
     )
-
-
-def test_no_later_default_waits_for_a_feature_to_come():
-    assert not set(LATER_DEFAULTS) & set(NOT_IMPLEMENTED)
 
 
 @pytest.mark.parametrize("flags", [[], ["--training.local_batch_size", "4", "--checkpoint.enable"]])

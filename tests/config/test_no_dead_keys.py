@@ -7,10 +7,9 @@ from pathlib import Path
 
 import titanlite
 from titanlite.config.keys import keys
-from titanlite.config.not_implemented import NOT_IMPLEMENTED
 
-#: Read while the config is loaded, and tested there; the fourth has no effect.
-AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "job.use_for_integration_test"}
+#: Read while the config is loaded, and tested there.
+AT_LOAD = {"job.config_file", "job.extends", "job.dialect"}
 #: The one legal value is the default; the others that users know are refused with a reason.
 SINGLE = "float8.scaling_type_"
 
@@ -33,8 +32,5 @@ def test_every_key_is_read_by_code_that_acts_on_it() -> None:
         file.read_text(encoding="utf-8") for file in (package / "deploy").glob("*.jinja")
     )
     read |= set(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
-    acted = (
-        AT_LOAD | set(NOT_IMPLEMENTED) | {key.name for key in keys().values() if key.field in read}
-    )
+    acted = AT_LOAD | {key.name for key in keys().values() if key.field in read}
     assert [key for key in keys() if key not in acted and not key.startswith(SINGLE)] == []
-    assert set(NOT_IMPLEMENTED) <= set(keys())

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from tests.support.processes import ROOT
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
-from titanlite.config.not_implemented import refused
 from titanlite.start.fit import fitted
 from titanlite.tools.commands.config_pages import markdown, template
 
@@ -33,7 +32,6 @@ def test_template_uncommented_is_exactly_the_defaults(tmp_path):
     assert config.sections == load([]).sections
     ours, theirs = (replace(fitted(c, 2), toml="", notes=()) for c in (config, load([])))
     assert ours == theirs
-    assert refused(config) == []
     said = {name for name in keys() if name in config.sources}
     open_ones = {key.name for key in keys().values() if key.default is None or key.default == {}}
     assert said == set(keys()) - open_ones - {"job.config_file"}

@@ -231,8 +231,8 @@ def test_commands_and_tokenizers_end_soon_too(
     out = ("--out", str(tmp_path / "out"))
     tokenizer = f"--model.tokenizer_path={nowhere}/tokenizer.json"
     for words in (
-        ("data", "prepare", "c4", *out),
-        ("data", "prepare", f"{nowhere}/a.jsonl", *out),
+        ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
+        ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
         ("data", "fetch", "c4", *out),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
         ("data", "peek", "debug_model.toml", tokenizer),

@@ -204,6 +204,7 @@ def write_parts(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("data", [Data(), Data(streaming=True, lanes=4, shuffle_buffer=16)])
 def test_ranks_and_resumes_see_the_batches_of_json_lines(tmp_path: Path, data: Data) -> None:
     folder = write_parts(tmp_path / "csv")
@@ -232,7 +233,8 @@ def test_prompts_urls_and_prepared_tokens(
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ["--prompt-key", "q", "--completion-key", "a", "--workers", "1"]
     out = tmp_path / "out"
-    assert cli.main(["data", "prepare", str(tmp_path / "chat.csv"), "--out", str(out), *keys]) == 0
+    words = ["data", "prepare", str(tmp_path / "chat.csv"), "--out", str(out), *keys]
+    assert cli.main([*words, "--tokenizer=bundled"]) == 0
     data = Data(shuffle=False, prompt_key="q", completion_key="a", streaming=False)
 
     def labels(path: object) -> list[list[int]]:

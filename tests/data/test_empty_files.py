@@ -104,6 +104,7 @@ def test_rank_0_alone_warns_of_a_file_that_all_ranks_read(
     assert levels == {"0": ["WARNING"] * 2, "1": ["INFO"] * 2}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 def test_prepare_warns_too(tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "text"
@@ -111,7 +112,8 @@ def test_prepare_warns_too(tmp_path: Path, suffix: str, capfd: pytest.CaptureFix
     KINDS[suffix](folder, suffix)
     if suffix != "parquet":
         (folder / f"d.{suffix}").touch()
-    assert cli.main(["data", "prepare", str(folder), "--out", str(tmp_path / "out")]) == 0
+    words = ["data", "prepare", str(folder), "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--tokenizer=bundled"]) == 0
     printed = "".join(capfd.readouterr())
     for line in expected(folder, suffix):
         assert printed.count(line) == 1

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+import torch
 import transformers
 
 from tests.support import tekken
@@ -203,6 +204,7 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
     return lambda text: list(processor.encode(text))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_auto_tokenizer_reads_the_ids_of_the_run(
     tmp_path: Path, kind: Callable[[Path], Path]
@@ -299,3 +301,47 @@ def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
     assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line
+
+
+@pytest.mark.parametrize("beside", [None, {"eos_token_id": 1, "top_p": 0.9}, {"eos_token_id": [0]}])
+@pytest.mark.parametrize("name", ["<|im_end|>", "<|eot|>"])
+def test_generate_of_transformers_stops_where_turns_end(
+    tmp_path: Path, name: str, beside: dict[str, Any] | None
+) -> None:
+    source = tmp_path / "source"
+    folder = tmp_path / "model"
+    source.mkdir()
+    made = bundled_as_json()
+    made.add_special_tokens([name])
+    made.save(str(source / "tokenizer.json"))
+    if beside:
+        (source / "generation_config.json").write_text(json.dumps(beside))
+    ours = load_tokenizer(str(source))
+    end = ours.special_tokens[name]
+    config = transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=ours.vocab_size,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.requires_grad_(False)
+    # Whatever it reads, it continues with the end of a turn.
+    for parameter in model.parameters():
+        parameter.fill_(1)
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[end] = 1
+    model.save_pretrained(folder)
+    files = hf_files(str(source))
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    given = json.loads(files["generation_config.json"])
+    first = (beside or {}).get("eos_token_id", [])
+    first = first if isinstance(first, list) else [first]
+    eot = ours.special_tokens["<|eot_id|>"]
+    assert given["eos_token_id"] == [*first, ours.eos_id, eot, end]
+    assert given.get("top_p") == (beside or {}).get("top_p")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.tensor([[5, 6, 7]])
+    assert loaded.generate(prompt, do_sample=False, max_new_tokens=9).tolist() == [[5, 6, 7, end]]

@@ -93,6 +93,7 @@ def test_a_folder_may_move_with_its_files(tmp_path: Path, logged: Callable[[], s
     assert "written again" not in logged()
 
 
+@pytest.mark.slow
 def test_sources_of_a_mixture_and_token_files(tmp_path: Path) -> None:
     folder = write_records(tmp_path / "text")
     tokens = tmp_path / "tokens.npy"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.faults import Fault
 from tests.support.foreign_tokens import (
     FORMS,
     joined,
@@ -33,7 +34,6 @@ from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
 from titanlite.tools.cli import main
-from titanlite.tools.drill.faults import Fault
 
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
 BATCH = 12
@@ -90,6 +90,7 @@ def test_batches_are_those_of_the_ids_in_their_order(tmp_path: Path) -> None:
             assert row.labels.tolist() == ids[at + 1 : at + 33], name
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("form", list(FORMS))
 def test_any_number_of_ranks_and_a_resume_serve_the_same_batches(tmp_path: Path, form: str) -> None:
     path = FORMS[form](tmp_path, make_documents())

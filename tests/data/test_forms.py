@@ -224,6 +224,7 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
         assert f"records: {form}, recognised by the field" in next(file_lines(rows))
     out = tmp_path / "out"
     words = ["data", "prepare", str(kinds[1]), "--out", str(out), "--workers", "1"]
+    words.append("--tokenizer=bundled")
     assert cli.main(words) == 0
     assert f"records: {form}, recognised by the field" in capsys.readouterr().out
     assert tokens_of(read(out)) == tokens_of(read(out, record=form)) == wanted
@@ -456,7 +457,7 @@ def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
     return [batch_hash(loader.next_step()) for _ in range(3)]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharegpt.jsonl", "alpaca.csv", "messages.parquet"])
 def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: str) -> None:
     """One rank recognises the form, and tells the others."""

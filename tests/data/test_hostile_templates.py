@@ -51,6 +51,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_process, "SECONDS", 0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -66,6 +67,7 @@ def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_makes_gigabytes_is_an_error(name: str) -> None:
     with pytest.raises(
@@ -159,12 +161,16 @@ def test_all_that_render_name_file_and_record(
         "--chat-template",
         str(template),
     ]
-    assert main(["data", "prepare", str(text), "--workers", "1", *words]) == 2
+    assert (
+        main(["data", "prepare", str(text), "--workers", "1", "--tokenizer=bundled", *words]) == 2
+    )
     assert (
         "a.jsonl, line 2: the chat template refuses it: it needs too much memory"
         in capsys.readouterr().err
     )
-    loaded: Any = SimpleNamespace(tokenizer=TOKENIZER, chat_template=str(template), limit=64)
+    loaded: Any = SimpleNamespace(
+        tokenizer=TOKENIZER, chat_template=str(template), template_date=None, limit=64
+    )
     with pytest.raises(
         DataError, match="^prompt 1: the chat template refuses it: it needs too much memory"
     ):

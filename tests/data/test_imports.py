@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import python
 from tests.support.tiny import EIGHT_STEPS
 
@@ -60,6 +62,7 @@ _PLAIN = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text(tmp_path: Path) -> None:
     """The list is exact: streams, mixtures, token files, chats, URLs and other tokenizers are not
     in it.

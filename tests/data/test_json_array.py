@@ -76,6 +76,7 @@ def test_a_record_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         list(iter_records([path]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ranks_resumes_and_prepared_tokens_are_those_of_json_lines(
     tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str]
@@ -99,6 +100,7 @@ def test_ranks_resumes_and_prepared_tokens_are_those_of_json_lines(
         steps.append(check_ranks_and_resumes(make))  # type: ignore[arg-type]
         out = tmp_path / f"out-{name}"
         words = ["data", "prepare", str(tmp_path / name), "--out", str(out), "--workers", "2"]
+        words.append("--tokenizer=bundled")
         assert cli.main([*words, "--part-tokens", "50", "--format", "json"]) == 0
         fingerprints.append(json.loads((out / "index.json").read_text())["tokens"])
     assert steps[0] == steps[1]

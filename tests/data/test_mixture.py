@@ -47,6 +47,7 @@ def located(rows: MixedRows, count: int, start: int = 0) -> list[tuple[str, int]
     ]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("slots", [1, 4, 6])
 def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
     weights = {"a": 0.7, "b": 0.2, "c": 0.1}

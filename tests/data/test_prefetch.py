@@ -69,6 +69,7 @@ def no_thread_is_left() -> Iterator[None]:
     eventually(lambda: not threads())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("depth", "skip"), [(0, ()), (3, ()), (3, [(6, 12)])])
 def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, skip: Any) -> None:
     plain = loader(corpus, skip=skip)
@@ -92,6 +93,7 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
     assert makers == {f"{THREAD}_0" if depth else "MainThread"}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("stop", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
@@ -138,6 +140,7 @@ print(time.time())
 """
 
 
+@pytest.mark.slow
 def test_a_process_does_not_wait_for_a_prefetcher_that_nobody_closes() -> None:
     done = python("-c", FORGOTTEN)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -220,6 +223,7 @@ def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
     assert len(calls) == 1 + 2 * 10
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("depth", "persistent"), [(0, True), (2, False), (2, True)])
 def test_every_validation_pass_has_the_same_batches(
     corpus: Corpus, depth: int, persistent: bool

@@ -56,6 +56,7 @@ def hashes(rows: Rows) -> list[str | None]:
     return [step_hash(rows, step * BATCH, BATCH) for step in range(STEPS)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "Megatron-LM"])
 def test_a_file_behind_a_url_gives_the_batches_of_the_local_file(
     server: HubServer, tmp_path: Path, form: str
@@ -67,6 +68,7 @@ def test_a_file_behind_a_url_gives_the_batches_of_the_local_file(
         assert hashes(remote) == hashes(built(path, **data))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("packing", ["split", "best-fit"])
 def test_the_rows_of_a_step_are_fetched_at_the_same_time(
     server: HubServer, tmp_path: Path, packing: str
@@ -96,6 +98,7 @@ def test_the_rows_of_a_step_are_fetched_at_the_same_time(
 LARGE = joined(make_documents(400)) * 300
 
 
+@pytest.mark.slow
 def test_faults_of_the_server_change_no_batch(server: HubServer, tmp_path: Path) -> None:
     path = write_raw(tmp_path / "files/a.bin", LARGE)
     rows = built(f"{server.url}/files/a.bin")
@@ -106,6 +109,7 @@ def test_faults_of_the_server_change_no_batch(server: HubServer, tmp_path: Path)
     assert [fault.times for fault in server.faults] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_source_that_stays_away_is_named_after_its_patience(
     server: HubServer, tmp_path: Path
 ) -> None:
@@ -117,6 +121,7 @@ def test_a_source_that_stays_away_is_named_after_its_patience(
         built(f"{server.url}/files/b.bin", patience=0.1)
 
 
+@pytest.mark.slow
 def test_ranges_alone_are_read(server: HubServer, tmp_path: Path) -> None:
     """A file of 64 MiB: its start and some rows take a sixteenth of it."""
     ids = np.full(32 << 20, 5, "<u2")
@@ -142,6 +147,7 @@ def test_rows_in_order_are_read_ahead(server: HubServer, tmp_path: Path) -> None
     assert len(server.of("*a.bin")) - before < 20
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced_is_named(server: HubServer, tmp_path: Path) -> None:
     path = tmp_path / "files/a.bin"
     np.full(4 << 20, 5, "<u2").tofile(path)
@@ -185,6 +191,7 @@ def test_bad_files_behind_urls_are_named(server: HubServer, tmp_path: Path) -> N
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_several_threads_read_one_file(server: HubServer, tmp_path: Path) -> None:
     """Validation and the thread of the next steps may read together."""
     path = write_raw(tmp_path / "files/a.bin", LARGE)

@@ -259,6 +259,7 @@ def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> Non
     assert "no effect, as their features are off: data.format" in idle.notes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ranks_and_resumes_see_the_same_batches(tmp_path: Path, streaming: bool) -> None:
     files = {f"{n % 3}/{n}.{'py' if n % 2 else 'md'}": f"# {n}\n" * (n + 5) for n in range(30)}

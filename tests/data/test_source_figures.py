@@ -93,6 +93,7 @@ def test_it_is_the_mean_over_its_own_targets(
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(
     pool: Pools, tmp_path: Path
 ) -> None:

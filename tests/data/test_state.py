@@ -72,6 +72,7 @@ def _state(names: list[str], kind: str) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", ["text", "stream", "best-fit", "mixture"])
 def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str], kind: str) -> None:
     """Each value at each place: a row comes, or a DataError; nothing else, such as an

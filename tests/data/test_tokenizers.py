@@ -5,6 +5,7 @@ and errors.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import re
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from tiktoken_ext import openai_public
 
 from titanlite.data import DataError
 from titanlite.data.text_files import BUNDLED, iter_records
@@ -23,6 +25,7 @@ from titanlite.data.tokenizer import (
     BUNDLED_TOKENIZER,
     kind_of,
     load_tokenizer,
+    tiktoken_ranks,
 )
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
@@ -182,6 +185,7 @@ def test_text_comes_back_and_never_becomes_a_special_token(
     assert tokenizer.decode([*document, *document]) == f"{names[begin]}{text}{names[end]}" * 2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
 def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a�b"
@@ -287,3 +291,63 @@ def test_a_model_without_bos_or_eos(tmp_path: Path, name: str) -> None:
     assert f"has no {name.upper()} piece" in refused(
         train(tmp_path / "t.model", **{f"{name}_id": -1})
     )
+
+
+def test_published_ranks_have_the_pattern_and_names_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = BUNDLED_TOKENIZER.read_bytes().splitlines()
+    tokens = [line.split()[0] for line in [*lines[:2000], *reversed(lines[2000:])]]
+    tokens.append(base64.b64encode(b"I'm"))
+    content = b"".join(b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens))
+    path = tmp_path / "tokenizer.model"
+    # Other ends of lines are the same ranks.
+    path.write_bytes(content.replace(b"\n", b"\r\n"))
+    ranks = parse_ranks(content, path)
+    unknown = load_tokenizer(str(path), "llama3")
+    assert unknown.fingerprint == TiktokenTokenizer(ranks).fingerprint
+    assert [unknown.decode([one]) for one in unknown.encode("I'm")] == ["I", "'", "m"]
+    for family in ("llama4", "qwen3", "hf"):
+        with pytest.raises(DataError, match=r"tokenizer\.model: its ranks are not published\."):
+            load_tokenizer(str(path), family)
+        assert load_tokenizer(str(BUNDLED_TOKENIZER), family).fingerprint == TIKTOKEN.fingerprint
+    digest = hashlib.sha256(content).hexdigest()
+    monkeypatch.setitem(tiktoken_ranks.PUBLISHED, digest, "Llama 4")
+    for family in ("llama3", "llama4"):
+        found = load_tokenizer(str(path), family)
+        assert found.encode("I'm") == [2048]
+        assert (found.vocab_size, found.bos_id, found.eos_id) == (2049 + 2048, 2049, 2050)
+        places = {name: number - 2049 for name, number in found.special_tokens.items()}
+        assert (len(places), found.fingerprint != unknown.fingerprint) == (2048, True)
+        # Meta's names by id less 200,000.
+        assert [list(places)[n] for n in (5, 8, 18, 19, 79, 80, 92, 1133)] == [
+            "<|header_start|>",
+            "<|eot|>",
+            "<|finetune_right_pad|>",
+            "<|text_post_train_reserved_special_token_8|>",
+            "<|text_post_train_reserved_special_token_68|>",
+            "<|image_start|>",
+            "<|patch|>",
+            "<|vision_reserved_special_token_1047|>",
+        ]
+        assert places["<|reasoning_thinking_end|>"] == 1143
+        assert places["<|reserved_special_token_903|>"] == 2047
+        assert found.stop_ids == [found.eos_id, 2049 + 8, 2049 + 7]
+    monkeypatch.setitem(tiktoken_ranks.PUBLISHED, digest, "Qwen")
+    with pytest.raises(DataError, match=r"are those of Qwen\. .* give the tokenizer\.json"):
+        load_tokenizer(str(path), "llama3")
+
+
+def test_patterns_and_hashes_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = []
+
+    def load(url: str, expected_hash: str) -> dict[bytes, int]:
+        hashes.append(expected_hash)
+        return {}
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load)
+    published = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+    found = {name: getattr(openai_public, name)() for name in published}
+    assert found["o200k_base"]["pat_str"] == tiktoken_ranks.SPLIT_PATTERN_4
+    for name, one in zip(published, hashes, strict=True):
+        assert name in tiktoken_ranks.PUBLISHED[one]

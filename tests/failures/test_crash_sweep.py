@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import PUBLISHED, SAVE_EVENTS, Fault
+from tests.support.run_results import saved_steps
 from tests.support.train_runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
 from titanlite import exit_codes
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.drill.faults import PUBLISHED, SAVE_EVENTS, Fault
-from titanlite.tools.drill.runs import saved_steps
 
 STRUCK = 4
 KEEP = "--checkpoint.keep_latest_k=1"

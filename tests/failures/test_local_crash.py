@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import flip
+from tests.support.faults import LOCAL_EVENTS, PUBLISHED, SAVE_EVENTS, Fault
+from tests.support.ranks import Ranks
 from tests.support.train_runs import batches, flags, rows, train, unequal
 from titanlite import exit_codes
-from titanlite.tools.drill.faults import LOCAL_EVENTS, PUBLISHED, SAVE_EVENTS, Fault
-from titanlite.tools.drill.ranks import Ranks
 
 RANKS = 2
 SHARED = 4

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import ranks as local_ranks
+from tests.support.faults import Fault
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.drill import ranks as drill_ranks
-from titanlite.tools.drill.faults import Fault
 from titanlite.tools.hub.tensors import Contents
 
 
@@ -36,9 +36,9 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(
     expected = global_batches(straight, 2)
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        folder.mkdir()
-        (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
-        codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console")
+        place = f"--checkpoint.folder={tmp_path / 'four' / 'checkpoint'}"
+        asked = flags(folder, "--checkpoint.interval=100", place)
+        codes, text = train(asked, ranks, tmp_path / "console")
         assert codes == [0] * ranks and "resumed from step 4" in text, text
         assert global_batches(folder, ranks) == {
             step: expected[step] for step in range(5, STEPS + 1)
@@ -167,7 +167,7 @@ def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigte
 ) -> None:
     """As torchrun sends it when the first of the other ranks has ended."""
     fault = Fault("memory", "build", rank=1)
-    with drill_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
+    with local_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
         ranks.processes[0].join(300)
         ranks.send(signal.SIGTERM, rank=1)
         assert ranks.wait() == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], ranks.output()

@@ -196,6 +196,7 @@ def test_equal_however_the_work_is_divided(
     assert results[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_the_guard_holds_back_moves_no_bias(pool: Pools, tmp_path: Path) -> None:
     found = pool(1).run(_train, str(tmp_path), 2, "--guard.policy=skip")[0]
     first, second, third, _ = found["steps"]
@@ -203,6 +204,7 @@ def test_a_step_that_the_guard_holds_back_moves_no_bias(pool: Pools, tmp_path: P
     assert any(not torch.equal(second[name], third[name]) for name in third)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_last_bit(
     pool: Pools, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -252,6 +254,7 @@ def _go_back(world: DistEnv, folder: str) -> tuple[Any, Any, Any]:
     return steps[1], steps[2], kept.biases
 
 
+@pytest.mark.slow
 def test_a_rollback_takes_the_biases_back(pool: Pools, tmp_path: Path) -> None:
     second, third, after = pool(1).run(_go_back, str(tmp_path))[0]
     assert_equal(after, second)

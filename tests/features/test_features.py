@@ -54,6 +54,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["", *ON])
 def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
     done = python("-c", LOADED, *ON.get(name, []))
@@ -63,6 +64,7 @@ def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str)
     assert done.stdout.split() == [*wanted, "False"]
 
 
+@pytest.mark.slow
 def test_checkpoints_import_no_feature() -> None:
     done = python("-c", SAVES)
     assert done.returncode == 0, done.stderr

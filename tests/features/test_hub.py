@@ -26,6 +26,7 @@ from tests.support.checkpoints import write
 from tests.support.hub_server import HubServer
 from tests.support.processes import environment
 from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
+from tests.support.ranks import Ranks
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
@@ -39,7 +40,6 @@ from titanlite.features.hub.branches import run_of
 from titanlite.features.hub.company import Company
 from titanlite.start.fit import check_config
 from titanlite.tools.commands.checkpoint_folders import list_checkpoints
-from titanlite.tools.drill.ranks import Ranks
 
 INTERVAL = "--checkpoint.interval=4"
 HUB = "--checkpoint.hub=ada/tiny"
@@ -432,6 +432,7 @@ def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_p
         assert is_pinned(folders[2]) != is_over
 
 
+@pytest.mark.slow
 def test_other_machines_leave_after_rank_0_or_when_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -454,6 +455,7 @@ def test_other_machines_leave_after_rank_0_or_when_it_is_lost(
     Company(HashStore()).on_exit(lost)
 
 
+@pytest.mark.slow
 def test_a_push_that_reads_or_computes_makes_progress_and_one_that_waits_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

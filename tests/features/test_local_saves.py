@@ -202,6 +202,7 @@ def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_pat
     pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
 
+@pytest.mark.slow
 def test_other_ranks_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     found = pool(1).run(train_both, RUN, tmp_path, 7, [0], 4)[0]
@@ -217,6 +218,7 @@ def test_other_degrees_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -
     assert any("other degrees divided its tensors" in line for line in found["notices"])
 
 
+@pytest.mark.slow
 def test_runs_in_one_local_folder_do_not_mix(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.copytree(tmp_path / "shared", tmp_path / "copy" / "shared")
@@ -233,6 +235,7 @@ def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path
     assert f'checkpoint.start = "fresh", but {tmp_path}/node-0/run-' in text
 
 
+@pytest.mark.slow
 def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.rmtree(tmp_path / "node-1")
@@ -242,7 +245,7 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
     assert "has no valid checkpoint" in text
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["part", "manifest"])
 def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
     pool: Pools, tmp_path: Path, file: str
@@ -294,6 +297,7 @@ def test_a_rollback_passes_over_a_suspect_local_save(pool: Pools, tmp_path: Path
     pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
 
 
+@pytest.mark.slow
 def test_a_rollback_takes_the_newest_local_save(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     # The shared one of step 4 is suspect, but not the newest.
@@ -395,6 +399,7 @@ def test_a_damaged_part_and_a_damaged_copy_make_an_older_save_the_newest(
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 6, local_copies=1)
 
 
+@pytest.mark.slow
 def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], local_copies=1)
     (root,) = tmp_path.glob("node-1/run-*")
@@ -445,6 +450,7 @@ def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     assert manifest.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_the_list_of_checkpoints_has_local_saves_and_what_a_restart_takes(
     pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -327,6 +327,7 @@ def _train_with_a_slow_store(world: DistEnv, run: Run, folder: Path) -> dict[str
     return {**found, "beside": beside}
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_a_restart_ends_nothing(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     pool(2).run(_load_from_full_disks, RUN, tmp_path)

@@ -95,7 +95,7 @@ MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
 }
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
@@ -157,6 +157,7 @@ def test_ranks_of_tensor_parallelism_drop_what_one_rank_drops(
         assert relative(plain["gradients"][name], gradient) > 0.05, name
 
 
+@pytest.mark.slow
 def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(base, "--training.steps=4")
     found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
@@ -209,7 +210,7 @@ def evaluate_run_of(pool: Pools, folder: Path, *flags: str) -> float:
 RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], [TP], ["--activation_checkpoint.mode=full"]], ids=str)
 def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
     flags = run_flags(base, *RESUMED, *more)
@@ -394,6 +395,7 @@ def test_other_kinds_of_adapters_are_refused(
     assert shown in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_run_takes_only_its_own_kind_of_adapters(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, trained: Path
 ) -> None:

@@ -82,6 +82,7 @@ def our_name(theirs: str) -> str:
     return name
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_peft_and_the_base_stays(
     pool: Pools, tmp_path: Path, kind: str
@@ -110,6 +111,7 @@ def test_gradients_are_those_of_peft_and_the_base_stays(
         assert (name in expected) != tensor.equal(found[0]["start"][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_the_base_with_what_adapters_add(
     pool: Pools, tmp_path: Path, kind: str

@@ -452,6 +452,7 @@ def losses(pool: Pools, folder: Path, ranks: int, *flags: str) -> list[float]:
     return [loss for loss, *_ in losses_of(rows).values()]
 
 
+@pytest.mark.slow
 def test_the_base_model_itself_trains_bit_by_bit_as_without(pool: Pools, tmp_path: Path) -> None:
     saved = [*SIX[:-1], "--checkpoint.enable_checkpoint", "--checkpoint.interval=6"]
     plain = pool(1).run(train_run, str(tmp_path / "plain"), *saved)[0]

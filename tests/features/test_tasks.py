@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python
+from tests.support.ranks import train
 from tests.support.refusals import refusal
 from tests.support.task_files import (
     SHORT,
@@ -31,8 +32,8 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalars, train_run
 from titanlite import exit_codes
 from titanlite.config.claims import config_claims
+from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
-from titanlite.config.not_implemented import idle_keys
 from titanlite.data import DataError
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.tasks.own_files import ChoiceTask, read_own
@@ -40,7 +41,6 @@ from titanlite.features.tasks.scoring import windows
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
 from titanlite.tools.commands.runs import _as_json
-from titanlite.tools.drill.ranks import train
 
 
 @pytest.mark.slow_after(1)

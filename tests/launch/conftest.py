@@ -11,8 +11,8 @@ import pytest
 from tests.launch.namespaces import Host, hosts
 from tests.launch.slurm_cluster import Cluster, cluster, missing
 from tests.launch.slurm_jobs import RUN
+from tests.support import ranks as local_ranks
 from tests.support.processes import environment
-from titanlite.tools.drill import ranks as drill_ranks
 
 
 @pytest.fixture(scope="module")
@@ -40,5 +40,5 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train the run of the jobs on two ranks without Slurm; return its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    drill_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
+    local_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
     return folder

@@ -320,6 +320,7 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
     assert options["output"] == f"{place}/it's %%j # x/launch/slurm-%j.log"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
 @given(HOSTILE, FOLDER)
@@ -399,6 +400,7 @@ def test_the_script_for_sagemaker_has_the_values(place: Path, value: str, folder
     assert skeleton(found) == skeleton(script("plain", "plain"))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("system", ["local", "slurm", "kubernetes", "sagemaker"])
 @pytest.mark.parametrize(
     "key", ["job.dump_folder", "launch.queue", "launch.environment.PROBE", "launch.image"]

@@ -196,6 +196,7 @@ def test_examples_are_what_the_command_writes() -> None:
     assert stored == wanted, "renew: python -m tests.launch.test_kubernetes --write"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_one_of_the_operator(kind: str) -> None:
     _skip_without(kind)

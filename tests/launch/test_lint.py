@@ -69,6 +69,7 @@ def _lint(name: str, files: list[Path]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINTERS)
 def test_linters_pass(name: str, tmp_path: Path) -> None:
     done = _lint(name, sorted(file for pattern in LINTERS[name][1] for file in ROOT.glob(pattern)))

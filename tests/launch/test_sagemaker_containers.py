@@ -33,7 +33,7 @@ _VALUES = {
     "config_file": "run.toml",
     "checkpoint.enable_checkpoint": True,
     "checkpoint.keep_latest_k": 5,
-    "training.seed": None,
+    "training.tokens": None,
     "data.skip_steps": [2],
     "float8.filter_fqns": ["output"],
     "optimizer.lr": 1e-3,

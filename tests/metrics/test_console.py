@@ -253,6 +253,7 @@ NOTEBOOK = "logging.basicConfig(); sys.modules['ipykernel'] = types.ModuleType('
 QUIET = "logging.getLogger('titanlite').setLevel(logging.ERROR)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "shown"), [("", True), (NOTEBOOK, True), (QUIET, False)])
 def test_rows_appear_in_scripts_and_notebooks(tmp_path: Path, before: str, shown: bool) -> None:
     done = python("-c", LIBRARY.format(before=before, folder=tmp_path), cwd=tmp_path)

@@ -109,6 +109,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("where", EXPECTED)
 def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
     (first, text), (second, _) = pool(2).run(_find, RUN, where)
@@ -118,6 +119,7 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
         assert "rank 1, micro-batch 2" in text
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "run",
     [
@@ -183,6 +185,7 @@ def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
     return finding, take(2).loss.item() < first
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "run",
     [

@@ -55,6 +55,7 @@ def on_one(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return pool(1).run(_both, str(tmp_path_factory.mktemp("one")))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in LAYOUTS]
 )

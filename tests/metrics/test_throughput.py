@@ -187,45 +187,16 @@ def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
     assert work < 0.05 and data == 0, "a reading begins a new window"
 
 
-def _step(clock: Clock, meter: Throughput, data: float, work: float) -> None:
-    meter.enter("data")
-    clock.now += data
-    meter.enter("work")
-    clock.now += work
-    meter.step_done()
-
-
-def test_the_seconds_of_a_run_are_known_by_kind_and_a_step_under_way_apart(
+def test_a_reading_has_the_seconds_of_saves_since_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
     meter = Throughput(100, 10, 1, 6, None)
-    clock.now += 50
     meter.start(10)
-    clock.now += 1
-    _step(clock, meter, 2, 10)
+    meter.step_done()
     assert "save_seconds" not in meter.read(1).figures
-    for _ in range(3):
-        _step(clock, meter, 1, 3)
+    meter.step_done()
     meter.enter("save")
     clock.now += 7
     meter.enter("work")
-    assert meter.spent() == ({"first_step": 11, "data": 5, "work": 9, "save": 7}, 4)
-    assert meter.read(4).figures["save_seconds"] == 7
-    _step(clock, meter, 1, 3)
-    meter.enter("data")
-    clock.now += 1
-    meter.enter("work")
-    clock.now += 20
-    spent = {"first_step": 11, "data": 6, "work": 12, "save": 7, "unfinished": 21}
-    assert meter.spent() == (spent, 5)
-    assert meter.spent() == (spent, 5), "to ask changes nothing"
-    # The guard goes back in that step.
-    meter.enter("rollback")
-    clock.now += 5
-    meter.enter("rollback")
-    meter.keep()
-    meter.start(10)
-    _step(clock, meter, 1, 3)
-    assert meter.read(3).steps == 1
-    assert meter.spent() == ({**spent, "data": 7, "work": 15, "rollback": 5}, 6)
+    assert meter.read(2).figures["save_seconds"] == 7

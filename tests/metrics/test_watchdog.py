@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
+from tests.support.task_files import flags_of, write_files
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
@@ -38,6 +39,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.attempts import read_entries
 from titanlite.training.bad_steps import BadStepError
 from titanlite.training.run_callbacks import Watchdog
+from titanlite.utils import note_progress, progress_at
 
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
@@ -267,6 +269,44 @@ def _waiter(world: DistEnv, said: list[str], name: str, step: int) -> Callable[[
             time.sleep(0.02)
 
     return read_shard
+
+
+@pytest.mark.parametrize("phase", ["validate", "evaluate", "sample", "save", "data"])
+def test_a_long_phase_that_goes_on_is_no_hang_until_it_stops(phase: str) -> None:
+    dog = HangWatchdog(Stall(deadline_seconds=100.0), Comm(init_timeout_seconds=100))
+    dog.rank, dog._reported = 0, None
+    dog.phase(phase, 3)
+    began = dog._now[3]
+    with (
+        mock.patch.object(dog, "_report") as report,
+        mock.patch.dict(progress_at, {"other": began + 500}),
+        mock.patch("titanlite.utils.time.monotonic") as clock,
+    ):
+        for seconds in range(0, 1000, 50):
+            clock.return_value = began + seconds
+            note_progress(phase)
+            dog._watch(began + seconds + 99)
+        assert not report.called
+        dog._watch(began + seconds + 101)
+        dog._watch(began + seconds + 300)
+        report.assert_called_once_with("no progress for 101 s")
+
+
+def _marks(world: DistEnv, folder: str, tasks: list[str]) -> set[str]:
+    progress_at.clear()
+    flags = ["--training.steps=1", "--validation.steps=2", "--sample.prompts=['a']", *tasks]
+    flags += ["--sample.max_tokens=2", "--checkpoint.enable_checkpoint", "--training.seq_len=32"]
+    hf = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    make_trainer(world, folder, *flags, *hf).train()
+    return set(progress_at)
+
+
+def test_validation_tasks_samples_and_the_export_tell_that_they_go_on(
+    pool: Pools, tmp_path: Path
+) -> None:
+    tasks = flags_of(*write_files(tmp_path), freq=1)
+    (marks,) = pool(1).run(_marks, str(tmp_path / "run"), tasks)
+    assert {"validate", "evaluate", "sample", "save"} <= marks
 
 
 def _sleep(world: DistEnv) -> list[str]:

@@ -338,6 +338,7 @@ def judge(kind: str, config: Mapping[str, Any], name: str) -> str:
     return "" if error < 1e-5 else f"logits differ by {error:.1e} of their norm"
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_entry_of_config_json_is_honoured_or_refused_by_its_name(kind: str) -> None:
     config = written(kind)

@@ -163,6 +163,7 @@ def test_documents_in_one_row_are_as_rows_of_their_own() -> None:
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("variant", ["v3", "v2"])
 def test_a_cache_of_keys_and_values_changes_no_token(variant: str) -> None:
     args = VARIANTS[variant]
@@ -257,6 +258,7 @@ def published(name: str) -> DeepSeekV3Args:
     return args
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("flavor", "whole", "active"),
     [

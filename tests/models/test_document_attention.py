@@ -65,6 +65,7 @@ def compiled(model: nn.Module) -> None:
     )
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("variant", "apply"),
     [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)],

@@ -188,6 +188,7 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
     return tokens[0, start.size(1) :].tolist()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "variant",
     [

@@ -159,6 +159,7 @@ def _train(world: DistEnv, out: str, *flags: str) -> int:
     return trainer.step
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_from_a_folder_of_transformers_has_its_logits_and_its_loss(
     pool: Pools, tmp_path: Path, name: str
@@ -331,7 +332,7 @@ def test_a_published_model_is_told_by_its_flavor_and_another_family_by_its_name(
     assert 'model.flavor = "3.2-1B" of llama3 is that model' in found.hint
     found = refusal([*start, "--model.name=qwen3"])
     assert 'model.name is "qwen3" here, "llama3" there' in found.message
-    check_config([*start, "--model.flavor=3.2-1B"], 1)
+    check_config([*start, "--model.flavor=3.2-1B", "--model.tokenizer_path=bundled"], 1)
 
 
 def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(

@@ -42,6 +42,7 @@ def _rows(
     return [[one for one in row if one is not None] for row in zip(*steps, strict=True)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_64_greedy_tokens_equal_full_passes_and_transformers(tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,6 +72,7 @@ def test_64_greedy_tokens_equal_full_passes_and_transformers(tied: bool) -> None
     assert not any(type(module).__name__ == "CachedAttention" for module in model.modules())
 
 
+@pytest.mark.slow
 def test_sinks_and_windows_in_every_second_block() -> None:
     from tests.models.test_families import VARIANTS, pair
 

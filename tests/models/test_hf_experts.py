@@ -111,6 +111,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
     assert max(differences(results[0], expected).values()) < NEAR
 
 
+@pytest.mark.slow
 def test_documents_and_experts_of_other_ranks_go_together(pool: Pools, tmp_path: Path) -> None:
     flags = flags_of(tmp_path, "qwen3_moe", data__mask_documents="true", **TWO)
     found = pool(2).run(on_ranks, flags, True)[0]
@@ -151,6 +152,7 @@ def _all_to_the_first(world: DistEnv, flags: list[str]) -> tuple[Result, list[in
     return Result(float(share) / parts.factors.loss, gradients, weights), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [TWO, {**TWO, **FULL}], ids=str)
 def test_ties_go_to_one_rank_and_the_other_gets_no_rows(
     pool: Pools, tmp_path: Path, keys: dict[str, Any]
@@ -182,7 +184,7 @@ def _count(counted: Counter[str], operator: Any, args: Any, output: Any) -> None
     counted[str(operator)] += 1
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "forward"), [({}, 1), (FULL, 2), (BY_OP, 1)], ids=str)
 def test_a_layer_reads_counts_once_and_sends_rows_twice_each_way(
     pool: Pools, tmp_path: Path, keys: dict[str, Any], forward: int
@@ -359,6 +361,7 @@ def _last_row(world: DistEnv, folder: Path, flags: list[str]) -> dict[str, Any]:
     return train_rows(world, str(folder / "run"), *flags, config=TOML)[-1]
 
 
+@pytest.mark.slow
 def test_logs_have_the_load_of_experts_and_no_losses_of_routers(
     pool: Pools, tmp_path: Path
 ) -> None:

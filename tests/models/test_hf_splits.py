@@ -50,6 +50,7 @@ def test_chunks_and_document_masks_on_two_ranks_are_exact(
     check(pool, tmp_path, kind, 2, **CHUNKS, **MASKS)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_chunks_alone_are_exact(pool: Pools, tmp_path: Path, kind: str) -> None:
     check(pool, tmp_path, kind, 2, **CHUNKS)
@@ -171,7 +172,7 @@ def test_compiled_blocks_are_exact(
     check(pool, tmp_path, kind, 2, **COMPILED, **keys)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [

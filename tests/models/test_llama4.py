@@ -73,6 +73,7 @@ def test_documents_of_a_row_compute_what_each_computes_alone() -> None:
         torch.testing.assert_close(part, theirs(own).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_of_keys_minds_chunks_and_positions() -> None:
     model, _, _, args = pair("llama4")
     found = _rows(model)

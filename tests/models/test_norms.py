@@ -77,6 +77,7 @@ def divided(world: DistEnv, dtype: torch.dtype, compiled: bool) -> dict[str, Any
     }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ranks_that_divide_the_heads_have_one_mean(pool: Pools, compiled: bool) -> None:
     for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):

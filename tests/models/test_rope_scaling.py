@@ -92,6 +92,7 @@ def test_tables_are_those_of_transformers_bit_for_bit(name: str, length: int) ->
     assert (found.cos.dtype, rope.cos.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", TABLES)
 def test_logits_are_those_of_transformers_up_to_the_original_length_and_beyond(name: str) -> None:
     args = args_of(name)
@@ -439,6 +440,7 @@ def test_ranks_that_pad_a_text_do_not_write_over_the_border() -> None:
     assert list(generate(model, [[1] * 40], max_tokens=14, limit=512, multiple=2))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_scaling_imports_no_formulas() -> None:
     code = (
         "import sys\n"

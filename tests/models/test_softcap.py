@@ -167,6 +167,7 @@ TP = "training.tensor_parallel_degree"
 CHUNKS = "training.loss_chunks"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.processes import ROOT
 from titanlite.config.load import load_file
-from titanlite.config.not_implemented import refused
 from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters
 from titanlite.plan.plan import kept_at_once
@@ -46,7 +45,6 @@ SIZES = {
 
 def resolved(path: Path, ranks: int) -> RunConfig:
     config = load_file(path)
-    assert refused(config) == []
     run = fitted(config, ranks)
     assert run.warnings == ()
     return run

@@ -206,6 +206,7 @@ def bytes_per_parameter(world: DistEnv, run: Run) -> float:
     return sum(t.to_local().nbytes for t in [*state, *weights]) / count
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("settings", "training", "expected"),
     [
@@ -290,7 +291,7 @@ def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(
     }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "training"),
     [

@@ -174,6 +174,7 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
 SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "groups", "settings"),
     [

@@ -267,6 +267,7 @@ def _count(counted: Counter[str], operator: Any, args: Any, output: Any) -> None
     counted[str(operator)] += 1
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("flags", "forward"), [({}, 1), ({MODE: "full"}, 2), (BY_OPERATION, 1)])
 def test_a_layer_sends_and_reads_counts_once_and_sends_rows_twice_each_way(
     pool: Pools, flags: dict[str, Any], forward: int

@@ -72,6 +72,7 @@ def _fail(world: DistEnv, folder: str, text: str) -> None:
         os.environ.pop(name, None)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("text", "left"),
     [

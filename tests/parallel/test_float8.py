@@ -104,6 +104,7 @@ def _kernels(world: DistEnv, run: Run) -> tuple[int, list[float]]:
     ).losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
 )
@@ -182,6 +183,7 @@ def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -> None:
     state, weights = (pool(2).run(function, RUN)[0] for function in (_state, initial_weights))
     for float8 in (EMULATED, GATHERED):
@@ -198,7 +200,7 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True)])
 def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:
     model = SPEC.build_on_meta(TINY)

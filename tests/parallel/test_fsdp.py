@@ -81,6 +81,7 @@ def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool: Po
         assert _counts(seen) == {GATHER: 8, REDUCE: 4}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "counts", "summed"),
     # with DDP whole weights are neither gathered nor scattered
@@ -141,6 +142,7 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
     ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("ahead", "tied"), [(0, False), (2, False), (1, True)])
 def test_prefetch_begins_gathers_before_the_group_in_front_computes(
     pool: Pools, ahead: int, tied: bool

@@ -264,6 +264,7 @@ def test_ranks_that_divide_a_product_round_as_one_rank_does(pool: Pools, recipe:
             assert torch.equal(ours[name], alone[name]), name
 
 
+@pytest.mark.slow
 def test_the_per_op_policy_recognises_mx_products() -> None:
     spec = get_spec("llama3")
     model = spec.build_on_meta(TINY)

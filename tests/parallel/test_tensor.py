@@ -139,6 +139,7 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     return {**found, "padding": (padding.item(), head.to_local().abs().max().item())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "loss_parallel"),
     [

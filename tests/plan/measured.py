@@ -59,7 +59,7 @@ _GEMMA3 = {
     "model.overrides.head_dim": 64,
 }
 #: Where the logits are most of a step.
-_LARGE = {"model.vocab_size": 16384}
+_LARGE = {"model.vocab_size": 16384, "model.tokenizer_path": "bundled"}
 _PENALTY = {"training.z_loss": 1e-4}
 _BF16 = {"training.dtype": "bfloat16"}
 

@@ -54,6 +54,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_plan_counts_what_a_trace_counts(model: str, mode: str) -> None:

@@ -1,5 +1,5 @@
 """Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md,
-docs/plan.md and docs/goodput.md.
+and docs/plan.md.
 
 `python tests/plan/test_generated.py --write` makes them again.
 """
@@ -25,7 +25,6 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 #: Page → examples in it.
 PAGES = {
     FOLDER.parent / "docs" / "plan.md": 2,
-    FOLDER.parent / "docs" / "goodput.md": 1,
     FOLDER.parent / "README.md": 1,
 }
 #: File → the hardware that it names. hf_debug.toml has no formulas.
@@ -81,6 +80,7 @@ def stated(text: str) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.slow_after(15)
 @pytest.mark.parametrize("name", HARDWARE)
 def test_a_file_says_how_much_of_its_gpus_it_takes(name: str) -> None:
     assert stated((FOLDER / f"{name}.toml").read_text()) == comment(name), __doc__

@@ -96,6 +96,7 @@ def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
     assert found == pytest.approx(traced, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gradients_that_no_other_rank_shares_wait_only_where_torch_casts_them(device):
     flags = [

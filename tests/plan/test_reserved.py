@@ -30,6 +30,7 @@ def _ratios(sharded: bool) -> list[float]:
     return ratios
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("sharded", "stated"), [(True, RESERVED_SHARDED), (False, RESERVED_WHOLE)])
 def test_shares_are_those_of_the_runs_on_the_null_gpu(sharded: bool, stated: Reserved) -> None:
     ratios = _ratios(sharded)

@@ -139,6 +139,7 @@ CHANGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "ranks", "flags"), CHANGED)
 def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(
     config: str, ranks: int, flags: list[str]

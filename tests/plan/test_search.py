@@ -142,6 +142,7 @@ def test_settings_that_are_best_already_are_said_to_be(
     )
 
 
+@pytest.mark.slow
 def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     cluster = with_memory(7)
     found = search([f"--job.config_file={base}"], cluster)

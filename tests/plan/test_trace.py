@@ -92,6 +92,7 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks: int) -> None:
     """Tensor parallelism alone: the peak is where the embedding's gradient is cast."""
@@ -163,7 +164,7 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
     assert formula.phase == traced.phase
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("numerics", [MX, MX | {"float8.emulate": "true"}], ids=["", "emulated"])
 @pytest.mark.parametrize(
     "flags",
@@ -203,7 +204,7 @@ SLOW_LOSSES = [
 ]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -259,7 +260,7 @@ def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
     assert traced.peak.total - before == pytest.approx(real, rel=BELOW_OPERATORS)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}]
 )
@@ -269,6 +270,7 @@ def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags)
     assert trace(config(8, **flags)) == short
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_the_fused_optimizer():
     fused, looped = (
         trace(config(8), device=device).moments[-1].parts["working memory"]
@@ -277,6 +279,7 @@ def test_a_gpu_takes_the_fused_optimizer():
     assert fused < 1 << 20 < 100 << 20 < looped
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_in_host_memory():
     flags = {"model.overrides.n_layers": 4, "activation_checkpoint.mode": "full"}
     own = trace(config(8, **flags))

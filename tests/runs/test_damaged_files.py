@@ -160,6 +160,7 @@ END_KEYS = ["attempt", "time", "step", "state", "reason", "exit_code", "saved_st
 ROW_KEYS = ["step", "time", "loss", "tps", "seconds_per_step", "tokens_seen"]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     deadline=None,

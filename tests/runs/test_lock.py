@@ -338,12 +338,11 @@ def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
     (tmp_path / "link").symlink_to(tmp_path / "a" / "checkpoint")
     (tmp_path / "real").mkdir()
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "checkpoint").symlink_to(tmp_path / "real")
+    (tmp_path / "other").symlink_to(tmp_path / "real")
     off = _config(tmp_path, "e", shared, "--no-checkpoint.enable_checkpoint")
     with (
         _lock_of_run(_config(tmp_path, "a")),
-        _lock_of_run(_config(tmp_path, "c")),
+        _lock_of_run(_config(tmp_path, "c", f"--checkpoint.folder={tmp_path / 'other'}")),
         _lock_of_run(_config(tmp_path, "d", shared)),
         _lock_of_run(off),
     ):

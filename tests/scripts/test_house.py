@@ -124,6 +124,7 @@ OFF = [
 ]
 
 
+@pytest.mark.slow
 def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house: Any) -> None:
     run = house.plain_run(ROOT)
     assert {"assembly.py", "plan/memory.py", "training/validation.py"} <= set(run["imported"])

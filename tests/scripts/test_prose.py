@@ -18,6 +18,7 @@ def prose() -> Any:
     return load_script("prose")
 
 
+@pytest.mark.slow
 def test_few_sentences_are_long(prose: Any) -> None:
     found = prose.sentences_of(ROOT)
     for kind, limit in prose.LIMITS.items():

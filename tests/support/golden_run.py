@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.ranks import check, train
 from tests.support.tiny import TWENTY_STEPS
-from titanlite.tools.drill.ranks import check, train
 
 STEPS = 20
 MORE = 24
@@ -101,8 +101,8 @@ def golden_run(base: Path) -> GoldenRun:
 
 def main() -> NoReturn:
     """Train as `train.py`; in one step a value of rank 1 is not finite."""
+    from tests.support.faults import before_steps
     from titanlite import main as entry
-    from titanlite.tools.drill.faults import before_steps
 
     handles: list[Any] = []
 

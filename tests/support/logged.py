@@ -10,9 +10,9 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from tests.support.faults import before_steps
 from titanlite import main as entry
 from titanlite.data.hashes import batch_hash
-from titanlite.tools.drill.faults import before_steps
 
 
 def main() -> NoReturn:

@@ -38,8 +38,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support.ranks import start_fork_server
 from titanlite.start.signals import end_with_parent
-from titanlite.tools.drill.ranks import start_fork_server
 
 #: Seconds of one wait for answers.
 _WAIT = 1.0

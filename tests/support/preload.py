@@ -1,6 +1,6 @@
 """The ranks of tests are copies of a process that has imported all that a plain run imports.
 
-The fork server of `titanlite.tools.drill.ranks` has torch and the trainer. The rest, above all
+The fork server of `tests.support.ranks` has torch and the trainer. The rest, above all
 torch's compiler, which FSDP needs, would be imported in each rank of each run: as long as a tiny
 run trains.
 """

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.ranks import start_fork_server
 from titanlite.tools import cli
-from titanlite.tools.drill.ranks import start_fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Words for Python that start a script on two ranks.

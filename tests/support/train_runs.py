@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import ranks as local_ranks
+from tests.support.faults import NO_FAULT, Fault
+from tests.support.run_results import checkpoint, differing
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools.drill import ranks as drill_ranks
-from titanlite.tools.drill.faults import NO_FAULT, Fault
-from titanlite.tools.drill.runs import checkpoint, differing
 from titanlite.utils import read_lines
 
 STEPS = 8
@@ -38,7 +38,7 @@ def train(
 
     Exit codes by rank, and the output.
     """
-    return drill_ranks.train(arguments, ranks, console, fault, main="tests.support.logged")
+    return local_ranks.train(arguments, ranks, console, fault, main="tests.support.logged")
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:

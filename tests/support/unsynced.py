@@ -1,7 +1,7 @@
 """Once imported, `os.fsync` returns at once: a tiny save waits for the disk as long as it takes.
 
 A process that is killed loses nothing by that. What a lost machine would lose is tested by the
-calls: tests/failures/test_durable.py, and the drill, which kills at them.
+calls: tests/failures/test_durable.py, and tests/support/faults.py, which kills at them.
 """
 
 from __future__ import annotations

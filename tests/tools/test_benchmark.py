@@ -365,7 +365,7 @@ def check(
 
 def test_all_problems_of_levels_are_reported_at_once_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text("[training]\nseq_len = 0\nstepz = 4\n")
-    (tmp_path / "unbuilt.toml").write_text("[experimental]\nenable_compiled_autograd = true\n")
+    (tmp_path / "unbuilt.toml").write_text("[training]\nbatch_size = 0\n")
     with pytest.raises(BenchmarkError) as caught:
         check(
             tmp_path,
@@ -377,7 +377,7 @@ def test_all_problems_of_levels_are_reported_at_once_with_the_remedy(tmp_path: P
     assert lines[-1].endswith(": --skip wrong --skip unbuilt")
     for place in ("wrong.toml:3: training.stepz", "wrong.toml:2: training.seq_len"):
         assert any(line.startswith(f"    {tmp_path}/{place}") for line in lines)
-    assert any("unbuilt.toml:2: experimental.enable_compiled_autograd" in line for line in lines)
+    assert any("unbuilt.toml:2: training.batch_size" in line for line in lines)
 
 
 def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             ),
         ),
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
         ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
     ],
 )
@@ -173,6 +174,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_words(tmp_path: Path) -> None:
     (tmp_path / "mark").mkdir()
     found = subprocess.run(
@@ -244,8 +246,8 @@ WITHOUT_TORCH = {
         "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
     ),
     "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "evaluate nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "evaluate mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
+    "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "eval mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import an-owner/A-1.5 there": (
@@ -255,12 +257,15 @@ WITHOUT_TORCH = {
     ),
     "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
     "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "data prepare nowhere.txt --out there": (exit_codes.CONFIG, "nowhere.txt does not exist"),
+    "data prepare nowhere.txt --out there --tokenizer bundled": (
+        exit_codes.CONFIG,
+        "nowhere.txt does not exist",
+    ),
     "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
-    "drill nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
 }
 
 
+@pytest.mark.slow
 def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
     done = subprocess.run(

@@ -81,7 +81,7 @@ def test_families_with_norms_behind_attention_are_flat(family: str, grows: str) 
     assert slopes(lines, mup=False)[grows] > 0.3
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("power", "sign"), [(-0.5, 1), (-1.5, -1)])
 def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch, power: float, sign: int) -> None:
     right = Rules.factors
@@ -139,7 +139,7 @@ def test_the_command_prints_draws_and_ends_by_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*CHECK, "--random"]) == 0
+    assert main([*CHECK, "--random", "--png=slopes.png"]) == 0
     shown = capsys.readouterr().out
     assert "OK: with muP every slope is within 0.25 of 0" in shown and "random tokens" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("feed-forward")]
@@ -147,8 +147,8 @@ def test_the_command_prints_draws_and_ends_by_the_verdict(
     assert abs(float(rows[0][4])) < LIMIT < float(rows[1][4])
     from matplotlib.image import imread
 
-    light = imread(tmp_path / "mup-check.png")
-    dark = imread(tmp_path / "mup-check-dark.png")
+    light = imread(tmp_path / "slopes.png")
+    dark = imread(tmp_path / "slopes-dark.png")
     assert light.shape == dark.shape and light[0, 0, :3].min() > 0.9 > 0.2 > dark[0, 0, :3].max()
 
 
@@ -156,6 +156,8 @@ def test_the_command_as_json_on_the_text_of_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert main([*CHECK, "--steps=1"]) in (0, 1)
+    capsys.readouterr()
     assert main([*CHECK, "--json", "--mup.base_dim=128", "--steps=1"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     assert found["base_dim"] == 128 and found["widths"] == [64, 128]

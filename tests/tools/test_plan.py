@@ -67,6 +67,7 @@ def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
     assert found["cost"] is None
 
 
+@pytest.mark.slow
 def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> None:
     code, out, _ = plan("llama3_8b.toml", "--json")
     found = {entry["gpu"]: entry for entry in json.loads(out)}

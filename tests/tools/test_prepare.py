@@ -27,8 +27,8 @@ from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.token_paths import INDEX
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.runs.lock import RunLock
+from titanlite.tools import cli
 
 
 def files_of(folder: Path) -> TokenFiles:
@@ -64,6 +64,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str
@@ -115,18 +116,13 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
-def test_the_tokenizer_that_is_taken_is_named_where_none_is_given(
-    tmp_path: Path, command: Command
-) -> None:
+def test_prepare_asks_for_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = write_records(tmp_path / "text", 1)
-    said = f"no --tokenizer: the bundled tokenizer.tiktoken of {TOKENIZER.vocab_size:,} ids"
-    code, printed = command("prepare", text, "--out", tmp_path / "out")
-    assert code == 0
-    assert said in printed
-    given = ("--tokenizer", BUNDLED_SENTENCEPIECE)
-    code, printed = command("prepare", text, "--out", tmp_path / "other", *given)
-    assert code == 0
-    assert "no --tokenizer" not in printed
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["data", "prepare", str(text), "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "required: --tokenizer" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_of_a_character_is_refused_and_not_replaced(tmp_path: Path, command: Command) -> None:
@@ -191,6 +187,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     tmp_path: Path, command: Command
 ) -> None:
@@ -199,7 +196,16 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     text = tmp_path / "text.jsonl"
     records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
+    words = [
+        "prepare",
+        str(text),
+        "--part-tokens",
+        "5000",
+        "--workers",
+        "1",
+        "--tokenizer=bundled",
+        "--out",
+    ]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen(
@@ -235,6 +241,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     assert os.stat(kept).st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
@@ -259,6 +266,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(
     tmp_path: Path,
 ) -> None:
@@ -274,6 +282,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
             1,
             "--part-tokens",
             500,
+            "--tokenizer=bundled",
             "--out",
         ]
         env = hub.environment(tmp_path / "home")
@@ -295,6 +304,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
+@pytest.mark.slow
 def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("aiohttp")
     text = write_records(tmp_path / "files")
@@ -308,6 +318,38 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
     assert code == 2
     assert "/files/0.jsonl cannot be read" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "right"),
+    [
+        ("a.csv", "title,body\na,hello\n", ["--text-key", "body"]),
+        ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
+        (
+            "a.jsonl",
+            '{"talk": [{"role": "assistant", "content": "a"}]}\n',
+            ["--messages-key", "talk"],
+        ),
+        (
+            "a.jsonl",
+            '{"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}\n',
+            ["--record", "completion"],
+        ),
+    ],
+)
+def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
+    tmp_path: Path, command: Command, name: str, content: str, right: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    words = ["prepare", tmp_path / name, "--out", tmp_path / "out", "--chat-template", "plain"]
+    wrong = ["--messages-key", "other"] if "--messages-key" in right else []
+    code, printed = command(*words, *wrong)
+    assert code == 2
+    assert right[0] in printed
+    assert "data." not in printed
+    code, printed = command(*words, *right)
+    assert code == 0, printed
+    assert files_of(tmp_path / "out").documents == 1
 
 
 def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
@@ -326,6 +368,7 @@ def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
     assert command("verify", out)[0] == 0
 
 
+@pytest.mark.slow
 def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"

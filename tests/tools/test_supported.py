@@ -115,6 +115,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_cpu_and_says_so(tmp_path: Path) -> None:
     flags = [*EIGHT_STEPS, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
     config = f"--job.config_file={ROOT}/train_configs/debug_model.toml"

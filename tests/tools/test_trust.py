@@ -58,7 +58,6 @@ SHOWS = {
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
     "runs": (["{run}"], exit_codes.DONE),
-    "compare": (["{run}", "--out", "{out}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }
 #: Commands that take the model's family from the manifest.
@@ -72,7 +71,7 @@ MODEL = {
 }
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
 CONFIG = {
-    "evaluate": (
+    "eval": (
         ["{step}", "--nproc-per-node=1"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
@@ -88,13 +87,11 @@ REASONS = {
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
     "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",
-    "lr": OWN,
     "config check": f"{OWN}; hf_config: test_a_config_json_names_no_code",
     "config explain": OWN,
     "config migrate": OWN,
     "config schema": "reads no file",
     "completion": "reads no file",
-    "help": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
@@ -106,7 +103,6 @@ REASONS = {
     "sweep": f"{OWN}; best.toml: test_the_best_config_of_a_foreign_folder_holds_names_of_variables",
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,
-    "drill": "makes its files itself",
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
 }
 
@@ -146,10 +142,11 @@ class Poisoned:
 def _start(words: list[str]) -> int:
     """Run a command.
 
-    `eval` needs a package that is not installed: its model is loaded as it would be. So is the
+    Tasks need a package that is not installed: their model is loaded as it would be. So is the
     export of a push, without its hub.
     """
-    if words[0] not in ("eval", "push"):
+    is_of_tasks = words[0] == "eval" and any(word.startswith("--tasks") for word in words)
+    if words[0] != "push" and not is_of_tasks:
         return main(words)
     from titanlite.config.errors import ConfigError
     from titanlite.tools.commands.loading import load_model
@@ -186,7 +183,7 @@ def poisoned(
     monkeypatch.chdir(run)
     monkeypatch.syspath_prepend(str(run))
     monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setattr("titanlite.tools.commands.evaluate.start_ranks", _started)
+    monkeypatch.setattr("titanlite.tools.commands.eval_text.start_ranks", _started)
     yield Poisoned(run, step, evil, tmp_path / "out", capsys)
     forget(evil)
 
@@ -221,6 +218,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
     _is_announced(said, poisoned.evil, path)
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 @pytest.mark.parametrize("command", sorted(CONFIG))
 def test_code_that_a_kept_config_names_is_not_imported(
@@ -243,12 +241,12 @@ def test_code_that_a_kept_config_names_is_not_imported(
         _is_announced(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )
-    if command == "evaluate":
-        assert f"started evaluate {poisoned.step} {trust.FLAG}" in said
+    if command == "eval":
+        assert f"started eval {poisoned.step} {trust.FLAG}" in said
 
 
-def test_a_rank_of_evaluate_refuses_too(poisoned: Poisoned) -> None:
-    from titanlite.tools.commands.evaluate import _evaluate_rank
+def test_a_rank_of_eval_refuses_too(poisoned: Poisoned) -> None:
+    from titanlite.tools.commands.eval_text import _evaluate_rank
 
     poison(poisoned.step, code_config(poisoned.evil, "beside"))
     code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
@@ -291,7 +289,7 @@ def test_with_the_flag_a_variable_is_announced_and_read(
 def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
     poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
     words = ["{step}", "--nproc-per-node=1"]
-    _, said = poisoned.call("evaluate", words, "--validation.dataset=c4_test")
+    _, said = poisoned.call("eval", words, "--validation.dataset=c4_test")
     assert "started" in said
     assert trust.FLAG not in said
     assert not poisoned.evil.ran
@@ -308,14 +306,14 @@ def test_claims_are_of_the_values_in_effect_alone() -> None:
     from titanlite.config.load import read_text
 
     mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
-    text = f'{mixture}[experimental]\ncustom_import = "evil"\n[optimizer]\nname = "AdamW"\n'
+    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
     file = Path("run/config.toml")
     config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
     assert not problems
     found = {claim.key: claim.value for claim in config.claims}
-    assert found == {"data.source": "evil:texts", "experimental.custom_import": "evil"}
+    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
     assert not config.changed(dict.fromkeys(found, [])).claims
-    flags = ["--data.source=[]", "--experimental.custom_import="]
+    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
     assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
     assert not read_text(text, file)[0].claims
 
@@ -452,11 +450,13 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     text = tmp_path / "text.jsonl"
     folder = tmp_path / "tokens"
     text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
-    assert main(["data", "prepare", str(text), "--out", str(folder), "--workers=1"]) == 0
+    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
+    assert main([*words, "--tokenizer=bundled"]) == 0
     index = json.loads((folder / "index.json").read_text())
     path = poisoned.evil.named("SPEC")
     index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
     index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
+    del index["checksum"]
     (folder / "index.json").write_text(json.dumps(index))
     code, said = poisoned.call("data stats", [f"--training.dataset_path={folder}"])
     assert code == 0, said
@@ -469,7 +469,7 @@ def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path)
 
     file = tmp_path / "evil.jinja"
     file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
-    template = load_template(str(file), load_tokenizer(None, "llama3"))
+    template = load_template(str(file), load_tokenizer())
     with pytest.raises(DataError, match="the chat template refuses it"):
         template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
     assert not poisoned.evil.ran
@@ -512,8 +512,8 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.support.golden_run import FLAGS
+    from tests.support.ranks import train
     from tests.support.tiny import TWENTY_STEPS
-    from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
@@ -541,7 +541,7 @@ def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
         (folder / "xxhash.py").write_text(evil.file.read_text())
     words = [
         Path(sys.executable).with_name("titanlite"),
-        "evaluate",
+        "eval",
         ".",
         "--nproc-per-node=1",
         "--json",
@@ -597,8 +597,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "models/families.py",
         "parallel/agents.py",
         "tools/command_table.py",
-        "tools/drill/ranks.py",
-        "tools/drill/faults.py",
         "tools/launch/launch.py",
         "tools/plan/plan.py",
     }

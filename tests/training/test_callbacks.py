@@ -312,6 +312,7 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
     return made
 
 
+@pytest.mark.slow
 def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
     for made in pool(2).run(_groups_made, str(tmp_path)):
         assert len(made) >= 2 and set(made) == {-1}, (

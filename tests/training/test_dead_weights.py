@@ -53,6 +53,7 @@ def warnings_of(world: DistEnv, folder: str, own: list[Callback], *flags: str) -
     return [line for line in found["said"] if "no gradient has reached" in line]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("flags", [(), ("--optimizer.name=Muon",)], ids=["adamw", "muon"])
 def test_a_weight_without_a_gradient_is_named_once(
     pool: Pools, tmp_path: Path, flags: tuple[str, ...]
@@ -64,6 +65,7 @@ def test_a_weight_without_a_gradient_is_named_once(
     assert second == []
 
 
+@pytest.mark.slow
 def test_a_part_of_a_weight_may_have_no_gradient(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(warnings_of, str(tmp_path), [LoseGradient({LOST}, {1})])
     assert found == [[], []]
@@ -111,6 +113,7 @@ def looks_of(world: DistEnv, folder: str, *flags: str) -> list[str]:
     return [line for line in said if line.startswith("looks: ")]
 
 
+@pytest.mark.slow
 def test_it_looks_once_and_not_for_ever_where_there_is_nothing_to_see(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | No
     return Contents(Path(folder) / "checkpoint" / "step-4").manifest.validation_loss
 
 
+@pytest.mark.slow
 def test_a_loss_from_before_a_rollback_is_not_that_of_a_later_save(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def _with_a_nan_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str,
     return outcome_of(trainer, folder)
 
 
+@pytest.mark.slow
 def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: Path) -> None:
     """All of its text is in the steps that the config asks for."""
     files = {
@@ -188,6 +190,7 @@ def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> di
     return {**outcome_of(trainer, folder), "last": last}
 
 
+@pytest.mark.slow
 def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -334,6 +337,7 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
     return said
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("run", "mode"),
     [(RUN, "async"), (replace(RUN, pipeline=2), "disabled")],

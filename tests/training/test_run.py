@@ -16,6 +16,7 @@ from tests.support.golden_run import GoldenRun
 from tests.support.harness import alone
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
+from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import build, exit_codes, load_config
@@ -26,7 +27,6 @@ from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.read import read_run
-from titanlite.tools.drill.ranks import train
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
@@ -116,6 +116,7 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [24, 20])
 def test_finished_run_says_how_to_go_on(
     pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int
@@ -151,6 +152,7 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
     assert losses_of(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_other_text_tokenizer_order_or_model_is_refused(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def _by_hand(world: DistEnv, folder: str) -> list[tuple[float, int]]:
     return [(float(each[:, a:b].mean()), each[:, a:b].numel()) for a, b in spans]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -105,6 +105,7 @@ def _logged(world: DistEnv, folder: str, *flags: str) -> tuple[list[dict[str, An
     return [row for row in found["rows"] if "validation_loss" in row], found["said"]
 
 
+@pytest.mark.slow
 def test_a_run_logs_parts_only_if_it_is_asked(pool: Pools, tmp_path: Any) -> None:
     (plain,), _ = pool(1).run(_logged, str(tmp_path / "plain"))[0]
     (row,), said = pool(1).run(_logged, str(tmp_path / "parts"), "--validation.parts=2")[0]

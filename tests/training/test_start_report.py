@@ -270,6 +270,7 @@ def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
         "versions",
         "model",
         "parameters",
+        "tokenizer",
         "compute",
         "devices",
         "mesh",

@@ -30,6 +30,7 @@ BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
 UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
 def test_accumulation_reduces_once_or_with_every_micro_batch(
     pool: Pools, sync: str, reductions: int

@@ -212,6 +212,7 @@ def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> N
         assert "its checkpoint could not be written, there is no checkpoint" in ended["error"]
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_path: Path) -> None:
     flags = [EIGHT, "--no-validation.enable"]
     ended = pool(2).run(_run, str(tmp_path), "backward", 8, 0, signal.SIGTERM, *flags)
@@ -219,6 +220,7 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     assert read_entries(tmp_path)[-1]["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
     return held == {id(p) for p in parts.model.parameters()}
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("reshard", ["default", "never", "2"])
 def test_the_models_parameters_are_those_of_the_optimizer(
     pool: Pools, tmp_path: Path, reshard: str
@@ -263,6 +263,7 @@ def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return outcome_of(trainer, folder)
 
 
+@pytest.mark.slow
 def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(
     pool: Pools, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ from titanlite.checkpoint.weights import total_bytes
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import gather_objects
-from titanlite.utils import sync
+from titanlite.utils import note_progress, sync
 
 #: Bytes of tensors in one file, unless one tensor is larger.
 SHARD_BYTES = 4 << 30
@@ -145,6 +145,7 @@ def write_files(
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
             for file, ours in _interleaved([file for file in files if rank in file.holders]):
+                note_progress("save")
                 tensor = read(ours)
                 problem = problem or _failure(writing)
                 writing = None

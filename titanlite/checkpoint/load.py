@@ -18,6 +18,7 @@ from titanlite.checkpoint.choice import Candidate, Chooser
 from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of
 from titanlite.checkpoint.selection import Selection, select
 from titanlite.checkpoint.storage import (
+    PLACES,
     RNG,
     CheckedReader,
     Tensors,
@@ -213,15 +214,19 @@ class Loader:
 
     def _generators(self, candidate: Candidate) -> DTensor | None:
         """Return a tensor to load the random generators into; None where they do not fit these
-        ranks.
+        ranks, or belong to other places in the mesh.
         """
+        manifest, places = candidate.manifest, self.world.places
         generators = rng_state(self.world.device, self.world.size)
-        if candidate.manifest.tensors.get(RNG) == describe({RNG: generators})[RNG]:
+        fits = manifest.tensors.get(RNG) == describe({RNG: generators})[RNG]
+        before = manifest.config.get(PLACES)
+        # Older checkpoints do not tell, and their tensor-parallel ranks may not agree.
+        if fits and (before == places or (before is None and places.get("tp", 1) == 1)):
             return generators
+        how = "in another mesh" if fits else f"with {self.world.device.type} devices"
         candidate.notices.append(
-            f"written on {counted(candidate.manifest.world_size, 'ranks')}, loaded on "
-            f"{self.world.size} with {self.world.device.type} devices: the data order continues "
-            "exactly, the random generators start afresh"
+            f"written on {counted(manifest.world_size, 'ranks')}, loaded on {self.world.size} "
+            f"{how}: the data order continues exactly, the random generators start afresh"
         )
         return None
 

@@ -22,7 +22,7 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
-from titanlite.checkpoint.paths import AnyPath, files_in, to_path
+from titanlite.checkpoint.paths import AnyPath, files_in, to_path, write_whole
 from titanlite.checkpoint.retention import (
     Deleter,
     begin,
@@ -35,6 +35,7 @@ from titanlite.checkpoint.retention import (
     republish,
 )
 from titanlite.checkpoint.storage import (
+    PLACES,
     RNG,
     CheckedReader,
     HashingWriter,
@@ -169,7 +170,7 @@ class Checkpointer:
         """On rank 0: delete leftovers, and let no local save from before this start come back."""
         self._deleter.delete(leftovers(self.root))
         if (self.root / LOCAL_PAST).is_file():
-            (self.root / LOCAL_PAST).write_bytes(b"")
+            write_whole(self.root / LOCAL_PAST, b"")
 
     def load_newest(
         self,
@@ -284,7 +285,7 @@ class Checkpointer:
             train=copy.deepcopy(train),
             world_size=self._world.size,
             created=time.time(),
-            config=self._run_config,
+            config={**self._run_config, PLACES: dict(self._world.places)},
             **self._origin,
         )
 

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from titanlite import exit_codes
 from titanlite.config.urls import STORES, is_url, store_needs
-from titanlite.utils import sync
+from titanlite.utils import atomic_write, new_file, sync
 
 #: Bytes of one part of a large upload.
 _PART = 32 << 20
@@ -233,7 +233,7 @@ def write_new(path: AnyPath, content: bytes) -> None:
         raise FileExistsError(errno.EEXIST, "File exists", str(path))
     temporary = path.with_name(f"{path.name}.part")
     try:
-        with open(temporary, "wb") as stream:
+        with new_file(temporary) as stream:
             stream.write(content)
             sync(stream)
     except OSError as error:
@@ -241,6 +241,14 @@ def write_new(path: AnyPath, content: bytes) -> None:
         raise OSError(error.errno, f"{temporary} cannot be written: {error.strerror}") from error
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def write_whole(path: AnyPath, content: bytes) -> None:
+    """Write a small file: a reader sees the old content or the new."""
+    if isinstance(path, StorePath):
+        path.write_bytes(content)
+    else:
+        atomic_write(path, content)
 
 
 def sync_folder(folder: AnyPath) -> None:

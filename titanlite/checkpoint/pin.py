@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.checkpoint.manifest import PIN
 from titanlite.checkpoint.paths import AnyPath, write_new
 from titanlite.runs.lock import process_is_alive, process_of
-from titanlite.utils import logger, parse_json
+from titanlite.utils import logger, new_file, parse_json
 
 #: How a pin of an upload begins; JSON follows.
 _TEXT = b"titanlite push reads this checkpoint, and removes this file afterwards\n"
@@ -72,7 +72,8 @@ def _write(pin: AnyPath, content: bytes, written: int) -> float:
         return pin.stat().st_mtime
     part = pin.with_name(f"{PIN}.{os.getpid()}.part")
     try:
-        part.write_bytes(content)
+        with new_file(part) as stream:
+            stream.write(content)
         # Another time is that of a user's touch. Not all file systems let one set it.
         with contextlib.suppress(OSError):
             os.utime(part, (written, written))

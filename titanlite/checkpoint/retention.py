@@ -47,8 +47,10 @@ from titanlite.checkpoint.paths import (
     remove_folder,
     sync_folder,
     write_new,
+    write_whole,
 )
 from titanlite.checkpoint.pin import is_over
+from titanlite.runs.links import refuse_links
 from titanlite.utils import atomic_write, logger
 
 if TYPE_CHECKING:
@@ -152,10 +154,7 @@ def republish(folder: AnyPath, edit: Callable[[Manifest], Manifest]) -> None:
     the new. Raises CheckpointError and OSError.
     """
     content = edit(parse_manifest(folder)).to_json().encode()
-    if isinstance(folder, StorePath):
-        (folder / FILE).write_bytes(content)
-        return
-    atomic_write(folder / FILE, content)
+    write_whole(folder / FILE, content)
     sync_folder(folder)
 
 
@@ -353,7 +352,8 @@ def quarantine(folder: AnyPath, reason: str) -> AnyPath:
         _move_objects(folder, aside, content)
     elif isinstance(folder, Path):
         with suppress(OSError):
-            (folder / REASON).write_bytes(content)
+            refuse_links(folder.parent, folder)
+            atomic_write(folder / REASON, content)
         folder.rename(folder.with_name(aside.name))
         sync_folder(folder.parent)
     logger.warning(f"{folder} is now {aside.name}: {reason}")

@@ -49,7 +49,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
 from titanlite.parallel.own_linear import weights_replaced
-from titanlite.utils import logger
+from titanlite.utils import logger, note_progress
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.foreign import WeightsReader
@@ -58,6 +58,8 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
+#: Entry of a manifest's `config`: `DistEnv.places` of the ranks that had them.
+PLACES = "places"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -209,6 +211,7 @@ class _HashingStream:
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += memoryview(data).nbytes
+        note_progress("save", "end")
         try:
             return self._stream.write(data)
         except OSError as error:

@@ -24,7 +24,7 @@ from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.rules import Finding, Rule, broken_rules, contains, is_set, several
 from titanlite.config.sections import Config
-from titanlite.config.text_names import fetch_hint, name_problem
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, url_problem
 from titanlite.utils import is_dotted, is_hidden, pip_install
@@ -417,7 +417,7 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
     found: list[Finding] = []
     for key, path in _paths(config):
-        if path and not is_url(path) and not _exists(path):
+        if path and not is_url(path) and not is_there(path):
             hint = fetch_hint(path) if key == "model.tokenizer_path" else ""
             found.append(("no-file", key, f"no file or folder {quote(path)}", hint))
     return placed(config, found)
@@ -426,7 +426,8 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
 def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
     """Yield each path that a run of the config reads, by its key."""
     d = config.sections
-    yield "model.tokenizer_path", d.model.tokenizer_path
+    if d.model.tokenizer_path != BUNDLED_TOKENIZER_NAME:
+        yield "model.tokenizer_path", d.model.tokenizer_path
     yield "training.dataset_path", d.training.dataset_path
     if d.validation.enable:
         yield "validation.dataset_path", d.validation.dataset_path
@@ -443,7 +444,8 @@ def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
             yield f"{_SOURCES}[{number}].path", source.path
 
 
-def _exists(path: str) -> bool:
+def is_there(path: str) -> bool:
+    """Whether a key's local path, or pattern of paths, names something."""
     if os.path.exists(path):
         return True
     # Megatron's token files are named without their suffixes.

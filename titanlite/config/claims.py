@@ -14,8 +14,6 @@ from titanlite.utils import is_dotted
 
 #: Keys with tables, whose `name` may be a dotted path.
 _TABLES = ("data.source", "validation.sources")
-#: Keys with the name of a module.
-_MODULES = ("experimental.custom_import",)
 #: Keys with a folder of compiled code, which torch loads and runs.
 _COMPILED = ("compile.cache_dir",)
 #: Keys with a folder of task files, which may name functions that run.
@@ -61,8 +59,6 @@ def _dotted_paths(key: str, value: Any) -> Iterator[str]:
     elif key in _TABLES:
         names = [table.get("name") for table in value or []]
         yield from (name for name in names if name and is_dotted(name))
-    elif key in _MODULES and value:
-        yield value
 
 
 def _imported(path: str) -> str:

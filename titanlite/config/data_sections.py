@@ -7,6 +7,7 @@ from msgspec import Meta
 from titanlite.config.value_types import (
     Count,
     CountOrRest,
+    Day,
     Location,
     Name,
     Natural,
@@ -141,6 +142,10 @@ class Data(Section, frozen=True):
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or
     tokenizer_config.json.
     """
+    template_date: Day | None = None
+    """Day that a chat template writes, as "2025-01-31": strftime_now has it (gpt-oss, Mistral).
+    None: the template has no such function.
+    """
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
@@ -198,7 +203,7 @@ class Validation(Section, frozen=True):
     first: bool = False
     """Also before the first step, so that curves of the loss begin at step 0."""
     ema: bool = False
-    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`.
+    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite eval`.
     """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""

@@ -102,7 +102,9 @@ class _FileEntries:
             self.entries.append(Entry(name, value, source, self.lines))
         elif name in known_sections() or (is_top and name == SWEEP):
             message = f"is a section, not a value; got {quote(value)}"
-            self.problems.append(Problem(source.place, name, message, code="wrong-type"))
+            meant = [key for key in keys() if key.endswith(f".{name}")]
+            hint = f"the key is {' or '.join(meant)}" if meant else ""
+            self.problems.append(Problem(source.place, name, message, hint, code="wrong-type"))
         else:
             from titanlite.config.unknown_keys import unknown, unknown_section
 

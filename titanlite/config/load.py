@@ -141,11 +141,15 @@ def find_config(path: str) -> Path | None:
     # `Path.exists` raises for names that are too long.
     if os.path.exists(direct):
         return direct
-    is_bare_name = direct.name == path
-    if is_bare_name:
+    return in_config_folders(path)
+
+
+def in_config_folders(name: str) -> Path | None:
+    """Return the file of a bare name in one of the folders of configs, or None."""
+    if os.path.basename(name) == name:
         for folder in config_folders():
-            if os.path.isfile(folder / path):
-                return folder / path
+            if os.path.isfile(folder / name):
+                return folder / name
     return None
 
 
@@ -252,6 +256,8 @@ class Layers:
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
         """Add a file that the file `path` extends. place: of its name."""
         file = path.parent / os.path.expanduser(name)
+        if not file.exists():
+            file = in_config_folders(name) or file
         from titanlite.config.claims import file_claim
 
         claim = file_claim(place, "job.extends", name, file)

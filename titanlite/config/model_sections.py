@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME as BUNDLED
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.value_types import (
     Count,
@@ -24,7 +25,7 @@ class Model(Section, frozen=True):
     """Which model is trained."""
 
     name: Name = "llama3"
-    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a
+    """Model family (docs/models.md), hf for a model of transformers (docs/transformers.md), or a
     dotted path to a ModelSpec (docs/library.md).
     """
     flavor: str = "debugmodel"
@@ -41,11 +42,12 @@ class Model(Section, frozen=True):
     np_layernorm, without parameters. fused_rmsnorm is the module of rmsnorm: torch runs it as one
     kernel where it can. None: the flavor's, rmsnorm.
     """
-    tokenizer_path: Location | None = None
+    tokenizer_path: Location = BUNDLED
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model
     (tokenizer.model of Llama 2), a tokenizer.json, Mistral's tekken.json, a folder with one of
     them, or a URL (https, s3, gs, az; of a folder with a slash at its end). `titanlite tokenizer
-    fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken.
+    fetch` downloads one. bundled: that of titanlite, sentencepiece for llama2, else tiktoken. It is
+    for debug models; others take it only where the config says so.
     """
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""

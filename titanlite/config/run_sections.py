@@ -48,8 +48,6 @@ class Job(Section, frozen=True):
     """Callbacks to add to a run, as "package.module:Name" or "./file.py:Name", relative to the file
     that names them.
     """
-    use_for_integration_test: bool = False
-    """Accepted without effect; a mark for test suites."""
 
 
 class Profiling(Section, frozen=True):
@@ -182,8 +180,6 @@ class MemoryEstimation(Section, frozen=True):
     """Print the plan of the run, as `titanlite plan` does, and exit with 0. For the GPUs of this
     machine or those of launch.instance_type; without both for h100-80g.
     """
-    disable_fake_mode: bool = False
-    """Estimate with real tensors."""
 
 
 class Guard(Section, frozen=True):

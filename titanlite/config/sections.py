@@ -102,8 +102,8 @@ class Training(Section, frozen=True):
     """torch.compile, per block, and the loss."""
     gc_freq: Count = 50
     """Collect garbage on all ranks together every gc_freq steps."""
-    seed: Seed | None = None
-    """Seed of the initial weights and of torch's generators. None: 0 for the weights."""
+    seed: Seed = 0
+    """Seed of the initial weights and of torch's generators (dropout)."""
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Meta(ge=2)] = (
         "default"
     )
@@ -364,12 +364,8 @@ class Experimental(Section, frozen=True):
     """GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
     pipeline_parallel_microbatches: Count | None = None
     """Pieces that each batch of batch_size is cut into. None: the pipeline degree."""
-    enable_compiled_autograd: bool = False
-    """Compile the backward as one graph."""
     context_parallel_degree: Count = 1
     """Ranks that share each sequence."""
-    custom_import: str = ""
-    """Module to import before the model is looked up, to register one's own."""
 
 
 class Parallelism(Section, frozen=True):

@@ -44,6 +44,11 @@ def hub_text(name: str) -> HubText | None:
     return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
 
 
+#: Value of `model.tokenizer_path` for the tokenizer that travels with titanlite, and its ids.
+BUNDLED_TOKENIZER_NAME = "bundled"
+BUNDLED_IDS = 2304
+
+
 def fetch_hint(path: str) -> str:
     """Return how to fetch a tokenizer for a missing path that looks like an id of the hub.
 

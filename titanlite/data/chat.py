@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +21,11 @@ from numpy.typing import NDArray
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.chat_process import TemplateError, ask
-from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
+from titanlite.data.chat_worker import BEGIN, DAY, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.base import whole_characters
-from titanlite.utils import parse_json
+from titanlite.utils import logger, parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
@@ -95,7 +97,10 @@ class ChatTemplate(NamedTuple):
                 "template"
             )
         if kind != TEXT:
-            raise DataError(f"{where}: the chat template refuses it: {text}")
+            hint = ""
+            if "'strftime_now' is undefined" in text:
+                hint = '; it writes the date: set data.template_date, as "2025-01-31"'
+            raise DataError(f"{where}: the chat template refuses it: {text}{hint}")
         return text
 
 
@@ -127,21 +132,29 @@ def load_template(
     key: str = "data.chat_template",
     *,
     or_plain: bool = False,
+    day: str | None = None,
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
     path: "plain" is the plain one of `titanlite.data.forms`. key: what names the file, for
-    messages. or_plain: take the plain one where the tokenizer brings none.
+    messages. or_plain: take the plain one where the tokenizer brings none. day:
+    `data.template_date`.
 
     Raises DataError if there is none, or it is not valid.
     """
+    from titanlite.data.forms import plain
+
     folder = tokenizer.folder
     config = _config_beside(folder, path, key)
-    if path == _PLAIN:
-        return _plain_template(tokenizer, config)
+    variables = _variables(tokenizer, config)
+    if day:
+        try:
+            variables[DAY] = str(date.fromisoformat(day))
+        except ValueError as error:
+            raise DataError(f"data.template_date: {day!r} is no day: {error}") from None
     place, source = _find_source(folder, path, config, key)
-    if not isinstance(source, str) and or_plain:
-        return _plain_template(tokenizer, config)
+    if not isinstance(source, str) and (or_plain or path == _PLAIN):
+        source = plain.SOURCE
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
@@ -149,13 +162,31 @@ def load_template(
             f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
-    return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    template = ChatTemplate(source, tuple(variables.items()))
+    _warn_of_end(template, tokenizer, f"{key}: {place}")
+    return template
 
 
-def _plain_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ChatTemplate:
-    from titanlite.data.forms import plain
-
-    return ChatTemplate(plain.SOURCE, tuple(_variables(tokenizer, config).items()))
+@lru_cache(maxsize=1)
+def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> None:
+    """Warn if a turn of the assistant ends with no token that is in the loss and stops a text."""
+    answer = "answer"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = template.render(messages, place)
+    except DataError:
+        return  # of a real conversation it is an error
+    turn = text.rpartition(BEGIN)[2].partition(END)[0]
+    _, found, end = turn.rpartition(answer)
+    ids = tokenizer.encode_rendered(end)[0]
+    if found and not set(ids) & set(tokenizer.stop_ids):
+        names = {number: name for name, number in tokenizer.special_tokens.items()}
+        known = ", ".join(names.get(one, str(one)) for one in tokenizer.stop_ids)
+        logger.warning(
+            f"{place}: no token that stops a text ({known}) ends the assistant's turn within the "
+            "loss, so a model does not learn to stop. Put one behind the content, both inside of "
+            "{% generation %} and {% endgeneration %}"
+        )
 
 
 def _config_beside(folder: str | None, path: str | None, key: str) -> dict[str, Any]:
@@ -174,6 +205,8 @@ def _find_source(
     folder: str | None, path: str | None, config: Mapping[str, Any], key: str
 ) -> tuple[str, Any]:
     """Return where the template is, and its text; no text where there is none."""
+    if path == _PLAIN:
+        return _PLAIN, None
     place = path or f"{folder}/{TEMPLATE}"
     try:
         content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()

@@ -41,7 +41,7 @@ from titanlite.data.splits import ALL_SPLITS
 from titanlite.data.text_files import TextFiles, all_of
 from titanlite.data.text_keys import key_of
 from titanlite.data.token_paths import is_tokens
-from titanlite.utils import counted, logger, pip_install
+from titanlite.utils import counted, logger, note_progress, pip_install
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
@@ -93,6 +93,7 @@ class Shards(TextFiles):
         while True:
             try:
                 for record in read_file(name, self.kind, self.columns, row, self.patience):
+                    note_progress("data")
                     yield record
                     row = record.number
                 return

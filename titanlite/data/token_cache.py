@@ -33,7 +33,7 @@ from titanlite.data.kinds import Format
 from titanlite.data.records import Columns
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger, parse_json, sync
+from titanlite.utils import logger, new_file, not_a_link, parse_json, sync
 
 #: "auto" keeps the tokens of texts of at least this many bytes. Less is tokenized in a tenth of a
 #: second.
@@ -191,7 +191,7 @@ def _lock(path: Path, done: Path) -> Iterator[bool]:
     """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most
     (False).
     """
-    with open(path, "a+b") as file:
+    with open(path, "a+b", opener=not_a_link) as file:
         waited = 0.0
         logged = 30.0
         while not _try_lock(file):
@@ -284,7 +284,7 @@ def _save(corpus: Corpus, path: Path) -> None:
     partial = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.partial")
     try:
         _remove_old(path.parent)
-        with open(partial, "wb") as file:
+        with new_file(partial) as file:
             header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
             file.write(header.ljust(_HEADER_BYTES))
             for array in arrays:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.threads import Pool, ending
+from titanlite.utils import not_a_link
 
 #: Seconds for which a part counts as whole.
 KEEP = 30 * 86400.0
@@ -103,7 +104,8 @@ class PartHashes:
         """Keep a record that the part is whole."""
         with contextlib.suppress(OSError):
             if file := self.record():
-                file.write_bytes(b"whole\n")
+                with open(file, "wb", opener=not_a_link) as stream:
+                    stream.write(b"whole\n")
 
 
 def hash_of(file: Path, read: Callable[[int], None]) -> str:
@@ -251,7 +253,7 @@ def _open_record(part: PartHashes) -> BinaryIO | None:
     if record is None:
         return None
     record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return open(record, "ab")
+    return open(record, "ab", opener=not_a_link)
 
 
 def _try_lock(file: BinaryIO) -> bool:

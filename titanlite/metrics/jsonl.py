@@ -14,7 +14,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import atomic_write, escape_name, json_lines, logger, public_tree, read_lines
+from titanlite.utils import (
+    atomic_write,
+    escape_name,
+    json_lines,
+    logger,
+    not_a_link,
+    public_tree,
+    read_lines,
+)
 
 T = TypeVar("T")
 
@@ -41,7 +49,7 @@ class MetricsLog:
         shown = {name: json_value(value) for name, value in self._public(row).items()}
         line = (json.dumps(shown, allow_nan=False) + "\n").encode()
         try:
-            with open(self.path, "ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=not_a_link) as file:
                 before = file.tell()
                 if file.write(line) < len(line):
                     file.truncate(before)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -116,8 +116,6 @@ class MetricsLogger(Callback):
     def on_rollback(self, trainer: Trainer) -> None:
         """Drop what was recorded after the checkpoint. Trackers keep what they have."""
         self._first_step = trainer.step + 1
-        self._meter.enter("rollback")
-        self._meter.keep()
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
         if self._tensorboard:
@@ -192,12 +190,6 @@ class MetricsLogger(Callback):
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
         return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
-
-    def spent(self) -> dict[str, Any]:
-        """Return the steps of this attempt, and its seconds by kind, as attempts.jsonl has them."""
-        seconds, steps = self._meter.spent()
-        rounded = {kind: round(value, 3) for kind, value in seconds.items()}
-        return {"trained": steps, "seconds": rounded}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Write a row to metrics.jsonl, TensorBoard and the trackers."""

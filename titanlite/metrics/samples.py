@@ -4,7 +4,7 @@ TensorBoard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from titanlite.config.run_sections import Sample
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import do_nothing
-from titanlite.training.generate import Sampling, generate, stop_ids
+from titanlite.training.generate import Sampling, generate
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class PromptSampler(Callback):
             return
         trainer.phase("sample")
         written: list[list[int]] = [[] for _ in self._prompts]
-        ends = stop_ids(self._tokenizer)
+        ends = self._tokenizer.stop_ids
         for ids in generate(
             parts.model,
             self._prompts,
@@ -88,7 +88,7 @@ class PromptSampler(Callback):
         if parts.world.rank == 0:
             self._write(step, written, ends)
 
-    def _write(self, step: int, written: list[list[int]], ends: set[int]) -> None:
+    def _write(self, step: int, written: list[list[int]], ends: Collection[int]) -> None:
         shown: dict[str, str] = {}
         for number, (prompt, ids) in enumerate(zip(self._section.prompts, written, strict=True), 1):
             stopped = ids[-1] in ends

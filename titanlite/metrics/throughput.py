@@ -66,12 +66,6 @@ class Throughput:
         #: Tokens of a sequence → FLOPs per token, for lengths that have others.
         self.flops_by_length: dict[int, int] = {}
         self._kind = "work"
-        #: Seconds by kind, and steps, of the windows that were read. The work of the first one, a
-        #: single step, is "first_step".
-        self._spent: dict[str, float] = {}
-        self._trained = 0
-        #: Work and waits of the window before the step under way; None between steps.
-        self._under_way: tuple[float, float] | None = None
         self._since = self._cpu_since = 0.0
         self.start(0)
 
@@ -88,7 +82,6 @@ class Throughput:
     def step_done(self, size: StepSize | None = None) -> None:
         """Call after each step. size: None: that of the constructor."""
         self._steps += 1
-        self._under_way = None
         if size is None:
             size = StepSize(self._sequences, self._tokens // self._sequences, self._sequences)
         self._done_sequences += size.sequences
@@ -107,8 +100,6 @@ class Throughput:
         cpu = time.thread_time()
         self._seconds[self._kind] += now - self._since
         self._cpu[self._kind] += cpu - self._cpu_since
-        if kind == "data" and self._kind != "data":
-            self._under_way = self._seconds["work"], self._seconds["data"]
         self._kind = kind
         self._since = now
         self._cpu_since = cpu
@@ -158,7 +149,6 @@ class Throughput:
         if self._recent:
             left = median(self._recent) * tokens_left
         samples = self._done_sequences / seconds
-        self.keep()
         self._begin_window()
         return Reading(figures, steps, samples, left)
 
@@ -168,32 +158,6 @@ class Throughput:
         self._steps = self._done_sequences = self._done_tokens = self._done_flops = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._cpu: defaultdict[str, float] = defaultdict(float)
-
-    def keep(self) -> None:
-        """Add the window so far to `spent`; a new window must begin after it."""
-        self._spent, self._trained = self._sums(self._since)
-        self._under_way = None
-
-    def spent(self) -> tuple[dict[str, float], int]:
-        """Return seconds by kind since the first `start`, and steps. A step that was not done is
-        "unfinished". It changes nothing, so any thread may ask.
-        """
-        return self._sums(time.perf_counter())
-
-    def _sums(self, now: float) -> tuple[dict[str, float], int]:
-        """Return the sums with the window so far."""
-        window = defaultdict(float, self._seconds)
-        window[self._kind] += now - self._since
-        if self._under_way is not None:
-            work, data = self._under_way
-            window["unfinished"] += window["work"] - work + window["data"] - data
-            window["work"] = work
-            window["data"] = data
-        if not self._trained:
-            window["first_step"] = window.pop("work", 0.0)
-        for kind, seconds in self._spent.items():
-            window[kind] += seconds
-        return dict(window), self._trained + self._steps
 
 
 def peak_flops_of(device: torch.device, tflops: float | None) -> float | None:

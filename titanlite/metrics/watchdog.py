@@ -50,7 +50,7 @@ from titanlite.metrics.hang_report import RankState, table, verdict
 from titanlite.parallel.process import has_ended
 from titanlite.start.signals import StopRequested
 from titanlite.training.bad_steps import BadStepError
-from titanlite.utils import logger
+from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
 THREAD = "titanlite-watchdog"
@@ -407,6 +407,7 @@ class HangWatchdog:
     def _watch(self, now: float) -> None:
         """On rank 0: report if this rank, and so all of them, have stood still for too long."""
         step, _, phase, since = self._now
+        since = max(since, progress_at.get(phase, since))
         if self._reported is not None:
             if since != self._reported:
                 logger.warning(f"rank 0 continues, in {phase} of step {step}")

@@ -88,6 +88,9 @@ class DistEnv:
     timeout: timedelta | None = None
     #: Process ids of the ranks of this launcher, by rank; empty where the launcher serves no store.
     near: Mapping[int, int] = field(default_factory=dict, compare=False)
+    #: Degrees of the latest mesh, by name, all data ranks counted together: a rank's place in it
+    #: decides which random numbers it draws.
+    places: dict[str, int] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def open(
@@ -194,6 +197,7 @@ class DistEnv:
             )
         meet()
         mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=MESH_DIMS)
+        self.places.update(pp=pp, dp=dp_replicate * dp_shard, cp=cp, tp=tp)
         self.apply_timeout()
         return mesh
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titanlite.exit_codes import is_of_collectives
 from titanlite.parallel.process import has_ended
-from titanlite.utils import logger
+from titanlite.utils import logger, new_file
 
 #: Environment variables of one meaning; torch takes the first that is set.
 _ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -100,7 +100,8 @@ def write_record(path: Path) -> None:
             }
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")  # the launcher may end this process in the middle
-    aside.write_bytes(pickle.dumps(record))
+    with new_file(aside) as stream:
+        stream.write(pickle.dumps(record))
     aside.rename(path)
 
 

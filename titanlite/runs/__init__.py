@@ -4,3 +4,5 @@
 ATTEMPTS = "attempts.jsonl"
 #: The same in folders of titanlite 0.1.0.
 OLD_ATTEMPTS = "run.json"
+#: Folder of what waits for its upload to the hub, see `titanlite.features.hub.record`.
+HUB = ".hub"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from titanlite.metrics.jsonl import FILE as METRICS
-from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, spent
+from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs.links import read_own
 from titanlite.utils import parse_json, read_lines, tell
 
 Attempt = Mapping[str, Any]
@@ -25,7 +26,6 @@ _COUNTS = (
     "pid",
     "lost_steps",
     "lost_tokens",
-    "trained",
 )
 _TEXTS = (
     "time",
@@ -42,9 +42,6 @@ _TABLES = (
     "renamed",
     "config_changes",
     "lost",
-    "killed",
-    "seconds",
-    "saves",
     "git",
     "versions",
     "environment",
@@ -104,7 +101,10 @@ def _misfit(entry: Mapping[str, Any]) -> str:
             return f"{name} has an entry that is no text"
     if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
         return "lost has an entry that is no number"
-    return spent.misfit(entry)
+    launched = entry.get("launched")
+    if launched is not None and not isinstance(launched, int | float):
+        return f"launched is {launched!r:.40}"
+    return ""
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -116,7 +116,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
     An attempt is its start entry and its end entry in one. "time" becomes "started" and
     "ended" (seconds since 1970). The "step" of the start becomes "first_step". Without an end it
-    has neither "ended" nor "state", and "killed" is of the attempt before. problems: as for
+    has neither "ended" nor "state", and "lost" is of the attempt before. problems: as for
     `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
@@ -167,7 +167,7 @@ def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
 def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the attempts in a run.json in the form of `read_attempts`."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        for old in parse_json(path.read_bytes())["attempts"]:
+        for old in parse_json(read_own(path))["attempts"]:
             new = {
                 **old,
                 "started": _seconds(old.get("started")),
@@ -181,43 +181,37 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
                 yield new
 
 
-class Lost(NamedTuple):
-    """What is known of a killed attempt when the next one starts."""
-
-    #: Steps and tokens that are not kept, and its number.
-    lost: dict[str, int]
-    #: `spent.Spent` as JSON has it.
-    killed: dict[str, Any]
-
-
-def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> Lost:
-    """Return what a killed attempt did after a step, at which so many tokens were seen.
+def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[str, int]:
+    """Return what a killed attempt did after a step, at which so many tokens were seen, and the
+    time of its last row.
 
     Only its metrics can tell.
     """
     # The run that resumes names the damaged lines when it takes the file over.
-    rows = read_lines(folder / METRICS, problems=[])
-    reached = _newest_row(rows)
-    lost = {
+    reached = _newest_row(read_lines(folder / METRICS, problems=[]))
+    return {
         "attempt": attempt["attempt"],
         "steps": max(reached.step - step, 0),
         "tokens": max(reached.tokens - tokens, 0),
+        **({"seen": reached.time} if reached.time else {}),
     }
-    began = attempt.get("started") or 0.0
-    return Lost(lost, spent.spent_in(rows, began, attempt.get("first_step") or 0)._asdict())
 
 
 class _Row(NamedTuple):
     step: int = 0
     tokens: int = 0
+    #: Seconds since 1970; 0: unknown.
+    time: int = 0
 
 
 def _newest_row(rows: Sequence[Mapping[str, Any]]) -> _Row:
-    """Return step and tokens seen of the last training row; zeros without one."""
+    """Return step, tokens seen and time of the last training row; zeros without one."""
     for row in reversed(rows):
         step, tokens = row.get("step"), row.get("tokens_seen")
         if _is_count(step) and _is_count(tokens):
-            return _Row(step, tokens)
+            time = row.get("time")
+            is_time = isinstance(time, int | float) and 0 <= time < 2**63
+            return _Row(step, tokens, int(time) if is_time else 0)
     return _Row()
 
 

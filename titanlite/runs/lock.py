@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite import exit_codes
-from titanlite.utils import atomic_write, logger, parse_json, timestamp
+from titanlite.utils import atomic_write, logger, not_a_link, parse_json, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
@@ -354,7 +354,11 @@ def _read(path: Path | StorePath) -> dict[str, Any] | None:
     Raises OSError.
     """
     try:
-        found = parse_json(path.read_bytes())
+        if isinstance(path, Path):
+            with open(path, "rb", opener=not_a_link) as stream:
+                found = parse_json(stream.read())
+        else:
+            found = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:

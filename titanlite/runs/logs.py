@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.utils import escape, logger, say
+from titanlite.utils import escape, logger, not_a_link, say
 
 FOLDER = "logs"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -27,6 +28,11 @@ class RankLog(logging.FileHandler):
     """
 
     _warned = False
+
+    def _open(self) -> TextIOWrapper:
+        return open(  # noqa: SIM115
+            self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=not_a_link
+        )
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(_COLOR.sub("", super().format(record)))
@@ -47,7 +53,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     path = Path(folder) / FOLDER / f"rank_{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = RankLog(path, encoding="utf-8", errors="backslashreplace")
+        file = RankLog(path)
     except OSError as error:
         logger.warning(
             f"cannot write {path.parent}: {error}. Training continues without logs per rank"

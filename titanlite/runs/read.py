@@ -19,6 +19,7 @@ from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
+from titanlite.runs.links import read_own
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values
 from titanlite.runs.record import CONFIG
@@ -39,9 +40,6 @@ _FIGURES = (
     "reserved_gib",
     "seconds_per_step",
     "data_seconds",
-    "save_seconds",
-    "validation_seconds",
-    "eval_seconds",
     "tokens_seen",
     "validation_loss",
     "grad_norm",
@@ -134,10 +132,18 @@ class Run:
             attempt = self.attempts[place] if self.attempts else {}
             following = self.attempts[place + 1] if place + 1 < len(starts) else {}
             # Its rows may be in an earlier file, if the next attempt began again.
-            ended = attempt.get("ended") or following.get("killed", {}).get("seen")
+            ended = attempt.get("ended") or following.get("lost", {}).get("seen")
             next_start = starts[place + 1] if following else math.inf
             total += max((ended or self._last_sign(start, next_start)) - start, 0.0)
         return total
+
+    @property
+    def ended(self) -> float | None:
+        """When the last attempt ended, or last showed that it lived, in seconds since 1970."""
+        if not self.attempts:
+            return None
+        last = self.attempts[-1]
+        return last.get("ended") or self._last_sign(last["started"] or 0.0, math.inf)
 
     def _last_sign(self, start: float, end: float) -> float:
         """Return when an attempt between two times last showed that it lived."""
@@ -177,7 +183,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
         # Nothing of the rest of the folder surely belongs to that run.
-        rows = _rows(path, problems)
+        rows = _rows(path.resolve(), problems)
         return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
@@ -225,9 +231,7 @@ def _begins_again(attempt: Attempt, before: Attempt) -> bool:
     """Return whether an attempt repeats the one before, which has left no checkpoint."""
     is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
     kept = before.get("saved_step") or before.get("first_step")
-    # Of a killed one only its rows tell of saves.
-    saved = "save" in attempt.get("killed", {}).get("seconds", {})
-    return is_same and not kept and not saved and before.get("state") != "done"
+    return is_same and not kept and before.get("state") != "done"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -315,7 +319,7 @@ def _number(value: Any) -> float | None:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return config_values(path.read_text(encoding="utf-8"))
+        return config_values(read_own(path).decode())
     except ValueError as error:
         raise RunError(
             f"{path}: not TOML ({error}); mend it, or rename it to compare without it"

@@ -10,8 +10,8 @@
      "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
-A killed attempt has no end. The next start records its loss under `lost`, and its times under
-`killed`, as far as metrics.jsonl tells. `titanlite.runs.goodput` reads the times. Beside it lie
+A killed attempt has no end, or one without state and step, by the launcher. The next start records
+its loss, and the time of its last row, under `lost`, as far as metrics.jsonl tells. Beside it lie
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml
     git.diff      changes to the checkout that titanlite was run from; earlier ones as git-N.diff
@@ -24,13 +24,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, provenance
+from titanlite.runs.links import read_own
 from titanlite.utils import (
     append_line,
     atomic_write,
@@ -95,21 +95,13 @@ class AttemptRecord:
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
-        #: What the trainer measured: steps, also those that were rolled back, and seconds by kind.
-        self.times: dict[str, Any] = {}
-        self._saves: Counter[str] = Counter()
         self._ended = False
         self._warned = False
 
-    def saved(self, step: int, tokens: int, seconds: float | None = None) -> None:
-        """Note that the checkpoint of `step`, after `tokens` tokens, exists.
-
-        seconds: that the save took, also beside steps; None: no save has just ended.
-        """
+    def saved(self, step: int, tokens: int) -> None:
+        """Note that the checkpoint of `step`, after `tokens` tokens, exists."""
         self._saved_step = step
         self._kept = step, tokens
-        if seconds is not None:
-            self._saves.update(count=1, milliseconds=round(1000 * seconds))
 
     def end(
         self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""
@@ -133,7 +125,6 @@ class AttemptRecord:
                 "reason": reason,
                 "step": step,
                 "saved_step": self._saved_step,
-                **({**self.times, "saves": self._saves} if self.times else {}),
                 "lost_steps": max(step - kept[0], 0),
                 "lost_tokens": max(tokens - kept[1], 0),
             }
@@ -168,8 +159,7 @@ def begin(folder: Path, start: Start) -> Begun:
     if entry["after"] == "killed":
         from titanlite.runs.attempts import lost_since
 
-        lost, entry["killed"] = lost_since(folder, previous[-1], start.step, start.tokens)
-        entry["lost"] = lost
+        lost = entry["lost"] = lost_since(folder, previous[-1], start.step, start.tokens)
         lines.append(
             f"attempt {number - 1} was killed and lost at least "
             f"{counted(lost['steps'], 'steps')} ({lost['tokens']:,} tokens), by the last row of "
@@ -180,6 +170,14 @@ def begin(folder: Path, start: Start) -> Begun:
     record = AttemptRecord(folder, number, start.step, start.tokens, start.resumed)
     record.write(entry)
     return Begun(record, lines)
+
+
+def end_silent(folder: Path, exit_code: int, reason: str) -> None:
+    """Record the end of an attempt whose process has ended without a word. Raises OSError."""
+    attempt = _attempts_before(folder)[-1]
+    if "ended" not in attempt:
+        entry = {"event": "end", "attempt": attempt["attempt"], "time": timestamp()}
+        append_line(folder / ATTEMPTS, {**entry, "exit_code": exit_code, "reason": reason})
 
 
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
@@ -218,7 +216,7 @@ def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if number > 1 and (folder / CONFIG).exists():
-            before = (folder / CONFIG).read_text("utf-8", "replace")
+            before = read_own(folder / CONFIG).decode(errors="replace")
             kept.changes = provenance.config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, diff)):
             new_name = _replace(folder / name, content, number - 1)
@@ -270,7 +268,7 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     """Write a file of this attempt (None: it has none); returns the new name of a former one that
     differs.
     """
-    old = path.read_bytes() if path.exists() else None
+    old = read_own(path) if path.exists() else None
     if old == content:
         return None
     kept = None

@@ -21,6 +21,7 @@ from titanlite.start.opening import SkippedText, StartReport
 from titanlite.start.report import report_lines
 from titanlite.start.run_text import Datasets
 from titanlite.training.dead_weights import DeadWeights
+from titanlite.training.replicas import EqualReplicas
 from titanlite.training.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -56,7 +57,6 @@ def build_callbacks(
     )
     figures = _figures(built)
     metrics = _metrics(built, gc, figures)
-    attempts.spent = metrics.spent
     if sampler is not None:
         sampler.show = metrics.write_texts
     tasks = tasks_of(run.eval)
@@ -77,6 +77,7 @@ def build_callbacks(
         *figures,
         metrics,
         DeadWeights(),
+        EqualReplicas(),
         _compile_report(built),
         _float8_error(built, metrics),
         _profiler(built),

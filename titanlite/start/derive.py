@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config import extensions
+from titanlite.config.idle_keys import idle_keys
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import idle_keys
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
 from titanlite.data.course import Course, StepSize

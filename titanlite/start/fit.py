@@ -25,7 +25,6 @@ from titanlite.config.checks import (
 from titanlite.config.errors import ConfigError, Problem, Source, refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import refused
 from titanlite.config.rules import Finding
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
@@ -48,6 +47,7 @@ from titanlite.start.misfits import (
     refused_keys,
     rope_misfits,
     tensor_misfits,
+    tokenizer_misfits,
 )
 from titanlite.utils import is_dotted
 
@@ -105,7 +105,6 @@ def check_loaded(
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
-        found += refused(config)
         found += closed_urls(config)
         found += missing_files(config)
         found += missing_packages(config)
@@ -113,6 +112,8 @@ def check_loaded(
         raise ConfigError([*found, *_model_names(config)])
     config = shaped(config)
     run = _fitted(config, world_size or smallest_world(config))
+    if training:
+        refuse(unnamed_tokenizer(config, run))
     if look_at_text:
         run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
     return config, run
@@ -188,6 +189,13 @@ def _fitted(config: LoadedConfig, world_size: int) -> RunConfig:
     run = derive(config, world_size)
     refuse(misfits(config, run))
     return run
+
+
+def unnamed_tokenizer(config: LoadedConfig, run: RunConfig) -> list[Problem]:
+    """Return a problem for a model that needs its own tokenizer where the config names none."""
+    if config.is_given("model.tokenizer_path"):
+        return []
+    return placed(config, list(tokenizer_misfits(run)))
 
 
 def unclear_texts(config: LoadedConfig) -> list[Problem]:

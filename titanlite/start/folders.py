@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,25 +13,36 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.errors import ConfigError, unfit
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
-from titanlite.utils import atomic_write, logger
+from titanlite.runs.links import refuse_links
+from titanlite.utils import LinkError, atomic_write, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
 
+#: Folder of the last collectives, for a run that hangs.
+TRACES = "comm_traces"
+#: Names of files that a run writes into its folder.
+_OWN_FILE = re.compile(r".*\.jsonl|config.*\.toml|git.*\.diff|run\.(json|lock)|.*-run-id")
+_NO_LINKS = "or name its target by the key of the folder, such as checkpoint.folder"
+
 
 @contextlib.contextmanager
 def lock_folders(
-    run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False
+    run_folder: Path,
+    section: Checkpoint,
+    ending: Callable[[], bool] = lambda: False,
+    others: Sequence[str] = (),
 ) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
-    ending: whether this run was asked to stop.
+    ending: whether this run was asked to stop. others: folders that the run writes to besides.
 
-    Raises LockedError. Raises ConfigError where the run's folder cannot be written to or holds the
-    checkpoints among its logs. Raises CheckpointError where that of the checkpoints, or a store,
-    cannot be used.
+    Raises LockedError. Raises ConfigError where the run's folder cannot be written to, has a link
+    where the run writes, or holds the checkpoints among its logs. Raises CheckpointError where that
+    of the checkpoints, or a store, cannot be used.
     """
     with contextlib.ExitStack() as stack:
+        _refuse_links(run_folder, section.folder, others)
         checkpoints: AnyPath | None = None
         if section.enable_checkpoint:
             checkpoints = _checkpoint_folder(run_folder, section)
@@ -38,6 +50,27 @@ def lock_folders(
         if checkpoints is not None:
             _lock(stack, "checkpoint.folder", checkpoints, ending)
         yield
+
+
+def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> None:
+    """Raise ConfigError for a link where the run writes below its folder: that may come from
+    somebody else.
+    """
+    from titanlite.runs import HUB
+    from titanlite.runs.logs import FOLDER as LOGS
+
+    try:
+        for path in run_folder.glob("*") if run_folder.is_dir() else ():
+            if path.is_symlink() and _OWN_FILE.fullmatch(path.name):
+                raise LinkError(path)
+        ours = (run_folder / name for name in (LOGS, TRACES, HUB))
+        for folder in (*ours, *map(Path, filter(None, others))):
+            refuse_links(run_folder, folder, inside=True)
+        # wandb makes links; a step that is one is read only.
+        for folder in (run_folder / "wandb", Path(checkpoints)):
+            refuse_links(run_folder, folder)
+    except LinkError as error:
+        raise unfit("job.dump_folder", str(error), _NO_LINKS) from None
 
 
 def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:

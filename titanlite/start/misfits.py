@@ -12,6 +12,8 @@ from typing import Any
 
 from titanlite.config.rules import Finding, around, divisors
 from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
+from titanlite.config.toml import quote
 from titanlite.features.interactions import uneven_sequences
 from titanlite.models.spec import ModelSpec
 from titanlite.start.derive import RunConfig, degrees_of, parallelism
@@ -20,6 +22,24 @@ from titanlite.utils import counted
 _SHARD = "training.data_parallel_shard_degree"
 _TP = "training.tensor_parallel_degree"
 _RESHARD = "training.reshard_after_forward"
+
+
+# The tokenizer
+
+
+def tokenizer_misfits(run: RunConfig) -> Iterator[Finding]:
+    """Check that a model with a vocabulary of its own is not trained with the bundled tokenizer."""
+    vocabulary = run.model_args().vocab_size or 0
+    if vocabulary > 2 * BUNDLED_IDS:
+        message = (
+            f"names none, and the bundled one has {BUNDLED_IDS:,} ids: {run.model.title} has a "
+            f"vocabulary of {vocabulary:,}"
+        )
+        hint = (
+            "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
+            f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
+        )
+        yield "needs", "model.tokenizer_path", message, hint
 
 
 # The ranks

@@ -67,14 +67,13 @@ def build_model(
         async_tp.enable(mesh)
     if make is None:
         _check_policy(run, builder)
-        model = builder.build(run.training.seed or 0)
+        model = builder.build(run.training.seed)
     else:
         model = make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
-    if run.training.seed is not None:
-        # Of torch's own generators: the weights and the data order have their own.
-        seed_generators(run.training.seed, mesh)
+    # Of torch's own generators: the weights and the data order have their own.
+    seed_generators(run.training.seed, mesh)
     moe_layers = moe_layers_of(run.spec, args)
     if moe_layers is not None:
         moe_layers.set_step_tokens(model, run.batch.tokens_per_step)

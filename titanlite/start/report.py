@@ -20,6 +20,7 @@ from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Training
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
@@ -34,7 +35,7 @@ from titanlite.start.derive import MeshSizes, RunConfig
 from titanlite.start.length import with_steps
 from titanlite.start.run_text import Datasets
 from titanlite.start.supported import accelerator_warning
-from titanlite.utils import counted, human_bytes, human_count
+from titanlite.utils import counted, human_bytes, human_count, public
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +109,15 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
         ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
         ("parameters", parts),
     ]
+
+
+def tokenizer_row(model: Model, ids: int) -> Row:
+    """Return the row of the tokenizer's file and size."""
+    from titanlite.data.tokenizer.local import tokenizer_path
+
+    bundled = ", bundled with titanlite" if model.tokenizer_path == BUNDLED_TOKENIZER_NAME else ""
+    path = public(tokenizer_path(model.tokenizer_path, model.name))
+    return "tokenizer", f"{path}: {ids:,} ids{bundled}"
 
 
 def compute_rows(
@@ -339,6 +349,7 @@ def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
     if run.job.description:
         rows.append(("run", run.job.description))
     rows += [("versions", _versions()), *model_rows(run.model, setup)]
+    rows.append(tokenizer_row(run.model, datasets.tokenizer.vocab_size))
     rows += _machine_rows(built, run, setup, peak)
     rows += sharding_rows(run.training, setup)
     rows += _memory_rows(built, run, setup)

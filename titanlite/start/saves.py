@@ -44,7 +44,8 @@ def build_saves(
     args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
     with them. Raises ConfigError where the model has no form for Hugging Face.
     """
-    from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+    from titanlite.data.tokenizer.files import hf_files
+    from titanlite.data.tokenizer.local import tokenizer_path
 
     if run.checkpoint.last_save_in_hf:
         _check_hf_form(run, args)
@@ -53,7 +54,7 @@ def build_saves(
     about: dict[str, Any] = {
         "toml": public_config(run.toml),
         "model": as_record(run.model.name, args),
-        "tokenizer": {"path": tokenizer and public(tokenizer)},
+        "tokenizer": {"path": public(tokenizer), "ids": datasets.tokenizer.vocab_size},
     }
     files = functools.partial(hf_files, tokenizer)
     averages = None if average is None else average.tensors

@@ -258,10 +258,8 @@ def exit_on_signals(*numbers: signal.Signals) -> None:
     """
     _install(numbers, _exit_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    # The file tells the launcher that this worker will write its exit code. From here on it does so
-    # after any of the signals.
-    with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
-        pass
+    # From here on this worker writes its exit code after any of the signals.
+    exit_codes.report_code(exit_codes.BEGUN)
 
 
 def hold_signals(*numbers: signal.Signals) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import titanlite
-from titanlite.utils import say
+from titanlite.utils import new_file, say
 
 #: Time for torchrun to end; it gives its workers 10 seconds less.
 GRACE_SECONDS = 40
@@ -87,7 +87,7 @@ def start(
     Call it from the main thread. On Linux the command is asked to end when this process dies.
     Raises OSError.
     """
-    with console.open("wb") as output:
+    with new_file(console) as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -140,7 +140,7 @@ def run(  # noqa: PLR0913
     """
     # The command gets a session for itself, so Ctrl-C reaches only this process.
     with (
-        console.open("wb") as output,
+        new_file(console) as output,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

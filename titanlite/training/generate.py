@@ -21,21 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.utils import note_progress
+
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 #: Name of the module in each block that a model lets be replaced.
 _REPLACED = "inner_attention"
-
-
-#: Names of special tokens that end a turn of a conversation.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-
-
-def stop_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids that end a text: EOS, and those that end a turn."""
-    special = tokenizer.special_tokens
-    return {tokenizer.eos_id, *(special[name] for name in _END_OF_TURN if name in special)}
 
 
 class Sampling(NamedTuple):
@@ -227,6 +219,7 @@ def generate(  # noqa: PLR0913
             found = _draw(logits[:, :vocab], sampling, draws)
             if together:
                 dist.broadcast(found, 0)
+            note_progress("sample", "evaluate")
             yield rows.add(found, stop_ids)
             if not any(rows.alive):
                 return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +127,6 @@ class AttemptRecord(Callback):
             device,
         )
         self._watch = watch
-        #: Returns the steps of this attempt, and its seconds by kind (`MetricsLogger.spent`).
-        self.spent: Callable[[], dict[str, Any]] = dict
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
         self._record: record.AttemptRecord | None = None
@@ -155,10 +152,11 @@ class AttemptRecord(Callback):
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
         self._record, self.lines = record.begin(self._folder, start)
+        exit_codes.report_code(exit_codes.BEGUN, str(self._folder.absolute()))
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:
-            self._record.saved(step, self._tokens_at(trainer, step), seconds)
+            self._record.saved(step, self._tokens_at(trainer, step))
 
     def on_rollback(self, trainer: Trainer) -> None:
         if self._record:
@@ -172,7 +170,6 @@ class AttemptRecord(Callback):
         """
         if self._record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
-            self._record.times = self.spent()
             self._record.end(
                 end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
             )

@@ -22,7 +22,7 @@ from titanlite.data.loader import Batch, to_device
 from titanlite.loss import count_valid
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.step import ReplicationFactors, Runner
-from titanlite.utils import counted, logger, progress_text
+from titanlite.utils import counted, logger, note_progress, progress_text
 
 if TYPE_CHECKING:
     from titanlite.data.prefetch import ValidationPrefetcher
@@ -92,6 +92,7 @@ def _reported(batches: ValidationSet) -> Iterator[tuple[int, Batch]]:
                 f"validating: {done:,} of {counted(total, 'batches')}, "
                 f"{progress_text(done, total, now - began)}"
             )
+        note_progress("validate")
         yield batch
 
 

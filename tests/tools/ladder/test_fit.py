@@ -93,6 +93,7 @@ def test_one_wrong_point_moves_the_law_little() -> None:
     assert after.residuals[7] == pytest.approx(math.log(1.1), abs=0.01)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     generator = np.random.default_rng(5)
     noise = 0.003
@@ -114,6 +115,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert held["loss"] < count
 
 
+@pytest.mark.slow
 def test_intervals_hold_a_run_where_trunks_have_luck_of_their_own() -> None:
     generator = np.random.default_rng(1)
     noise = 0.003

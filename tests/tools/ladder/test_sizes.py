@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,7 @@ def test_of_experts_n_counts_those_that_a_token_meets() -> None:
         assert (args.n_experts, args.top_k) == (target.n_experts, target.top_k)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("family", "flavor"),
     [
@@ -101,6 +103,28 @@ def test_wanted_sizes_give_the_nearest_models() -> None:
     small, large = shapes(target, [900_000_000, 110_000_000])
     assert small.parameters == pytest.approx(1.1e8, rel=0.25)
     assert large.parameters == pytest.approx(9e8, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("heads", "layers", "found"),
+    [
+        (16, 6, ["d12-l2", "d16-l2", "d20-l2", "d28-l2", "d32-l3"]),
+        (4, 6, ["d16-l2", "d16-l3", "d32-l2", "d32-l3"]),
+    ],
+)
+def test_default_sizes_of_a_narrow_target_are_different_models(
+    heads: int, layers: int, found: list[str]
+) -> None:
+    target = replace(
+        get_spec("llama3").flavors["debugmodel"],
+        dim=64,
+        n_heads=heads,
+        n_layers=layers,
+        vocab_size=2304,
+    )
+    assert [shape.name for shape in shapes(target, [])] == found
+    with pytest.raises(LadderError, match="needs 3 sizes, and .* 1 smaller one of its"):
+        shapes(replace(target, n_heads=1), [])
 
 
 def test_sizes_without_a_model_and_equal_ones_are_refused() -> None:

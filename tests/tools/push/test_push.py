@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ from tests.support.processes import environment, python, titanlite
 from tests.support.pushes import ADA, leaks, make_hub, push, pushed, uploads_of, variables
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
+from titanlite.tools.push.stage import locked
+from titanlite.tools.push.subject import find_subject
+from titanlite.utils import LinkError
 
 #: Prints the logits of three tokens by each of two models.
 READ = """
@@ -140,6 +145,7 @@ def test_the_hub_holds_the_export_byte_for_byte_and_transformers_loads_it(
     assert not any(b"planted" in content for content in branch.values())
 
 
+@pytest.mark.slow
 def test_the_card_has_the_facts_of_the_run(golden: GoldenRun, hub: HubServer, home: Path) -> None:
     run = golden.copy(home / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -191,6 +197,24 @@ def test_a_list_of_ignored_files_on_the_hub_leaves_no_weights_out(
     refused = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG)
     assert "a .gitignore in ada/parts, branch main, leaves out model" in refused.stderr
     assert uploads_of(hub).branch("ada/parts") == before
+
+
+def test_pushes_wait_for_each_other_and_leave_no_lock(tmp_path: Path) -> None:
+    work = tmp_path / "titanlite-hub"
+    inside: list[int] = []
+
+    def enter(number: int) -> None:
+        for _ in range(20):
+            with locked(work):
+                inside.append(number)
+                time.sleep(0.001)
+                assert inside == [number]
+                inside.clear()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(enter, number) for number in range(4)]:
+            done.result()
+    assert not work.exists()
 
 
 def test_a_push_that_was_killed_goes_on_and_sends_no_file_twice(
@@ -257,6 +281,7 @@ def test_large_files_go_to_the_store_of_xet_where_its_client_is_installed(
     assert "model-0.safetensors cannot be uploaded to ada/parts" in said.stderr
 
 
+@pytest.mark.slow
 def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(
     golden: GoldenRun, hub: HubServer, home: Path
 ) -> None:
@@ -281,6 +306,7 @@ def test_an_export_that_waits_is_uploaded_though_its_checkpoint_is_gone(
     assert "has no step-20 (steps there: 10, 24)" in said
 
 
+@pytest.mark.slow
 def test_faults_of_the_network_are_tried_again_and_refusals_are_told(
     hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +330,7 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_told(
     assert "Signature" not in said
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_and_words_of_people_stay(
     golden: GoldenRun, hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -339,6 +366,7 @@ def test_weights_of_another_run_and_words_of_people_stay(
     assert "holds weights of another run (model.safetensors)" in said
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
     golden: GoldenRun, hub: HubServer, home: Path
 ) -> None:
@@ -366,6 +394,7 @@ def test_checkpoints_in_a_store_are_found_by_the_config_of_the_run(
     assert bucket.name not in there["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     hub: HubServer, home: Path, tmp_path: Path
 ) -> None:
@@ -392,6 +421,7 @@ def test_a_commit_of_somebody_else_meanwhile_is_not_overwritten(
     assert set(uploads.branch("ada/tiny")) <= set(uploads.branch("ada/tiny", "step-6"))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("token", "repository", "more", "says"),
     [
@@ -448,6 +478,14 @@ def test_a_dry_run_shows_the_card_and_changes_nothing(
     assert "| ranks | 2 |" in said
     assert uploads_of(hub).repositories == {}
     assert not (run / ".hub").exists()
+    # The hub is not asked without a token.
+    asked = len(hub.requests)
+    env = {**variables(hub, home), "HF_TOKEN": ""}
+    done = titanlite("push", run, "lab/tiny", "--dry-run", env=env, cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "→ lab/tiny, not asked, branch main, as nobody yet: there is no token" in done.stdout
+    assert "| ranks | 2 |" in done.stdout
+    assert len(hub.requests) == asked
 
 
 def _best_step(run: Path) -> int:
@@ -457,3 +495,56 @@ def _best_step(run: Path) -> int:
         manifest = json.loads(file.read_text())
         losses[manifest["step"]] = manifest["validation_loss"]
     return min(losses, key=lambda step: (losses[step], step))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint",
+        f"checkpoint/step-{STEPS}",
+        f"checkpoint/step-{STEPS}/manifest.json",
+        "config.toml",
+        ".hub",
+        ".hub/lock",
+        ".hub/run",
+        ".hub/step-20-0123456789ab",
+    ],
+)
+def test_nothing_is_uploaded_or_emptied_through_a_link_in_a_run(
+    golden: GoldenRun, tmp_path: Path, name: str
+) -> None:
+    """A foreign folder could hold links to files that nobody meant to upload, or to lose."""
+    run = golden.copy(tmp_path / "run", newest=STEPS)
+    private = golden.copy(tmp_path / "private", newest=STEPS)
+    (private / ".hub" / ".partial-x").mkdir(parents=True)
+    (private / ".hub" / "lock").write_text("not empty")
+    before = sorted(str(path) for path in private.rglob("*"))
+    link = run / name
+    link.parent.mkdir(exist_ok=True)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    target = private / name
+    link.symlink_to(target if target.exists() else private)
+    with pytest.raises(LinkError, match=f"{link} is a link"):
+        subject = find_subject(run, None, run / ".hub")
+        assert subject.config_toml
+        with locked(run / ".hub"):
+            pytest.fail("it would be uploaded")
+    assert sorted(str(path) for path in private.rglob("*")) == before
+    assert (private / ".hub" / "lock").read_text() == "not empty"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "model-0.safetensors", "config.json"])
+def test_a_link_in_exported_weights_is_not_uploaded(
+    hub: HubServer, home: Path, tmp_path: Path, name: str
+) -> None:
+    export = _shards(tmp_path / "export", [4000])
+    (export / name).unlink(missing_ok=True)
+    private = _shards(tmp_path / "private", [4000]) / name
+    if not private.exists():
+        private.write_text("private")
+    (export / name).symlink_to(private)
+    said = push(hub, home, export, "ada/parts", code=exit_codes.CONFIG).stderr
+    assert f"{export / name} is a link" in said
+    assert "ada/parts" not in uploads_of(hub).repositories

@@ -56,6 +56,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_a_table_and_writes_its_files(swept: tuple[Path, str]) -> None:
     folder, printed = swept
     # job.dump_folder of the debug model is ./outputs/debug_model.

@@ -107,11 +107,12 @@ def recognise(
         said = f"the field text alone; they also have the fields of {fields}"
         return Found(None, f"{said} ({section}.record chooses)")
     if len(fitting) > 1:
-        lines = [
-            f"{key}: the records of {public_name(files[0])} have the fields of {fields}",
-            f"  one of these lines in [{section}] says which is meant:",
-        ]
-        lines += [f"    record = {quote(name)}" for name in fitting]
+        lines = [f"{key}: the records of {public_name(files[0])} have the fields of {fields}"]
+        if key == "SOURCE":
+            lines.append(f"  give --record {' or --record '.join(fitting)}")
+        else:
+            lines.append(f"  one of these lines in [{section}] says which is meant:")
+            lines += [f"    record = {quote(name)}" for name in fitting]
         raise DataError("\n".join(lines))
     form = fitting[0]
     return Found(form, f"{form}, recognised by {_FIELDS[form]} ({section}.record says otherwise)")

@@ -7,6 +7,7 @@ that name.
 
 from __future__ import annotations
 
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME as BUNDLED
 from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.local import (
@@ -33,18 +34,18 @@ __all__ = [
 ]
 
 
-def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer:
-    """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else
-    tiktoken.
+def load_tokenizer(path: str = BUNDLED, family: str = "llama3") -> Tokenizer:
+    """Load the tokenizer at `path`; "bundled": that of titanlite, sentencepiece for the family
+    llama2, else tiktoken.
 
     In a folder it reads the tokenizer.json, else the tokenizer.model, else the tekken.json. Raises
     DataError with the file and the remedy if it is missing, damaged, or has no known BOS and EOS. A
     URL names a file, or with a slash at its end a folder.
     """
-    if path is None:
-        return load_file(bundled(family))[0]
+    if path == BUNDLED:
+        return load_file(bundled(family), family)[0]
     if is_url(path):
         from titanlite.data.tokenizer.urls import load_url
 
-        return load_url(path)
-    return load_local(path)
+        return load_url(path, family)
+    return load_local(path, family)

@@ -11,6 +11,21 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 
+#: Names of special tokens that end a turn of a conversation.
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<|return|>",
+    "<|call|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+
 
 class Tokenizer(ABC):
     """Text to token ids and back.
@@ -30,6 +45,12 @@ class Tokenizer(ABC):
     #: Path or URL of the folder of the files beside it, if that is known. A chat template is one of
     #: them.
     folder: str | None = None
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end a text: EOS, and those that end a turn."""
+        named = [self.special_tokens[one] for one in _END_OF_TURN if one in self.special_tokens]
+        return list(dict.fromkeys([self.eos_id, *named]))
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`.

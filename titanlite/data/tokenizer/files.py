@@ -7,10 +7,12 @@ import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.urls import is_url
+from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
-from titanlite.data.tokenizer.local import FOLDER_FILES, bundled, find_file, kind_of, load_local
+from titanlite.data.tokenizer.local import FOLDER_FILES, find_file, kind_of, load_local
 from titanlite.data.tokenizer.urls import read_url
 from titanlite.utils import logger, parse_json, pip_install
 
@@ -29,15 +31,6 @@ FILES = (
     "chat_template.json",
     GENERATION,
 )
-
-
-def tokenizer_path(path: str | None, family: str) -> str:
-    """Return where a run's tokenizer is, as manifests keep it and `hf_files` takes it.
-
-    None: the bundled one.
-    """
-    path = path or str(bundled(family))
-    return path if is_url(path) else str(Path(path).resolve())
 
 
 def hf_files(path: str) -> dict[str, bytes]:
@@ -61,12 +54,6 @@ def hf_files(path: str) -> dict[str, bytes]:
         logger.warning(
             f"files of the tokenizer may be missing beside the weights, or give other ids: {error}"
         )
-    try:
-        if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
-            raise ValueError("it holds no object")
-    except ValueError as error:
-        logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
-        del found[GENERATION]
     return found
 
 
@@ -77,7 +64,25 @@ def _beside(file: Path) -> dict[str, bytes]:
         path = file.parent / name
         if path.is_file():
             found[name] = path.read_bytes()
+    try:
+        if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
+        del found[GENERATION]
     return found
+
+
+def _generation(content: bytes | None, tokenizer: Tokenizer) -> bytes:
+    """Return a generation_config.json that names all tokens at which `titanlite sample` stops."""
+    config: dict[str, Any] = {"_from_model_config": True, "bos_token_id": tokenizer.bos_id}
+    if content is not None:
+        config = parse_json(content)
+    given = config.get("eos_token_id")
+    listed = given if isinstance(given, list) else [given]
+    ends = [one for one in dict.fromkeys([*listed, *tokenizer.stop_ids]) if one is not None]
+    config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, bytes]:
@@ -85,10 +90,7 @@ def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, byte
     content = file.read_bytes()
     tokenizer = load_local(path)
     kind = kind_of(content, file)
-    if GENERATION not in found:
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        text = json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
-        found[GENERATION] = text.encode()
+    found[GENERATION] = _generation(found.get(GENERATION), tokenizer)
     if importlib.util.find_spec("transformers") is not None:
         return equal_files(found, content, kind, tokenizer)
     name = kind if kind.endswith(".json") else "tokenizer.model"

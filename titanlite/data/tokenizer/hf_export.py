@@ -193,7 +193,7 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
     if kind == "sentencepiece":
         parsed = _of_sentencepiece(content)
     elif kind == "tiktoken":
-        parsed = _of_ranks(content)
+        parsed = _of_ranks(content, tokenizer)
     elif kind == "tekken.json":
         parsed = _of_tekken(tokenizer)
     else:
@@ -237,18 +237,21 @@ def _begin_with(name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _of_ranks(content: bytes) -> dict[str, Any]:
-    """Return the tokenizer.json of a rank file, with Llama 3's pattern and special tokens."""
+def _of_ranks(content: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json of a rank file, with the pattern and special tokens of its
+    tokenizer.
+    """
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+    from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
+    assert isinstance(tokenizer, TiktokenTokenizer)
     with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
         file.write(content)
         file.flush()
-        special = list(SPECIAL_TOKENS)
+        special = list(tokenizer.special_tokens)
         converter = TikTokenConverter(
-            vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special
+            vocab_file=file.name, pattern=tokenizer.pattern, extra_special_tokens=special
         )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
     return parsed

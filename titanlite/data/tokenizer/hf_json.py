@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,25 +55,7 @@ class JsonTokenizer(Tokenizer):
         """
         where = f"model.tokenizer_path: {path}"
         parsed = _parse(content, where)
-        try:
-            import tokenizers
-        except ImportError:
-            raise DataError(
-                f"{where}: reading a tokenizer.json needs the package tokenizers: "
-                f"{pip_install('tokenizers')}"
-            ) from None
-        # Our threads give it a text each. Its own threads would only add a warning at each fork.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                f"{where} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads "
-                f"({error}); copy the file again, or install the version of tokenizers that wrote "
-                "it"
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = _opened(content, where)
         beside = _naming_files(path.parent)
         of_file = _added_tokens(self._tokenizer)
         _add_tokens(self._tokenizer, beside, path)
@@ -86,13 +69,7 @@ class JsonTokenizer(Tokenizer):
         if added != of_file:
             deciding.append(added)
         names, self.named_by = _bos_and_eos(self._tokenizer, beside, path)
-        # They have ids already; this marks them as special if the file does not.
-        known = self._tokenizer.get_added_tokens_decoder().values()
-        for name in names:
-            new = tokenizers.AddedToken(name, normalized=False)
-            token = next((token for token in known if token.content == name), new)
-            token.special = True
-            self._tokenizer.add_special_tokens([token])
+        _mark_special(self._tokenizer, names)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.bos_id, self.eos_id = (vocabulary[name] for name in names)
         self._tokenizer.encode_special_tokens = True
@@ -125,6 +102,30 @@ class JsonTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _opened(content: bytes, where: str) -> Any:
+    """Return the library's tokenizer."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError(
+            f"{where}: reading a tokenizer.json needs the package tokenizers: "
+            f"{pip_install('tokenizers')}"
+        ) from None
+    # Our threads give it a text each. Its own threads would only add a warning at each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            f"{where} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads "
+            f"({error}); copy the file again, or install the version of tokenizers that wrote "
+            "it"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _parse(content: bytes, where: str) -> dict[str, Any]:
@@ -186,6 +187,18 @@ def _add_tokens(tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path) -
             f"be read ({error}); copy the files again"
         ) from None
     tokenizer.add_tokens(tokens)
+
+
+def _mark_special(tokenizer: Any, names: Iterable[str]) -> None:
+    """Mark tokens as special that a file does not. Their other flags stay."""
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_added_tokens_decoder().values()
+    for name in names:
+        new = AddedToken(name, normalized=False)
+        token = next((token for token in known if token.content == name), new)
+        token.special = True
+        tokenizer.add_special_tokens([token])
 
 
 def _added_tokens(tokenizer: Any) -> list[dict[str, Any]]:

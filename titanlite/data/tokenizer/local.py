@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.text_names import fetch_hint
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import logger
@@ -31,10 +32,17 @@ def bundled(family: str) -> Path:
     return BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
 
 
-def load_local(path: str) -> Tokenizer:
+def tokenizer_path(path: str, family: str) -> str:
+    """Return where a run's tokenizer is, as manifests keep it."""
+    if path == BUNDLED_TOKENIZER_NAME:
+        path = str(bundled(family))
+    return path if is_url(path) else str(Path(path).resolve())
+
+
+def load_local(path: str, family: str = "llama3") -> Tokenizer:
     """Load the tokenizer of a file or a folder. Raises as `load_tokenizer`."""
     file = find_file(Path(path))
-    tokenizer, kind = load_file(file)
+    tokenizer, kind = load_file(file, family)
     tokenizer.folder = str(file.parent)
     if Path(path).is_dir():
         tokenizer.folder = str(Path(path))
@@ -45,14 +53,14 @@ def load_local(path: str) -> Tokenizer:
     return tokenizer
 
 
-def load_file(file: Path) -> tuple[Tokenizer, Kind]:
-    """Load a tokenizer's file, and tell its kind."""
+def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
+    """Load a tokenizer's file for a family of models, and tell its kind."""
     content = _read(file)
     kind = kind_of(content, file)
     if kind == "tiktoken":
-        from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
+        from titanlite.data.tokenizer.tiktoken_ranks import load_ranks
 
-        return TiktokenTokenizer(parse_ranks(content, file)), kind
+        return load_ranks(content, file, family), kind
     if kind == "sentencepiece":
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
@@ -122,7 +130,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         hint = fetch_hint(str(path))
         if not hint:
-            hint = f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+            hint = f"give the path of {_EXPECTED}, or leave the key out for that of debug models"
         raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error

@@ -1,8 +1,10 @@
-"""Byte-pair tokenizers from tiktoken rank files, with Llama 3's split pattern and special tokens.
+"""Byte-pair tokenizers from tiktoken rank files, with the split pattern and special tokens of
+Llama 3 or 4.
 
-A rank file holds one entry per line: the token's bytes in base64, a space, its rank. Llama 3's 256
-special tokens follow the last rank. So Meta's own file gives 128,000 + 256 ids, the bundled one
-2,048 + 256 = 36 x 64.
+A rank file holds one entry per line: the token's bytes in base64, a space, its rank. It says
+nothing of the pattern and the special tokens, which follow the last rank. So published files are
+known by their ranks, and others have those of Llama 3. Meta's file of it gives 128,000 + 256 ids,
+that of Llama 4 200,000 + 2,048, the bundled one 2,048 + 256 = 36 x 64.
 """
 
 from __future__ import annotations
@@ -41,6 +43,60 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
+#: Of Llama 4: that of o200k_base.
+SPLIT_PATTERN_4 = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL_TOKENS_4: tuple[str, ...] = (
+    BOS,
+    EOS,
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|header_start|>",
+    "<|header_end|>",
+    "<|eom|>",
+    "<|eot|>",
+    "<|step|>",
+    *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(6)),
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|finetune_right_pad|>",
+    *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(8, 69)),
+    "<|image_start|>",
+    "<|image_end|>",
+    *(f"<|vision_reserved_special_token_{i}|>" for i in range(2)),
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+    *(f"<|vision_reserved_special_token_{i}|>" for i in range(2, 6)),
+    "<|image|>",
+    "<|vision_reserved_special_token_6|>",
+    "<|patch|>",
+    *(f"<|vision_reserved_special_token_{i}|>" for i in range(7, 1048)),
+    *(f"<|reasoning_reserved_special_token_{i}|>" for i in range(8)),
+    "<|reasoning_thinking_start|>",
+    "<|reasoning_thinking_end|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(904)),
+)
+
+#: SHA-256 of published files → whose they are.
+PUBLISHED = {
+    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": "Llama 3",
+    "546bb5a4d20aac0ceb97fd162015c9df70964b5184b7910b8cbdee66aed99e12": "Llama 3",
+    "d0bdbaf59b0762c8c807617e2d8ea51420eb1b1de266df2495be755c8e0ed6ed": "Llama 4",
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": "GPT-2 (r50k_base)",
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": "GPT-3 (p50k_base)",
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": "GPT-4 (cl100k_base)",
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": "GPT-4o (o200k_base)",
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": "Qwen",
+    "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103": "Kimi K2",
+    "5a493598071550244b2ee7f26118f3edec2150b9dfa967929a99052ac83fe716": "GLM-4",
+}
+
 # tiktoken's regex engine recurses over a piece, and its merge is worse than linear in a piece's
 # length.
 # So longer texts, and longer runs without (or only of) white space, are cut before.
@@ -49,25 +105,29 @@ _MAX_RUN_CHARS = 25_000
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer over any ranks. Text never becomes a special token."""
+    """Llama 3's tokenizer over any ranks, or Llama 4's. Text never becomes a special token."""
 
     named_by = "Llama 3"
 
     def __init__(
-        self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+        self,
+        ranks: dict[bytes, int],
+        special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
+        pattern: str = SPLIT_PATTERN,
     ) -> None:
         """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among
         them.
         """
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
+        self.pattern = pattern
         self._encoding = tiktoken.Encoding(
-            name="titanlite", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+            name="titanlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
         )
         self.special_tokens = specials
         self.vocab_size = len(ranks) + len(specials)
         self.bos_id = specials[BOS]
         self.eos_id = specials[EOS]
-        digest = hashlib.sha256(SPLIT_PATTERN.encode())
+        digest = hashlib.sha256(pattern.encode())
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
         for name, token_id in specials.items():
@@ -92,6 +152,32 @@ class TiktokenTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
+
+
+def load_ranks(content: bytes, path: Path, family: str) -> TiktokenTokenizer:
+    """Return the tokenizer of a rank file, with the pattern and special tokens of its model.
+
+    family: of the model; ranks that are not published are those of a Llama 3.
+
+    Raises DataError for another family, and for published ranks of other models.
+    """
+    ranks = parse_ranks(content, path)
+    digest = hashlib.sha256()
+    for token, rank in ranks.items():
+        digest.update(b"%s %d\n" % (base64.b64encode(token), rank))
+    owner = PUBLISHED.get(digest.hexdigest(), "Llama 3" if family == "llama3" else "")
+    if owner == "Llama 4":
+        found = TiktokenTokenizer(ranks, SPECIAL_TOKENS_4, SPLIT_PATTERN_4)
+        found.named_by = owner
+        return found
+    if owner != "Llama 3":
+        whose = f"are those of {owner}" if owner else "are not published"
+        raise DataError(
+            f"model.tokenizer_path: {path}: its ranks {whose}. A tiktoken file holds neither the "
+            "pattern that splits text nor special tokens, which titanlite knows of Llama 3 and 4; "
+            "give the tokenizer.json of the model"
+        )
+    return TiktokenTokenizer(ranks)
 
 
 def spans_of(encoding: tiktoken.Encoding, ids: list[int]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from titanlite.data.tokenizer.local import FOLDER_FILES, load_local
 from titanlite.utils import MissingPackageError, logger, pip_install, public
 
 
-def load_url(url: str) -> Tokenizer:
+def load_url(url: str, family: str) -> Tokenizer:
     """Copy the files of a tokenizer to a temporary folder and load them.
 
     A slash at the end of `url` is a folder's.
@@ -44,7 +44,7 @@ def load_url(url: str) -> Tokenizer:
                     Path(copies, beside).write_bytes(read_url(f"{folder}/{beside}"))
         logger.info(f"tokenizer: a copy of {folder}/{name}")
         try:
-            tokenizer = load_local(str(copy))
+            tokenizer = load_local(str(copy), family)
         except DataError as error:
             raise DataError(str(error).replace(copies, folder)) from error
     tokenizer.folder = folder

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.features.hub.contact import HubError, asked, hub_api
-from titanlite.features.hub.record import FOLDER
+from titanlite.runs import HUB
+from titanlite.runs.links import read_own
 from titanlite.runs.read import Run
 from titanlite.utils import atomic_write
 
@@ -52,7 +53,7 @@ def own_id(folder: Path | None, manifest: Manifest | None, run: Run | None) -> s
         return manifest.trackers[TRACKER]
     if folder is not None:
         with contextlib.suppress(OSError):
-            noted = (folder / FOLDER / _OWN).read_text(encoding="utf-8").strip()
+            noted = read_own(folder / HUB / _OWN).decode(errors="replace").strip()
             if _ID.fullmatch(noted):
                 return noted
     return run_id(run)
@@ -60,8 +61,8 @@ def own_id(folder: Path | None, manifest: Manifest | None, run: Run | None) -> s
 
 def keep_id(folder: Path, name: str) -> None:
     """Note the name of a run in its folder. Raises OSError."""
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / FOLDER / _OWN, f"{name}\n")
+    (folder / HUB).mkdir(parents=True, exist_ok=True)
+    atomic_write(folder / HUB / _OWN, f"{name}\n")
 
 
 def run_of(readme: str) -> str | None:

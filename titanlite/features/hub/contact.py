@@ -30,10 +30,10 @@ class HubError(RuntimeError):
 
 @dataclass(frozen=True)
 class Access:
-    """Who may write, and whether the repository is there."""
+    """Who may write, and whether the repository is there; None: the hub was not asked."""
 
     user: str
-    exists: bool
+    exists: bool | None
 
 
 def check_access(repository: str) -> Access:

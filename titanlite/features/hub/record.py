@@ -13,8 +13,6 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import Manifest, parse_manifest
 from titanlite.utils import append_line, read_lines
 
-#: Folder of waiting exports in that of a run.
-FOLDER = ".hub"
 #: End of the name of a folder beside a waiting export, which keeps the manifest.
 NOTES = ".notes"
 _FILE = "pushed.jsonl"

@@ -31,9 +31,10 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.features.hub.branches import TRACKER, keep_id, own_id
 from titanlite.features.hub.company import ALIVE, DONE
 from titanlite.features.hub.progress import PATIENCE, Progress
-from titanlite.features.hub.record import FOLDER, pushed, waiting
+from titanlite.features.hub.record import pushed, waiting
+from titanlite.runs import HUB
 from titanlite.runs.read import RunError, read_run
-from titanlite.utils import counted, human_time, is_dotted, logger
+from titanlite.utils import counted, human_time, is_dotted, logger, new_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -169,7 +170,7 @@ class HubUploads(Callback):
     def _wait(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Wait for the uploads as long as they make progress, and name the missing ones."""
         atexit.unregister(self._wait)
-        progress = Progress(self._folder / FOLDER / _LOG)
+        progress = Progress(self._folder / HUB / _LOG)
         tell = time.monotonic()
         while (left := self._left()) and not is_stopped():
             self._show(ALIVE)
@@ -268,7 +269,7 @@ class HubUploads(Callback):
 
     def _add_earlier(self, done: int) -> None:
         """Add checkpoints of earlier attempts that are not uploaded. done: steps of them."""
-        work = self._folder / FOLDER
+        work = self._folder / HUB
         known = pushed(work, self._repository)
         saved = waiting(work)
         for step in filter(self._is_wanted, steps_in(self._root)):
@@ -321,7 +322,7 @@ class HubUploads(Callback):
         """Return the uploads that may be tried: exports of those that fail must not fill the disk
         on which checkpoints are saved.
         """
-        exported = waiting(self._folder / FOLDER)
+        exported = waiting(self._folder / HUB)
         failing = [upload for upload in self._waiting if upload.failures]
         if sum(upload.step in exported for upload in failing) < _MOST_EXPORTS:
             return self._waiting
@@ -332,7 +333,7 @@ class HubUploads(Callback):
         if not self._is_there(upload.step):
             return "its checkpoint was deleted before its turn: see checkpoint.hub_every"
         began = time.monotonic()
-        log = self._folder / FOLDER / _LOG
+        log = self._folder / HUB / _LOG
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             code = self._run(upload, log)
@@ -353,7 +354,7 @@ class HubUploads(Callback):
             words.append("--no-verify")
         if (nice := shutil.which("nice")) is not None:
             words = [nice, "-n", "19", *words]
-        with log.open("wb") as output:
+        with new_file(log) as output:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -380,7 +381,7 @@ class HubUploads(Callback):
                 return True
         except OSError:
             return True
-        return step in waiting(self._folder / FOLDER)
+        return step in waiting(self._folder / HUB)
 
     def _finish(self, upload: Upload, problem: str) -> None:
         """Take note of the end of an upload, and try it later if it failed."""

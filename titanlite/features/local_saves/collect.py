@@ -26,7 +26,7 @@ from titanlite.features.local_saves.folder import (
 )
 from titanlite.features.local_saves.survey import Offer
 from titanlite.parallel.dist_env import DistEnv, gather_objects
-from titanlite.utils import counted, sync
+from titanlite.utils import counted, new_file, sync
 
 #: Copies that the start report names.
 _TOLD = 4
@@ -201,7 +201,7 @@ class Collector:
             stream: BinaryIO | None = None
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                stream = stack.enter_context(self.path.open("wb"))
+                stream = stack.enter_context(new_file(self.path))
             except OSError as error:
                 problem = f"{self.path} cannot be written: {error.strerror}"
             for count in self._blocks(source):

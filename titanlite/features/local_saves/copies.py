@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
 from titanlite.checkpoint.storage import Written
 from titanlite.features.local_saves.folder import LocalFolder, begin, part_path, remove
 from titanlite.parallel.dist_env import DistEnv, gather_objects, log_once
-from titanlite.utils import logger, sync
+from titanlite.utils import logger, new_file, sync
 
 #: Bytes that are sent at a time.
 BLOCK = 32 << 20
@@ -159,7 +159,7 @@ class _Arriving:
         self._stream: BinaryIO | None = None
         with self._problems():
             begin(folder)
-            self._stream = self.path.open("wb")
+            self._stream = new_file(self.path)
 
     def write(self, block: torch.Tensor) -> None:
         self._hash.update(block.numpy().data)

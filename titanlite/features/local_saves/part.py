@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import FAST_HASH, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors, Written
 from titanlite.parallel.local import plain_local
-from titanlite.utils import parse_json, sync
+from titanlite.utils import new_file, parse_json, sync
 
 #: A longer header is not read: safetensors' own limit.
 _LONGEST_HEADER = 100_000_000
@@ -30,7 +30,7 @@ def write_part(path: Path, tensors: Tensors) -> Written:
     """Write this rank's part of `tensors`, durably; return its bytes and its hash."""
     digest = new_hash(FAST_HASH)
     size = 0
-    with path.open("wb") as stream:
+    with new_file(path) as stream:
         for block in _blocks(tensors):
             digest.update(block)
             size += memoryview(block).nbytes

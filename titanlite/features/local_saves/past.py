@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +20,8 @@ import msgspec
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manager import LOCAL_PAST
 from titanlite.checkpoint.manifest import Manifest, parse_manifest, step_folder
-from titanlite.checkpoint.paths import AnyPath, entries
+from titanlite.checkpoint.paths import AnyPath, entries, write_whole
 from titanlite.features.local_saves.folder import ABOUT
-from titanlite.utils import atomic_write
 
 #: Entries of a local save's `ABOUT`: the name of its line; the newest shared checkpoint then.
 LINE = "line"
@@ -122,9 +120,4 @@ def read_past(shared: AnyPath) -> Past:
 
 def write_past(shared: AnyPath, past: Past) -> None:
     """Write the past of a run, durably."""
-    path = shared / LOCAL_PAST
-    content = json.dumps(past).encode()
-    if isinstance(path, Path):
-        atomic_write(path, content)
-    else:
-        path.write_bytes(content)
+    write_whole(shared / LOCAL_PAST, json.dumps(past).encode())

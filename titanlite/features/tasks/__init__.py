@@ -106,7 +106,6 @@ class TaskEvaluation(Feature):
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun
         from titanlite.features.tasks.scoring import Subject
-        from titanlite.training.generate import stop_ids
 
         run = built.run
         model = built.model
@@ -120,7 +119,7 @@ class TaskEvaluation(Feature):
             longest - longest % multiple,
             built.world.device,
             run.spec.head,
-            frozenset(stop_ids(built.datasets.tokenizer)),
+            frozenset(built.datasets.tokenizer.stop_ids),
         )
         size = self.section.batch_size or run.validation.batch_size or run.batch.micro_batch_size
         counts = model.mesh.get_local_rank("tp") == 0

@@ -31,6 +31,7 @@ from titanlite.features.tasks.scoring import (
 )
 from titanlite.start.signals import StopSignal
 from titanlite.step import Runner, do_nothing
+from titanlite.utils import note_progress
 
 #: Passes of each rank between two messages, after which ranks may stop.
 _PASSES = 16
@@ -148,6 +149,7 @@ class RankScorer(Scorer):
                     self._pass(_IDLE)
                     continue
                 found = self._pass(batches[number])
+                note_progress("evaluate")
                 if self.place.counts:
                     begin = sum(counts[:number])
                     sums[begin : begin + counts[number]] = found

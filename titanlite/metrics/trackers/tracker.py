@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.boards import BackgroundWriter
+from titanlite.runs.links import read_own
+from titanlite.utils import atomic_write
 
 #: Project, or experiment, of the runs where the environment names none.
 PROJECT = "titanlite"
@@ -57,13 +59,13 @@ class Tracker(BackgroundWriter):
         if given:
             return given
         if self.run.resumed and self.id_file.exists():
-            return self.id_file.read_text().strip()
+            return read_own(self.id_file).decode().strip()
         return ""
 
     def keep_id(self, run_id: str) -> None:
         """Keep the id for a resume."""
         self.run_id = run_id
-        self.id_file.write_text(f"{run_id}\n")
+        atomic_write(self.id_file, f"{run_id}\n")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -315,7 +315,7 @@ class Benchmark:
             "\n".join(f"- {level.name}: {level.about}" for level in self.levels),
             "\n".join(f"![{Path(name).stem}]({name})" for name in pictures),
         ]
-        (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
+        atomic_write(self.out / _PAGE, "\n\n".join(page) + "\n")
         if as_json:
             return results
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))

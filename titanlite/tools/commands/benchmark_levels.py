@@ -18,6 +18,7 @@ from titanlite.runs.provenance import config_values
 from titanlite.runs.read import RunError
 from titanlite.start.fit import check_config, fitted
 from titanlite.tools.commands.benchmark_report import after_warmup
+from titanlite.utils import atomic_write
 
 
 class BenchmarkError(RunError):
@@ -159,7 +160,7 @@ def write_levels(levels: Sequence[Level], folder: Path) -> None:
     """Write the file of each level. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for level in levels:
-        (folder / f"{level.name}.toml").write_text(level.text, encoding="utf-8")
+        atomic_write(folder / f"{level.name}.toml", level.text)
 
 
 class Machine(NamedTuple):
@@ -206,7 +207,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     for (key, value), other in _WITHOUT.items():
         if base.value(key) == value:
             found.append(f"--{key}={other}")
-    found.append(f"--training.seed={base.value('training.seed') or 0}")
+    found.append(f"--training.seed={base.value('training.seed')}")
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
         found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")

@@ -8,6 +8,8 @@ import argparse
 import contextlib
 import os
 import re
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +24,13 @@ from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.metrics.terminal import terminal_width
+from titanlite.models.families import SPECS
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, fitted, smallest_world
+from titanlite.start.fit import check_config, fitted, smallest_world, unnamed_tokenizer
 from titanlite.tools.parser import (
     FILES,
     FLAGS,
@@ -79,9 +82,7 @@ def _add_check(actions: Commands) -> None:
     add("files", FILES, "FILE", nargs="*")
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     add("--world-size", ranks, "N", type=int)
-    strict = (
-        "also refuse features that are not built yet and files that are not there, as training does"
-    )
+    strict = "also refuse files that are not there, as training does"
     add("--strict", strict)
 
 
@@ -93,6 +94,7 @@ def _add_explain(actions: Commands) -> None:
         "Nothing given: the defaults of all keys.",
         FLAGS,
     ).add
+    add("--changed", "only the keys that the file or the command line sets")
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
 
 
@@ -177,7 +179,11 @@ def _check(arguments: argparse.Namespace) -> str:
     argv = [*files_of(arguments), *arguments.flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
-    return _report(config, run, why, arguments.style)
+    from titanlite.start.first_look import first_look
+
+    report = _report(config, run, why, arguments.style)
+    unseen = first_look(run)
+    return report + (f"\n  note: {unseen}" if unseen else "")
 
 
 def world_size_of(asked: int | None) -> tuple[int | None, str]:
@@ -215,9 +221,8 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         lines.append(style.warn(f"  warning: {warning}"))
     for problem in missing_files(config):
         lines.append(style.warn(f"  not there: {problem}"))
-    for problem in refused(config):
-        message = f"{problem.where}: {problem.key} = {problem.message}"
-        lines.append(style.warn(f"  training will refuse: {message}"))
+    for problem in unnamed_tokenizer(config, run):
+        lines.append(style.warn(f"  training will refuse: {problem}"))
     return "\n".join(lines)
 
 
@@ -285,13 +290,17 @@ def _explain(arguments: argparse.Namespace) -> str:
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
-    return "\n\n".join(_explain_one(config, name, arguments.style) for name in names or sections())
+    shown = [_explain_one(config, name, arguments) for name in names or sections()]
+    return "\n\n".join(filter(None, shown))
 
 
-def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
-    """Explain a section, or a key (by any of its names). Raises ConfigError for an unknown one."""
+def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace) -> str:
+    """Explain a section, or a key (by any of its names); "" for a section without a change that
+    --changed asks for. Raises ConfigError for an unknown one.
+    """
+    style = arguments.style
     if name in sections():
-        return _explain_section(config, name, style)
+        return _explain_section(config, name, style, arguments.changed)
     if name in UNSUPPORTED:
         return _explain_unsupported(name, style)
     name = table_of(name) or name
@@ -305,8 +314,16 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     value = f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"
     lines = [head]
     for label, text in [("value", value), *_facts(key)]:
-        lines.append(f"  {label:<13} {text}")
+        lines += _wrapped(f"  {label:<13} {text}", 16)
     return "\n".join(lines)
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    """Return a line as lines that fit the terminal, if there is one."""
+    columns = terminal_width(sys.stdout)
+    if not columns:
+        return [line]
+    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _explain_unsupported(name: str, style: Style) -> str:
@@ -323,6 +340,8 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
     yield "type", key.expected
     yield "default", quote(key.default)
     yield "meaning", key.description
+    if key.name == "model.name":
+        yield "families", ", ".join(SPECS)
     if key.name in LATER_DEFAULTS:
         default = quote(LATER_DEFAULTS[key.name])
         files = "for a file that says so or uses later names of older keys"
@@ -334,23 +353,23 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         yield "dialect 2026", f"in such a file {', '.join(models)}"
     for other in names_of(key.name):
         yield "also", f"{other.name} ({other.relation})"
-    entry = NOT_IMPLEMENTED.get(key.name)
-    if entry:
-        refused_values = f"values other than {quote(key.default)} stop training"
-        yield "not built yet", f"{entry.feature}: {refused_values}; {entry.advice}"
 
 
-def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
+def _explain_section(config: LoadedConfig, name: str, style: Style, changed: bool) -> str:
     from titanlite.tools.commands.config_pages import summary
 
     lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
-    for key in (k for k in keys().values() if k.section == name):
+    shown = [key for key in keys().values() if key.section == name]
+    if changed:
+        shown = [key for key in shown if config.is_given(key.name)]
+        if not shown:
+            return ""
+    for key in shown:
         value = f"{key.field} = {_shown_value(config, key)}"
         value = style.bold(value) if config.is_given(key.name) else value
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
-        lines.append(
-            style.dim(f"      {key.description} ({key.expected}; default {quote(key.default)})")
-        )
+        about = f"      {key.description} ({key.expected}; default {quote(key.default)})"
+        lines += map(style.dim, _wrapped(about, 6))
     if name == "mup" and config.sections.mup.base_dim:
         from titanlite.features.mup.table import explain
 

@@ -21,7 +21,6 @@ from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.entries import SWEEP
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
-from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.sweep_table import METRICS, RANGES
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
@@ -48,17 +47,13 @@ def template() -> str:
         for key in keys().values():
             if key.section != section or key.name in NOT_IN_FILES:
                 continue
-            lines += ["", *_comment(f"{key.description} ({key.expected}){_mark(key.name)}")]
+            lines += ["", *_comment(f"{key.description} ({key.expected})")]
             if key.default is None:
                 lines.append(f"# {key.field} = <{key.expected}>")
             else:
                 lines.append(f"#{key.field} = {quote(key.default)}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _mark(key: str) -> str:
-    return f" Not built yet: {NOT_IMPLEMENTED[key].feature}." if key in NOT_IMPLEMENTED else ""
 
 
 def summary(owner: type[Section]) -> str:
@@ -122,9 +117,8 @@ def _accepted(key: Unsupported) -> str:
 
 
 def _row(key: Key) -> tuple[str, str, str, str]:
-    mark = " ◌" if key.name in NOT_IMPLEMENTED else ""
     return (
-        _code(key.field) + mark,
+        _code(key.field),
         key.expected,
         "required" if key.required else _value(key.default),
         key.description,
@@ -231,7 +225,7 @@ def _section(name: str, owner: type[Section]) -> Schema:
             required.append(key.field)
         default = {} if key.default is None else {"default": key.default}
         properties[key.field] = {
-            "description": key.description + _mark(key.name),
+            "description": key.description,
             **default,
             **_values(key.name, key.type),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -18,6 +19,17 @@ from titanlite.utils import cores, say
 if TYPE_CHECKING:
     from titanlite.tools.commands.look import Run
 
+#: Keys of [data] that are options of `titanlite data prepare`, too.
+_KEYS = (
+    "text_key",
+    "prompt_key",
+    "completion_key",
+    "messages_key",
+    "record",
+    "format",
+    "chat_template",
+    "template_date",
+)
 _CONFIG = "TOML file; also looked up in train_configs/"
 
 
@@ -58,7 +70,7 @@ def _add_prepare(actions: Commands) -> None:
         "each of them"
     )
     add("--split", split, "NAME")
-    add("--tokenizer", "as model.tokenizer_path (default: the bundled one)", "PATH")
+    add("--tokenizer", "as model.tokenizer_path: the model's, or bundled", "PATH", required=True)
     add("--text-key", "field that holds the text (default: text)", "KEY")
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
@@ -69,6 +81,7 @@ def _add_prepare(actions: Commands) -> None:
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
     add("--format", kind, "KIND", choices=formats)
     add("--chat-template", "as data.chat_template (default: the tokenizer's)", "FILE")
+    add("--template-date", "as data.template_date, for templates that write one", "DAY")
     add("--workers", "cores to use (default: all)", "N", type=int, default=cores())
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", tokens, "N", type=int, default=1 << 27)
@@ -146,19 +159,10 @@ def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
-    names = (
-        "text_key",
-        "prompt_key",
-        "completion_key",
-        "messages_key",
-        "record",
-        "format",
-        "chat_template",
-    )
-    keys = Data(**{name: getattr(arguments, name) for name in names})
-    options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
+    keys = Data(**{name: getattr(arguments, name) for name in _KEYS})
     try:
-        return prepare(
+        options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
+        text = prepare(
             arguments.source,
             arguments.out,
             options,
@@ -166,9 +170,20 @@ def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
             arguments.subset,
             arguments.split,
         )
+        return _as_options(text)
+    except DataError as error:
+        raise DataError(_as_options(str(error))) from error
     except KeyboardInterrupt:
         say("stopped: finished parts are kept; the same command continues")
         return "", exit_codes.INTERRUPTED
+
+
+def _as_options(text: str) -> str:
+    """Return words about keys of the config as words about options of a command."""
+    text = text.replace("model.tokenizer_path", "--tokenizer")
+    for name in _KEYS:
+        text = re.sub(rf"\bdata\.{name}\b", f"--{name.replace('_', '-')}", text)
+    return text
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[str, int]:

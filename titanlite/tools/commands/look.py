@@ -24,8 +24,6 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, to_path
-from titanlite.config.errors import ConfigError
-from titanlite.config.not_implemented import refused
 from titanlite.config.sections import Training
 from titanlite.data import DataError, skip_ranges
 from titanlite.data.corpus import Tokens
@@ -109,9 +107,6 @@ def open_run(
     if file is not None and os.path.isdir(file):
         no_flags(flags)
         asked = side(file, _NO_TRAINING, trust_code).config
-        problems = refused(asked)
-        if problems:
-            raise ConfigError(problems)
         states, expected, ranks = _history(Path(file))
         config = fitted(asked, world_size or ranks)
     else:

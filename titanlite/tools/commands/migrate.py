@@ -6,6 +6,7 @@ the same.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def write_in_place(path: Path, text: str) -> Path:
     """
     path = path.resolve()
     kept = path.with_name(path.name + ".orig")
-    if kept.exists():
+    if os.path.lexists(kept):
         hint = "move it away; it may be the only copy of an earlier state"
         raise ConfigError(
             [Problem(str(kept), "", "exists already and is not overwritten", hint, code="exists")]

@@ -36,7 +36,7 @@ from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, ta
 from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.commands.prepare_tasks import (
@@ -53,6 +53,7 @@ from titanlite.utils import (
     counted,
     human_bytes,
     human_time,
+    new_file,
     parse_json,
     progress_text,
     public_tree,
@@ -134,14 +135,11 @@ def _job(
 ) -> _Job:
     """List the text and divide it. Raises DataError."""
     tokenizer = load_tokenizer(options.tokenizer_path)
-    if options.tokenizer_path is None:
-        # Before hours of work with one that was not meant.
-        say(
-            f"no --tokenizer: the bundled {BUNDLED_TOKENIZER.name} of {tokenizer.vocab_size:,} ids "
-            "is taken. A model with a tokenizer of its own (model.tokenizer_path) needs its "
-            "tokens: --tokenizer PATH"
-        )
-    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
+    known: dict[str, Any] = {}
+    if is_index(folder / INDEX):
+        known = read_index(folder)
+    elif any(folder.glob("part-*.json")):
+        known = _read(folder / PLAN)
     # The files of the first attempt are read again.
     listed = known.get("listed")
     if listed:
@@ -209,7 +207,8 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
             f"{folder} holds tokens of {known.get('source')} with another "
             f"{' and '.join(changed)}; give the same arguments to finish or check it, or {other}"
         )
-    if known:
+    # A plan without a finished part is of an attempt that left nothing to keep.
+    if known or (folder / PLAN).exists():
         return
     locks = (".run.lock", "run.lock")
     found = sorted(name for name in os.listdir(folder) if not name.startswith(locks))
@@ -458,7 +457,7 @@ class _PartWriter:
         self._dtype = dtype_for(worker.tokenizer.vocab_size)
         self._has_targets = worker.options.columns.has_masks
         self._at("json").unlink(missing_ok=True)
-        self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._file = new_file(self._at("tokens"))
         self._hash = new_hash(_HASH)
         self._offsets = [0]
         self._masks = list[NDArray[np.bool_]]()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.text_names import hub_text
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
@@ -41,7 +41,7 @@ _LOW = 3
 class Options:
     """What decides the tokens, besides the text."""
 
-    tokenizer_path: str | None = None
+    tokenizer_path: str = BUNDLED_TOKENIZER_NAME
     text_key: str | None = "text"
     prompt_key: str | None = None
     completion_key: str | None = None
@@ -53,7 +53,7 @@ class Options:
     format: Format | None = None
 
     @classmethod
-    def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
+    def of(cls, source: str, tokenizer: str, keys: Data, part_tokens: int) -> Options:
         """Return options for a source, with its own fields where it is bundled.
 
         keys: the fields that were asked for

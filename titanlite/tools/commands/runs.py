@@ -10,12 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.errors import bad_flag
 from titanlite.runs.attempts import read_attempts, read_entries
-from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
+from titanlite.runs.goodput import goodput_of
+from titanlite.runs.read import TASKS, Row, Run, RunError, find_runs, read_run
 from titanlite.tools.parser import Commands, new_command
-from titanlite.utils import Table, escape_name, human_time, render
+from titanlite.utils import Table, atomic_write, escape_name, human_time, render, say
 
 NONE = "–"
+PAGE = "comparison.html"
 
 
 def add_command(commands: Commands) -> None:
@@ -32,13 +35,15 @@ def add_command(commands: Commands) -> None:
     runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
-    runs.add(
-        "--goodput",
-        "show where the time of each run went: start-up, steps, waits, saves, lost steps, downtime",
-    )
+    runs.add("--compare", f"put the runs side by side: figures, what differs, curves in {PAGE}")
+    runs.add("--out", f"folder of {PAGE} (default: ./comparison)", "FOLDER", type=Path)
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    if arguments.compare:
+        return _compare(arguments)
+    if arguments.out:
+        raise bad_flag("--out", "needs --compare")
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -50,11 +55,32 @@ def _run(arguments: argparse.Namespace) -> str:
         return to_json([_as_json(run) for run in found])
     if not found:
         return escape_name(f"no runs below {', '.join(map(str, folders))}")
-    if arguments.goodput:
-        from titanlite.tools.commands.runs_goodput import goodput_text
-
-        return goodput_text(found)
     return runs_text(found)
+
+
+def _compare(arguments: argparse.Namespace) -> str:
+    from titanlite.tools.commands.compare_page import comparison_page
+    from titanlite.tools.commands.comparison import compare, compare_json, read_runs, tables
+
+    if not arguments.folders:
+        raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
+    comparison = compare(read_runs(arguments.folders))
+    page = (arguments.out or Path("comparison")) / PAGE
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(page, comparison_page(comparison, f"{datetime.now():%Y-%m-%d %H:%M}"))
+    except OSError as error:
+        raise RunError(
+            f"cannot write {page}: {error.strerror or error}; name another folder with --out"
+        ) from None
+    for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
+        say(f"note: {escape_name(problem)}")
+    if arguments.json:
+        return to_json({**compare_json(comparison), "written": str(page)})
+    parts = list(map(render, tables(comparison)))
+    if comparison.notes:
+        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
+    return "\n\n".join([*parts, f"written: {page}"])
 
 
 def to_json(value: Any) -> str:
@@ -84,7 +110,17 @@ def runs_text(runs: Sequence[Run]) -> str:
 
 def table(runs: Sequence[Run]) -> Table:
     """Return a row for each run."""
-    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
+    columns = (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "tokens/s",
+        "started",
+        "duration",
+        "goodput",
+    )
     return Table(columns, [_cells(run) for run in runs], left=(0, 1))
 
 
@@ -119,13 +155,12 @@ def _cells(run: Run) -> list[str]:
         number(last(run, "total_tps"), ",.0f"),
         NONE if run.started is None else f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}",
         NONE if run.duration is None else human_time(run.duration),
+        number(goodput_of(run), ".1%"),
     ]
 
 
 def _as_json(run: Run) -> dict[str, Any]:
     """Unknown values are null."""
-    from titanlite.tools.commands.runs_goodput import goodput_json
-
     return {
         "run": str(run.folder),
         "state": run.state,
@@ -140,7 +175,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "started": run.started,
         "duration": run.duration,
         "attempts": len(run.attempts),
-        "goodput": goodput_json(run),
+        "goodput": goodput_of(run),
         "problems": list(run.problems),
     }
 
@@ -182,7 +217,8 @@ def attempts_text(folder: Path) -> str:
             number(figure, ",")
             for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens)
         )
-        rows.append([*map(str, texts), one.get("state", "no end"), *figures])
+        unknown = "died" if one.get("ended") else "no end"
+        rows.append([*map(str, texts), one.get("state", unknown), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]

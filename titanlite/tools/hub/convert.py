@@ -58,7 +58,7 @@ from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
-from titanlite.utils import atomic_write, human_bytes, sync
+from titanlite.utils import atomic_write, human_bytes, new_file, sync
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
@@ -434,7 +434,7 @@ def _write_torch(source: Source, final: Path) -> None:
         # As a stream: torch refuses to open a file whose name begins with a dot.
         with (
             torch.serialization.skip_data(materialize_fake_tensors=True),
-            open(file, "wb") as stream,
+            new_file(file) as stream,
         ):
             torch.save(content, stream)
         places = _places(file)

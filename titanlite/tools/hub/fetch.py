@@ -17,7 +17,7 @@ from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.remote import open_file
 from titanlite.data.shards import hub_files, url_files
-from titanlite.utils import counted, human_bytes, human_time, sync
+from titanlite.utils import counted, human_bytes, human_time, not_a_link, sync
 
 _PIECE = 8 << 20
 #: Seconds for a source to come back.
@@ -91,7 +91,7 @@ def _copy(name: str, target: Path) -> int:
             # Its name tells the content: parts of two versions must not become one file.
             content = hashlib.sha256(f"{name} {source.raw.identity}".encode()).hexdigest()[:8]
             partial = target.with_name(f"{target.name}.{content}.partial")
-            with open(partial, "ab") as copy:
+            with open(partial, "ab", opener=not_a_link) as copy:
                 source.seek(copy.tell())
                 shutil.copyfileobj(source, copy, _PIECE)
                 sync(copy)

@@ -17,8 +17,8 @@ from typing import Any
 from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import ShapeError
-from titanlite.tools.ladder.law import LadderError
-from titanlite.utils import human_count
+from titanlite.tools.ladder.law import FEWEST_SIZES, LadderError
+from titanlite.utils import counted, human_count
 
 #: Models of a ladder without `ladder.sizes`, and the share of the largest in the target.
 DEFAULT_SIZES = 5
@@ -73,10 +73,20 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
     whole = Shape(target, count_multiplied_parameters(target), {}, 0.0).in_blocks
     sizes = [whole / DEFAULT_SHARE / 2**step for step in reversed(range(DEFAULT_SIZES))]
     candidates = list(_candidates(target, round(sizes[-1]) + target.n_vocab * target.dim))
-    found = []
-    for size in sizes:
-        found.append(min(candidates, key=lambda shape: _distance(shape, shape.in_blocks, size)))
-    return _distinct(found)
+    found: list[Shape] = []
+    for size in reversed(sizes):
+        found.insert(0, min(candidates, key=lambda shape: _distance(shape, shape.in_blocks, size)))
+        # Of a narrow target two sizes may be nearest to one model.
+        candidates = [one for one in candidates if one.parameters < found[0].parameters]
+        if not candidates:
+            break
+    if len(found) < FEWEST_SIZES:
+        raise LadderError(
+            f"a law needs {FEWEST_SIZES} sizes, and this file's model has "
+            f"{counted(len(found), 'smaller ones')} of its proportions: give it more heads or "
+            "layers"
+        )
+    return found
 
 
 def _distinct(found: list[Shape]) -> list[Shape]:

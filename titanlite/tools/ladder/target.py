@@ -46,7 +46,7 @@ class Target:
     @property
     def seeds(self) -> list[int]:
         """The seeds of each model's runs."""
-        first = self.run.training.seed or 0
+        first = self.run.training.seed
         return [first + number for number in range(self.ladder.seeds)]
 
     @property

@@ -20,13 +20,12 @@ from msgspec.structs import asdict
 
 from titanlite import exit_codes
 from titanlite.config.checks import closed_urls
-from titanlite.config.errors import ConfigError, Problem, bad_flag, nearest
-from titanlite.config.not_implemented import refused
+from titanlite.config.errors import ConfigError, Problem, bad_flag, nearest, refuse
 from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import config_text
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.start.fit import check_config, unnamed_tokenizer
 from titanlite.tools import at_least, templates
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.utils import REMOVED, control_characters, escape_name
@@ -193,7 +192,7 @@ def prepare(argv: list[str]) -> Job:
     argv: flags of `train.py`. Raises ConfigError.
     """
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = [*refused(loaded), *closed_urls(loaded)]
+    problems = closed_urls(loaded)
     launch = first.launch
     place = loaded.place("launch.environment")
     for name, value in launch.environment.items():
@@ -218,6 +217,7 @@ def prepare(argv: list[str]) -> Job:
         key = "launch.gpus_per_node"
         raise ConfigError([Problem(loaded.place(key), key, message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
+    refuse(unnamed_tokenizer(loaded, run))
     sizes = _sizes(argv, run, ranks)
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
     return Job(run, instance, ranks, folder, sizes=sizes)

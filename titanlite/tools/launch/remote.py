@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from titanlite.config.errors import Problem
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import is_url
 from titanlite.runs.provenance import config_values, is_secret
 from titanlite.utils import public
@@ -72,6 +73,8 @@ def relative_paths(toml: str, hint: str) -> list[str]:
     found = []
     for key in _PATHS:
         path = values.get(key)
+        if path == BUNDLED_TOKENIZER_NAME:
+            continue
         if isinstance(path, str) and path and not is_url(path) and path[0] not in "/~$":
             found.append(f"{key} = {path!r} is relative: {hint}")
     return found

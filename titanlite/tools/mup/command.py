@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 
 #: Exit status where a slope fails.
 FAILED = 1
-_PICTURE = "mup-check.png"
 _BASE = "mup.base_dim"
 
 _ABOUT = (
     "Models of several widths take a few steps, with muP and without it. The size of what changes "
     "in their activations must not depend on the width. It prints slopes of log2(change) over "
-    "log2(width), and draws them where matplotlib is installed."
+    "log2(width), and draws them with --png."
 )
 _EXITS = (
     f"{FLAGS} Exit status: 0 if every slope with muP is within {LIMIT} of 0, {FAILED} if not, 2 "
@@ -62,9 +61,8 @@ def add_commands(commands: Commands) -> None:
     add("--seeds", seeds, "N", type=at_least(1), default=3)
     add("--random", "random tokens in place of the config's text")
     add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
-    png = f"the picture (default: {_PICTURE}); a dark one is written beside it"
-    add("--png", png, "FILE", type=Path)
-    add("--json", "print a JSON object, and draw only with --png")
+    add("--png", "draw the slopes to this file, and a dark picture beside it", "FILE", type=Path)
+    add("--json", "print a JSON object")
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -95,9 +93,7 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     good, told = verdict(lines)
     title = _title(run, arguments, models)
     code = exit_codes.DONE if good else FAILED
-    drawn: list[Path] = []
-    if arguments.png or not arguments.json:
-        drawn = _draw(lines, title, arguments.png, told)
+    drawn = _draw(lines, title, arguments.png) if arguments.png else []
     if arguments.json:
         return to_json(
             {
@@ -226,17 +222,14 @@ def _table(lines: Sequence[Line], models: Models) -> Table:
     return Table(columns, rows, left=(0, 1))
 
 
-def _draw(lines: Sequence[Line], title: str, path: Path | None, told: list[str]) -> list[Path]:
-    """Draw, and return what was written; without matplotlib a note is added to `told`."""
+def _draw(lines: Sequence[Line], title: str, path: Path) -> list[Path]:
+    """Draw, and return what was written."""
     from titanlite.tools.commands.plots import PlotsMissing
     from titanlite.tools.mup.picture import draw
 
     try:
-        return draw(lines, title, path or Path(_PICTURE))
+        return draw(lines, title, path)
     except PlotsMissing as error:
-        if path is not None:
-            raise bad_flag("--png", str(error)) from None
-        told.append(f"note: no picture: {error}")
+        raise bad_flag("--png", str(error)) from None
     except OSError as error:
-        raise bad_flag("--png", f"cannot write {path or _PICTURE}: {error}") from None
-    return []
+        raise bad_flag("--png", f"cannot write {path}: {error}") from None

@@ -37,8 +37,7 @@ from titanlite.start.fit import fitted, many_passes, smallest_world, unclear_tex
 from titanlite.start.length import with_steps
 from titanlite.tools import at_least
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.tools.plan.failure_options import NEED_MTBF, add_failures
-from titanlite.utils import Style, atomic_write
+from titanlite.utils import Style, atomic_write, counted
 
 #: Most GPUs in the search for the fewest that do.
 _MOST = 4096
@@ -64,7 +63,7 @@ def add_command(commands: Commands) -> None:
     _add_hardware(parser)
     _add_options(parser)
     _add_search(parser)
-    add_failures(parser)
+    _add_failures(parser)
     parser.set_defaults(exact=None, search=None)
 
 
@@ -118,6 +117,28 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
 
 
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    mtbf = "mean time between failures of one node, as 1000h: predict the share of useful time"
+    add("--mtbf", type=duration, metavar="TIME", help=mtbf)
+    restart = "--mtbf: from a failure to the first step after it, as 10m"
+    add("--restart-time", type=duration, metavar="TIME", help=restart)
+    save = "--mtbf: of a save in which no step goes on, as 40s"
+    add("--save-time", type=duration, metavar="TIME", help=save)
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Read a time for argparse, as 40s, 5m, 1.5h or 30d. Return seconds."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time as 40s, 5m or 1000h, got {text!r}")
+    return seconds
+
+
 def token_count(text: str) -> int:
     """Read a number of tokens for argparse, as 15T."""
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
@@ -166,8 +187,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
         _refuse(arguments, others, "is not for a search", "plan what it proposes")
     else:
         _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
+    times = ("restart-time", "save-time")
     if arguments.mtbf is None:
-        _refuse(arguments, NEED_MTBF, "is for failures", "give --mtbf, too")
+        _refuse(arguments, times, "is for failures", "give --mtbf, too")
+    else:
+        for name in times:
+            if getattr(arguments, name.replace("-", "_")) is None:
+                raise bad_flag(f"--{name}", "is missing", "--mtbf needs it")
     for flag in ("html", "write"):
         file = getattr(arguments, flag)
         if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
@@ -213,7 +239,7 @@ def _planned(
     if arguments.json:
         text = as_json({**plan.as_json(), **_goodput(plan, arguments)})
     else:
-        text = plan_text(plan, style) + _goodput_text(plan, arguments, style)
+        text = plan_text(plan, style) + _goodput_text(plan, arguments)
     if arguments.html:
         from titanlite.tools.plan.report import plan_page
 
@@ -222,21 +248,43 @@ def _planned(
 
 
 def _goodput(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what --mtbf adds to the plan as JSON."""
+    """Return the share of useful time: as the config saves, and with the best save interval."""
     if arguments.mtbf is None:
         return {}
-    from titanlite.tools.plan.goodput import forecast
+    from titanlite.plan.goodput import best_interval, useful_share
 
-    return {"goodput": forecast(plan, arguments).as_json()}
+    mean = arguments.mtbf / plan.cluster.nodes
+    step = plan.speed.step_seconds
+    times = arguments.save_time, mean, arguments.restart_time
+    best = max(round(best_interval(arguments.save_time, mean) / step), 1)
+    section = plan.run.checkpoint
+    now = section.interval if section.enable_checkpoint else None
+    return {
+        "goodput": {
+            "share": now and useful_share(now * step, *times),
+            "interval_steps": now,
+            "best_share": useful_share(best * step, *times),
+            "best_interval_steps": best,
+            "job_mtbf_hours": mean / 3600,
+        }
+    }
 
 
-def _goodput_text(plan: Plan, arguments: argparse.Namespace, style: Style) -> str:
-    """Return the lines that --mtbf adds to the plan."""
-    if arguments.mtbf is None:
+def _goodput_text(plan: Plan, arguments: argparse.Namespace) -> str:
+    """Return the line that --mtbf adds to the plan."""
+    found = _goodput(plan, arguments).get("goodput")
+    if found is None:
         return ""
-    from titanlite.tools.plan.goodput import forecast, forecast_text
-
-    return "\n" + forecast_text(forecast(plan, arguments), style)
+    best = (
+        f"{found['best_share']:.1%} of the time in steps that are kept, with a save every "
+        f"{counted(found['best_interval_steps'], 'steps')}"
+    )
+    now = "it saves nothing"
+    if found["interval_steps"]:
+        now = f"{found['share']:.1%} with {found['interval_steps']:,}"
+    return (
+        f"\n  goodput      {best}; now: {now}; a failure each {found['job_mtbf_hours']:,.3g} hours"
+    )
 
 
 def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:

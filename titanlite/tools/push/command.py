@@ -16,9 +16,9 @@ from titanlite import __version__, exit_codes
 from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config import trust
 from titanlite.features.hub.branches import README, heads, read_branch, refuse_others
-from titanlite.features.hub.contact import Access, HubError, check_access
-from titanlite.features.hub.record import FOLDER, note
-from titanlite.runs import ATTEMPTS
+from titanlite.features.hub.contact import Access, HubError, check_access, current_token
+from titanlite.features.hub.record import note
+from titanlite.runs import ATTEMPTS, HUB
 from titanlite.runs.record import CONFIG
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.commands.exchange import DTYPE, PRECISIONS
@@ -74,7 +74,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--no-verify", action="store_true", help=without)
     force = "replace weights of another run on the branch"
     parser.add_argument("--force", action="store_true", help=force)
-    work = f"where an export waits for its upload (default: {FOLDER} in the run)"
+    work = f"where an export waits for its upload (default: {HUB} in the run)"
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=work)
     dry = "show what would be uploaded, and the card; change nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry)
@@ -118,7 +118,10 @@ def _run(arguments: argparse.Namespace) -> Any:
 def _push_all(arguments: argparse.Namespace) -> str:
     work = arguments.folder or _work_of(arguments.source)
     pushes = _pushes(arguments, work)
-    access = check_access(arguments.repository)
+    if arguments.dry_run and current_token() is None:
+        access = Access("nobody yet: there is no token", None)
+    else:
+        access = check_access(arguments.repository)
     if access.exists and not arguments.force:
         _refuse_foreign(arguments.repository, pushes)
     if arguments.dry_run:
@@ -142,7 +145,7 @@ def _work_of(source: AnyPath) -> Path:
         here = source.absolute()
         for folder in (here, here.parent, here.parent.parent):
             if (folder / CONFIG).is_file() or (folder / ATTEMPTS).is_file():
-                return folder / FOLDER
+                return folder / HUB
     return _ELSEWHERE
 
 
@@ -188,7 +191,7 @@ def _plan(arguments: argparse.Namespace, push: _Push, access: Access) -> str:
 
     subject = push.subject
     branches = ", ".join(push.branches)
-    there = "which is there" if access.exists else "which would be made"
+    there = {True: "which is there", False: "which would be made", None: "not asked"}[access.exists]
     if not access.exists and arguments.private:
         there += ", private"
     place = Place(arguments.repository, push.branches[0])
@@ -262,7 +265,7 @@ def _push(arguments: argparse.Namespace, push: _Push, work: Path) -> list[dict[s
                 "text": f"branch {branch}, {human_bytes(size)} in {took}",
             }
         )
-    if subject.manifest is not None and subject.step is not None:
+    if subject.manifest is not None and subject.step is not None and work != _ELSEWHERE:
         note(work, arguments.repository, subject.step, subject.manifest.created, push.branches)
     discard(staged)
     return done

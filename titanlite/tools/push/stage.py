@@ -8,19 +8,21 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from titanlite.checkpoint.manifest import FILE, PARTIAL, Manifest, progress, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.pin import pinned
 from titanlite.features.hub.record import NOTES
 from titanlite.features.lora.settings import RECORD
+from titanlite.runs.links import refuse_links
 from titanlite.tools.push.subject import Subject
-from titanlite.utils import atomic_write, parse_json, say
+from titanlite.utils import atomic_write, not_a_link, parse_json, say
 
 _LOCK = "lock"
 _COMPARISON = "comparison.json"
@@ -57,18 +59,39 @@ class Staged:
 
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
-    """Let one process at a time export into a folder and upload from it."""
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / _LOCK).open("wb") as stream:
+    """Let one process at a time export into a folder and upload from it.
+
+    The lock goes at the end, and the folder if nothing else is there. Raises LinkError for a link
+    in it: the folder of the run may come from somebody else.
+    """
+    refuse_links(work.parent, work, inside=True)
+    with _acquire(work):
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another push works in {work}: waiting for its end")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError:
-            # A file system without locks: exports have names that tell their content.
-            pass
-        yield
+            yield
+        finally:
+            (work / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                work.rmdir()
+
+
+def _acquire(work: Path) -> BinaryIO:
+    """Return the open lock of a folder, held by this process."""
+    while True:
+        # Lock and folder may go with a push that ends.
+        with contextlib.suppress(FileNotFoundError):
+            work.mkdir(parents=True, exist_ok=True)
+            stream = open(work / _LOCK, "wb", opener=not_a_link)  # noqa: SIM115
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another push works in {work}: waiting for its end")
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError:
+                # A file system without locks: exports have names that tell their content.
+                return stream
+            if os.fstat(stream.fileno()).st_nlink:
+                return stream
+            stream.close()
 
 
 def stage(subject: Subject, form: Form, work: Path) -> Staged:

@@ -11,6 +11,7 @@ from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import HF_CONFIG, holds_adapters, holds_weights
 from titanlite.checkpoint.manifest import (
     FILE,
+    PIN,
     Manifest,
     hf_folder,
     last_hf_step,
@@ -23,10 +24,12 @@ from titanlite.checkpoint.paths import AnyPath, StorePath, to_path
 from titanlite.config.urls import is_url
 from titanlite.features.hub.branches import own_id
 from titanlite.features.hub.record import waiting
+from titanlite.runs.links import read_own, refuse_links
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
 from titanlite.tools.commands.checkpoint_folders import roots_of
+from titanlite.utils import LinkError
 
 LATEST = "latest"
 BEST = "best"
@@ -59,7 +62,7 @@ class Subject:
         if self.run is None:
             return ""
         file = self.run.folder / CONFIG
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
+        return read_own(file).decode() if file.exists() else ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -97,7 +100,15 @@ def _is_export(path: Path) -> bool:
 
 
 def _one(path: AnyPath, run: Path | None = None) -> Subject:
-    """Return one set of weights. run: the folder of their run; None: perhaps two levels above."""
+    """Return one set of weights. run: the folder of their run; None: perhaps two levels above.
+
+    Raises LinkError: a link could lead to a file that nobody meant to upload.
+    """
+    if isinstance(path, Path) and path.is_dir():
+        refuse_links(run or path, path)
+        for file in path.iterdir():
+            if file.is_symlink() and file.exists() and file.name != PIN:
+                raise LinkError(file)
     name = path.resolve().name if isinstance(path, Path) else path.name
     named = _EXPORT.fullmatch(name)
     if named or (isinstance(path, Path) and _is_export(path)):
@@ -126,7 +137,7 @@ def _root_of(path: AnyPath) -> tuple[AnyPath, Path | None]:
     """
     if isinstance(path, Path) and (path / CONFIG).is_file():
         try:
-            values = config_values((path / CONFIG).read_text(encoding="utf-8"))
+            values = config_values(read_own(path / CONFIG).decode())
         except ValueError as error:
             raise CheckpointError(f"{path / CONFIG} is no TOML: {error}") from None
         folder = str(values.get("checkpoint.folder", "checkpoint"))

@@ -1,4 +1,4 @@
-"""Faults inside the process of one rank, shared by `titanlite drill` and the tests.
+"""Faults inside the process of one rank, for tests and benchmarks.
 
 A fault in a save names a call on files, not a function of the trainer. Python reports these calls
 as audit events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it is

@@ -1,52 +1,22 @@
-"""Keys whose feature does not exist yet, and keys without effect while the feature they belong to
-is off.
-
-`titanlite config check` notes them; training refuses the first. An entry goes when its feature
-comes.
-"""
+"""Keys without effect, since the feature that they belong to is off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from titanlite.config.errors import Problem
 from titanlite.config.extensions import gets_args_alone
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.text_names import BUNDLED
-from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
 
-
-class Missing(NamedTuple):
-    """A key of a feature to come."""
-
-    feature: str
-    #: What to do until then.
-    advice: str
-
-
-_AUTOGRAD = (
-    "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward "
-    "of each block"
-)
 _LOADS = ("resume-or-fresh", "resume", "from")
 _MOMENTS = ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [
     f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")
 ]
-
-NOT_IMPLEMENTED: dict[str, Missing] = {
-    "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
-    "experimental.custom_import": Missing(
-        "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
-    ),
-    "memory_estimation.disable_fake_mode": Missing(
-        "an estimate with real tensors", "leave it out: a plan needs none"
-    ),
-}
 
 
 def _many(degree: int) -> bool:
@@ -156,7 +126,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     },
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
-    "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
     "launch.volumes": {"launch.system": ("kubernetes", "")},
     # A command may name the system, so keys of all systems count while the config names none.
     **{
@@ -227,15 +196,3 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
     if others:
         notes.append(f"no effect, as their features are off: {', '.join(others)}")
     return notes, warnings
-
-
-def refused(config: LoadedConfig) -> list[Problem]:
-    """Return a problem per key that asks for a feature to come."""
-    found = []
-    for key, missing in NOT_IMPLEMENTED.items():
-        value = config.value(key)
-        if value != keys()[key].default and _is_on(config, key):
-            message = f"{quote(value)} is not built yet: {missing.feature}"
-            place = config.place(key)
-            found.append(Problem(place, key, message, missing.advice, code="not-implemented"))
-    return found

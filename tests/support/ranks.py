@@ -1,4 +1,4 @@
-"""Training runs on this machine whose ranks start in a second, for the drill and the tests.
+"""Training runs on this machine whose ranks start in a second, for tests and benchmarks.
 
 Each rank is a copy of a process that has imported torch (multiprocessing's fork server). Apart from
 that it is `train.py` under torchrun: the same environment, the same exit codes. This module does
@@ -20,8 +20,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tests.support.faults import NO_FAULT, Fault, inject
 from titanlite.start.signals import end_with_parent
-from titanlite.tools.drill.faults import NO_FAULT, Fault, inject
 from titanlite.tools.processes import search_path
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _run_rank(
     main: str, arguments: list[str], variables: dict[str, str], console: str, fault: Fault
 ) -> NoReturn:
     """Be one rank, in its own process."""
-    os.setsid()  # Ctrl-C at the terminal reaches the drill only, which then ends its ranks
+    os.setsid()  # Ctrl-C at the terminal reaches the test only, which then ends its ranks
     end_with_parent(signal.SIGKILL)
     output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)

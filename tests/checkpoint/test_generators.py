@@ -1,0 +1,76 @@
+"""A rank gets the random generators of its place in the mesh, and new ones where places changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import RUN, sign, train
+from tests.support.pool import Pools
+from tests.support.whole_runs import make_trainer
+from titanlite.parallel.dist_env import DistEnv
+
+FSDP: dict[str, Any] = {}
+TENSOR = {"tensor": 2}
+LINE = "in another mesh: the data order continues exactly, the random generators start afresh"
+TWO_RANKS = "--training.tensor_parallel_degree=2"
+
+
+def _fresh(rank: int) -> float:
+    """The first number that a rank draws with the generators that it begins with."""
+    return torch.rand((), generator=torch.Generator().manual_seed(100 + rank)).item()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "continues"),
+    [
+        (FSDP, TENSOR, False),
+        (TENSOR, FSDP, False),
+        (FSDP, {"context": 2}, False),
+        (TENSOR, TENSOR, True),
+        (FSDP, {"replicas": 2}, True),
+    ],
+    ids=str,
+)
+def test_generators_continue_where_each_rank_keeps_its_place(
+    pool: Pools, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], continues: bool
+) -> None:
+    saved = pool(2).run(train, replace(RUN, **before), tmp_path, 1, 1, draw=True)
+    loaded = pool(2).run(train, replace(RUN, **after), tmp_path, 2, 2, draw=True)
+    for rank in range(2):
+        assert saved[rank]["draws"] == [_fresh(rank)]
+        assert (loaded[rank]["draws"] != [_fresh(rank)]) == continues
+        assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
+
+
+@pytest.mark.parametrize(("mesh", "continues"), [(FSDP, True), (TENSOR, False)], ids=str)
+def test_an_older_checkpoint_tells_no_places(
+    pool: Pools, tmp_path: Path, mesh: dict[str, Any], continues: bool
+) -> None:
+    run = replace(RUN, **mesh)
+    pool(2).run(train, run, tmp_path, 1, 1, draw=True)
+    sign(tmp_path / "step-1", config={})
+    found = pool(2).run(train, run, tmp_path, 2, 2, draw=True)
+    assert [one["draws"] != [_fresh(rank)] for rank, one in enumerate(found)] == [continues] * 2
+
+
+def _drawn(world: DistEnv, folder: str, *flags: str) -> float:
+    trainer = make_trainer(world, folder, "--training.steps=2", "--no-validation.enable", *flags)
+    torch.rand(3)
+    trainer.train()
+    return torch.rand(()).item()
+
+
+def test_tensor_parallel_ranks_that_take_over_agree(pool: Pools, tmp_path: Path) -> None:
+    first, second = pool(2).run(_drawn, str(tmp_path / "a"))
+    assert first != second
+    more = ("--training.steps=3", TWO_RANKS)
+    resumed = pool(2).run(_drawn, str(tmp_path / "a"), *more)
+    source = f"--checkpoint.initial_load_path={tmp_path}/a/checkpoint/step-2"
+    whole = "--no-checkpoint.initial_load_model_only"
+    begun = pool(2).run(_drawn, str(tmp_path / "b"), *more, source, whole)
+    assert resumed[0] == resumed[1] == begun[0] == begun[1]

@@ -1,0 +1,293 @@
+"""A folder may come from somebody else: no file is written or uploaded through a link in it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden_run import GoldenRun
+from tests.support.processes import ROOT, titanlite
+from titanlite import exit_codes
+from titanlite.checkpoint import retention
+from titanlite.checkpoint.manifest import PIN, REASON
+from titanlite.checkpoint.paths import write_new, write_whole
+from titanlite.checkpoint.pin import pinned
+from titanlite.config.errors import ConfigError
+from titanlite.config.sections import Checkpoint
+from titanlite.metrics.jsonl import MetricsLog
+from titanlite.metrics.trackers.tracker import TrackedRun, Tracker
+from titanlite.runs.lock import RunLock
+from titanlite.runs.logs import rank_log
+from titanlite.runs.record import Start, begin
+from titanlite.start.folders import lock_folders
+from titanlite.tools.push.stage import locked
+from titanlite.utils import LinkError, append_line, atomic_write, logger, new_file
+
+#: Files of runs with other settings than those of the golden one.
+MORE = (
+    "anomalies.jsonl",
+    "comet-run-id",
+    "comm_traces/rank_0",
+    "config-2.toml",
+    "documents-rank_1.jsonl",
+    "git.diff",
+    "git-1.diff",
+    "memory_snapshot/iteration_5/rank0_memory_snapshot.pickle",
+    "metrics-1.jsonl",
+    "resume.jsonl",
+    "run.json",
+    "run.lock",
+    "samples.jsonl",
+    "wandb",
+    "wandb-run-id",
+    ".hub",
+    ".hub/lock",
+    ".hub/push.log",
+    ".hub/pushed.jsonl",
+    ".hub/run",
+    ".hub/step-2-0123456789ab",
+    ".hub/step-2-0123456789ab/model.safetensors",
+)
+#: Calls that write to a path by its name: into a new folder or a file with a name that cannot be
+#: guessed, to a store, or below a place that the user's environment names.
+BY_NAME = Counter(
+    {
+        "checkpoint/hf_save.py": 2,
+        "checkpoint/paths.py": 2,
+        "checkpoint/retention.py": 3,
+        "data/tokenizer/files.py": 1,
+        "data/tokenizer/hf_export.py": 1,
+        "data/tokenizer/urls.py": 2,
+        "exit_codes.py": 1,
+        "features/local_saves/write.py": 1,
+        "features/lora/peft.py": 2,
+        "main.py": 2,
+        "runs/lock.py": 6,
+        "start/rank_checks.py": 1,
+        "tools/commands/migrate.py": 1,
+        "tools/hub/convert.py": 2,
+        "tools/launch/launch.py": 2,
+        "torchrun.py": 1,
+        "utils.py": 1,
+    }
+)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    folder = tmp_path / "private"
+    folder.mkdir()
+    (folder / "file").write_text('{"step": 1}\n{"step": 9}\n')
+    return folder
+
+
+def _link(path: Path, target: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+    return path
+
+
+def _state(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def _places(run: Path) -> list[str]:
+    """Return what a run has left in its folder; of a checkpoint the folder alone."""
+    found = [str(path.relative_to(run)) for path in run.rglob("*")]
+    return [name for name in found if not name.startswith("checkpoint/")]
+
+
+def test_a_run_begins_in_no_folder_with_a_link_at_a_place_of_its_own(
+    golden: GoldenRun, tmp_path: Path, victim: Path
+) -> None:
+    before = _state(victim)
+    places = _places(golden.folder)
+    assert {"metrics.jsonl", "logs", "logs/rank_1.log", "tb", "checkpoint", "guard.jsonl"} < {
+        *places
+    }
+    for number, name in enumerate((*places, *MORE)):
+        run = tmp_path / f"run-{number}"
+        target = victim if (golden.folder / name).is_dir() else victim / "file"
+        link = _link(run / name, target)
+        others = [str(run / each) for each in ("tb", "profile_traces", "memory_snapshot")]
+        section = Checkpoint(folder=str(run / "checkpoint"))
+        with (
+            pytest.raises(ConfigError, match=f"{link} is a link"),
+            lock_folders(run, section, others=others),
+        ):
+            pytest.fail(f"{name} is followed")
+    assert _state(victim) == before
+
+
+def test_a_folder_of_ones_own_may_be_a_link_and_steps_and_other_files_too(tmp_path: Path) -> None:
+    real = tmp_path / "scratch" / "real"
+    for name in ("run", "elsewhere/step-5", "tb/2024", "else"):
+        (real / name).mkdir(parents=True)
+    (tmp_path / "outputs").symlink_to(tmp_path / "scratch")
+    (real / "tb" / "link").symlink_to(real / "else")
+    run = _link(tmp_path / "outputs" / "mine", real / "run")
+    for name in ("notes.txt", "data", "wandb/latest-run", "checkpoint/step-5"):
+        _link(run / name, real / "elsewhere" / "step-5")
+    section = Checkpoint(enable_checkpoint=True, folder=str(run / "checkpoint"))
+    with lock_folders(run, section, others=["", str(real / "tb")]):
+        assert (real / "run" / "run.lock").exists()
+
+
+def test_a_resume_in_a_folder_with_links_writes_nothing(
+    golden: GoldenRun, tmp_path: Path, victim: Path
+) -> None:
+    run = golden.copy(tmp_path / "run", newest=10)
+    (run / "metrics.jsonl").unlink()
+    _link(run / "metrics.jsonl", victim / "file")
+    before = _state(victim)
+    done = titanlite("train", "--job.config_file=debug_model.toml", f"--job.dump_folder={run}")
+    assert done.returncode == exit_codes.CONFIG, done.stderr
+    assert f"{run / 'metrics.jsonl'} is a link, and is not followed" in done.stderr
+    assert _state(victim) == before
+
+
+def _metrics(link: Path) -> None:
+    log = MetricsLog(link)
+    log.truncate_after(1)
+    log.write({"step": 2})
+
+
+def _log(link: Path) -> None:
+    (link.parent / "logs").mkdir()
+    link.rename(link.parent / "logs" / "rank_0.log")
+    with rank_log(link.parent, 0):
+        logger.warning("a line")
+
+
+def _aside(link: Path) -> None:
+    link.rename(link.parent / f".x.{os.getpid()}")
+    atomic_write(link.parent / "x", "new")
+
+
+def _part(link: Path) -> None:
+    link.rename(link.parent / "x.part")
+    write_new(link.parent / "x", b"new")
+
+
+def _pin(link: Path) -> None:
+    link.rename(link.parent / f"{PIN}.{os.getpid()}.part")
+    with pinned(link.parent):
+        assert (link.parent / PIN).is_file()
+
+
+def _reason(link: Path) -> None:
+    folder = link.parent / "step-1"
+    folder.mkdir()
+    link.rename(folder / REASON)
+    retention.quarantine(folder, "damage")
+
+
+def _reason_of_a_linked_step(link: Path) -> None:
+    step = _link(link.parent / "step-1", link.readlink().parent)
+    retention.quarantine(step, "damage")
+
+
+def _config(link: Path) -> None:
+    link.rename(link.parent / "config.toml")
+    begin(link.parent, Start("[a]\n", 1, 1, "cpu"))
+
+
+def _id(link: Path) -> None:
+    link.rename(link.parent / "-run-id")
+    tracker = Tracker.__new__(Tracker)
+    tracker.run = TrackedRun(link.parent, {}, resumed=True)
+    with pytest.raises(LinkError):
+        tracker.known_id()
+    tracker.keep_id("mine")
+
+
+def _refused(write: Callable[[Path], object]) -> Callable[[Path], None]:
+    def refused(link: Path) -> None:
+        with pytest.raises(LinkError, match="is a link"):
+            write(link)
+
+    return refused
+
+
+def _lock(link: Path) -> None:
+    link.rename(link.parent / "run.lock")
+    with RunLock(link.parent):
+        pytest.fail("it was taken")
+
+
+def _dangling_lock(link: Path) -> None:
+    """Once this was an endless loop."""
+    _link(link.parent / "run.lock", link.parent / "nowhere")
+    with RunLock(link.parent):
+        pytest.fail("it was taken")
+
+
+def _hub(link: Path) -> None:
+    link.rename(link.parent / "lock")
+    with locked(link.parent):
+        pytest.fail("it was taken")
+
+
+def _hub_folder(link: Path) -> None:
+    (link.parent / ".partial-x").mkdir()
+    with locked(_link(link.parent / ".hub", link.readlink().parent)):
+        pytest.fail("it was taken")
+
+
+WRITES = {
+    "metrics": _metrics,
+    "log": _log,
+    "whole": lambda link: atomic_write(link, "new"),
+    "whole, aside": _aside,
+    "whole or store": lambda link: write_whole(link, b"new"),
+    "new": lambda link: new_file(link).close(),
+    "new, part": _part,
+    "pin": _pin,
+    "reason": _reason,
+    "reason of a linked step": _reason_of_a_linked_step,
+    "config": _config,
+    "tracker": _id,
+    "append": _refused(lambda link: append_line(link, {"a": 1})),
+    "lock": _refused(_lock),
+    "dangling lock": _refused(_dangling_lock),
+    "lock of a push": _refused(_hub),
+    "folder of a push": _refused(_hub_folder),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_at_the_place_of_a_link_leaves_its_target_alone(
+    tmp_path: Path, victim: Path, write: Callable[[Path], object]
+) -> None:
+    before = _state(victim)
+    write(_link(tmp_path / "theirs" / "x", victim / "file"))
+    assert _state(victim) == before
+
+
+def test_no_other_code_writes_to_a_path_by_its_name() -> None:
+    """A new file of a run goes through `atomic_write`, `new_file` or `not_a_link`."""
+    found: Counter[str] = Counter()
+    for path in sorted((ROOT / "titanlite").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "titanlite"))
+        if not name.startswith("tools/drill"):
+            found[name] = sum(map(_writes, ast.walk(ast.parse(path.read_text()))))
+    assert {name: count for name, count in found.items() if count} == BY_NAME
+
+
+def _writes(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if name in ("write_text", "write_bytes", "touch", "copyfile", "copy2", "save_file"):
+        return True
+    words = {keyword.arg for keyword in node.keywords}
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    modes = [str(one.value) for one in given if isinstance(one, ast.Constant)]
+    writes = any(re.fullmatch("[rbt]*[wax+][wax+bt]*", mode) for mode in modes)
+    return name == "open" and writes and "opener" not in words

@@ -1,1 +1,0 @@
-"""`titanlite drill`: faults seeded into real runs."""
