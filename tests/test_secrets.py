@@ -353,17 +353,16 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
         ["runs", str(run), "--attempts", "--json"],
-        ["compare", str(run), str(earlier), "--out", str(run / "comparison")],
+        ["runs", "--compare", str(run), str(earlier), "--out", str(run / "comparison")],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "inspect", step],
         ["checkpoint", "verify", step],
         ["plan", config[0]],
-        ["lr", config[0]],
         ["data", "peek", config[0], "--rows", "1"],
         ["data", "at-step", "1", config[0]],
         ["data", "at-step", "1", str(run)],
         ["data", "stats", config[0]],
-        ["evaluate", step],
+        ["eval", step],
         ["sample", str(run), "--prompt", "a"],
         ["data", "prepare", "", "--out", str(run / "prepared"), "--tokenizer=bundled"],
     ]
@@ -481,7 +480,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     for words in _commands(config, run, earlier):
         if "prepare" in words:
             words[2] = _url(server, "text.jsonl")
-        if words[0] in ("evaluate", "sample"):  # they end their process
+        if words[0] in ("eval", "sample"):  # they end their process
             done = titanlite(*words)
             said += done.stdout + done.stderr
         else:

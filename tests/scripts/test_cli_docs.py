@@ -127,7 +127,7 @@ def test_what_is_not_there_ends_with_a_documented_code(
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],
-        "evaluate": ["/no.toml", "--nproc-per-node=2"],
+        "eval": ["/no.toml", "--nproc-per-node=2"],
         "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
@@ -139,7 +139,7 @@ def test_what_is_not_there_ends_with_a_documented_code(
         "push": ["/no.toml", "ada/tiny"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])
-    of_checkpoints = command.startswith(("checkpoint", "evaluate", "sample", "push"))
+    of_checkpoints = command.startswith(("checkpoint", "eval", "sample", "push"))
     assert code == (exit_codes.CHECKPOINT if of_checkpoints else exit_codes.CONFIG)
     assert code in codes(command)
     out, err = capsys.readouterr()

@@ -151,7 +151,7 @@ def test_from_scratch(tmp_path: Path) -> None:
     assert "training done at step 12" in by_word["run"]
     assert by_word["run"].count("sample at ") == 2
     assert "validation at 12: " in by_word["run"]
-    assert "held-out-tokens" in by_word["evaluate"]
+    assert "held-out-tokens" in by_word["eval"]
     # The smaller text is its own held-out text: the bigram has seen each pair.
     bigram, uniform = (
         float(

@@ -9,7 +9,7 @@ from pathlib import Path
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
-from titanlite.tools.commands.evaluate import config_of, evaluate, read_texts
+from titanlite.tools.commands.eval_text import config_of, evaluate, read_texts
 from titanlite.training.validation import ValidationResult
 
 

@@ -246,8 +246,8 @@ WITHOUT_TORCH = {
         "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
     ),
     "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "evaluate nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "evaluate mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
+    "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "eval mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import an-owner/A-1.5 there": (

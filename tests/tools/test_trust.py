@@ -58,7 +58,6 @@ SHOWS = {
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
     "runs": (["{run}"], exit_codes.DONE),
-    "compare": (["{run}", "--out", "{out}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }
 #: Commands that take the model's family from the manifest.
@@ -72,7 +71,7 @@ MODEL = {
 }
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
 CONFIG = {
-    "evaluate": (
+    "eval": (
         ["{step}", "--nproc-per-node=1"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
@@ -88,13 +87,11 @@ REASONS = {
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
     "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",
-    "lr": OWN,
     "config check": f"{OWN}; hf_config: test_a_config_json_names_no_code",
     "config explain": OWN,
     "config migrate": OWN,
     "config schema": "reads no file",
     "completion": "reads no file",
-    "help": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
@@ -145,10 +142,11 @@ class Poisoned:
 def _start(words: list[str]) -> int:
     """Run a command.
 
-    `eval` needs a package that is not installed: its model is loaded as it would be. So is the
+    Tasks need a package that is not installed: their model is loaded as it would be. So is the
     export of a push, without its hub.
     """
-    if words[0] not in ("eval", "push"):
+    is_of_tasks = words[0] == "eval" and any(word.startswith("--tasks") for word in words)
+    if words[0] != "push" and not is_of_tasks:
         return main(words)
     from titanlite.config.errors import ConfigError
     from titanlite.tools.commands.loading import load_model
@@ -185,7 +183,7 @@ def poisoned(
     monkeypatch.chdir(run)
     monkeypatch.syspath_prepend(str(run))
     monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setattr("titanlite.tools.commands.evaluate.start_ranks", _started)
+    monkeypatch.setattr("titanlite.tools.commands.eval_text.start_ranks", _started)
     yield Poisoned(run, step, evil, tmp_path / "out", capsys)
     forget(evil)
 
@@ -243,12 +241,12 @@ def test_code_that_a_kept_config_names_is_not_imported(
         _is_announced(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )
-    if command == "evaluate":
-        assert f"started evaluate {poisoned.step} {trust.FLAG}" in said
+    if command == "eval":
+        assert f"started eval {poisoned.step} {trust.FLAG}" in said
 
 
-def test_a_rank_of_evaluate_refuses_too(poisoned: Poisoned) -> None:
-    from titanlite.tools.commands.evaluate import _evaluate_rank
+def test_a_rank_of_eval_refuses_too(poisoned: Poisoned) -> None:
+    from titanlite.tools.commands.eval_text import _evaluate_rank
 
     poison(poisoned.step, code_config(poisoned.evil, "beside"))
     code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
@@ -291,7 +289,7 @@ def test_with_the_flag_a_variable_is_announced_and_read(
 def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
     poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
     words = ["{step}", "--nproc-per-node=1"]
-    _, said = poisoned.call("evaluate", words, "--validation.dataset=c4_test")
+    _, said = poisoned.call("eval", words, "--validation.dataset=c4_test")
     assert "started" in said
     assert trust.FLAG not in said
     assert not poisoned.evil.ran
@@ -458,6 +456,7 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     path = poisoned.evil.named("SPEC")
     index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
     index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
+    del index["checksum"]
     (folder / "index.json").write_text(json.dumps(index))
     code, said = poisoned.call("data stats", [f"--training.dataset_path={folder}"])
     assert code == 0, said
@@ -542,7 +541,7 @@ def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
         (folder / "xxhash.py").write_text(evil.file.read_text())
     words = [
         Path(sys.executable).with_name("titanlite"),
-        "evaluate",
+        "eval",
         ".",
         "--nproc-per-node=1",
         "--json",

@@ -416,7 +416,7 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
     found: list[Finding] = []
     for key, path in _paths(config):
-        if path and not is_url(path) and not _exists(path):
+        if path and not is_url(path) and not is_there(path):
             hint = fetch_hint(path) if key == "model.tokenizer_path" else ""
             found.append(("no-file", key, f"no file or folder {quote(path)}", hint))
     return placed(config, found)
@@ -443,7 +443,8 @@ def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
             yield f"{_SOURCES}[{number}].path", source.path
 
 
-def _exists(path: str) -> bool:
+def is_there(path: str) -> bool:
+    """Whether a key's local path, or pattern of paths, names something."""
     if os.path.exists(path):
         return True
     # Megatron's token files are named without their suffixes.

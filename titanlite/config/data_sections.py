@@ -8,6 +8,7 @@ from titanlite.config.urls import public_name
 from titanlite.config.value_types import (
     Count,
     CountOrRest,
+    Day,
     Location,
     Name,
     Natural,
@@ -142,6 +143,10 @@ class Data(Section, frozen=True):
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or
     tokenizer_config.json.
     """
+    template_date: Day | None = None
+    """Day that a chat template writes, as "2025-01-31": strftime_now has it (gpt-oss, Mistral).
+    None: the template has no such function.
+    """
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
@@ -199,7 +204,7 @@ class Validation(Section, frozen=True):
     first: bool = False
     """Also before the first step, so that curves of the loss begin at step 0."""
     ema: bool = False
-    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`.
+    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite eval`.
     """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""

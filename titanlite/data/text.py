@@ -7,26 +7,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.config.checks import is_there
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
+from titanlite.data.corpus import Corpus, Tokens, encode, tokenize, workers_of
 from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.kinds import Format
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.text_files import (
+    BUNDLED,
     TextFiles,
     columns_of,
     find_text,
     has_known_fields,
+    iter_records,
 )
 from titanlite.data.text_keys import held_out_texts, key_of, training_texts
 from titanlite.data.token_cache import load_corpus
@@ -161,6 +165,24 @@ class TextReader:
         if files.stamps:
             rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
         return rows
+
+    def look(self, source: DataSource, section: str, records: int) -> None:
+        """Encode the first records of a text that is here already. Raises DataError as `open`."""
+        path = source.path
+        if path is None and source.name not in BUNDLED:
+            return
+        if path is not None and (is_url(path) or not is_there(path)):
+            return
+        if is_of_tokens(source):
+            from titanlite.data.token_files import open_source
+
+            open_source(self, source, section)
+            return
+        self._refuse_type(source, section)
+        files = self.files_of(source, section)
+        found = iter_records([Path(name) for name in files.names], files.columns, files.kind)
+        for _ in encode(islice(found, records), self.tokenizer, self.vocab_size, workers=0):
+            pass
 
     def _refuse_type(self, source: DataSource, section: str) -> None:
         """Raise DataError for a type of ids beside text."""

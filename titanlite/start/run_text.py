@@ -74,10 +74,11 @@ def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alon
     shares = None if phases is None else phases.shares()
     # Shorter sequences are pieces of rows.
     training = replace(run.training, seq_len=run.row_len)
-    return _text_reader(run, tokenizer, share).train(training, shares)
+    return text_reader(run, tokenizer, share).train(training, shares)
 
 
-def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
+def text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> TextReader:
+    """Return what opens the texts of a run. Raises ShapeError as `read_datasets`."""
     patience = run.data.retry_seconds
     if run.mesh.world_size > 1:
         # The other ranks wait in a collective.
@@ -111,7 +112,7 @@ def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) ->
     Raises as `read_datasets`, and ConfigError for a full pass without end.
     """
     seq_len = run.validation.seq_len or run.training.seq_len
-    found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
+    found = text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
     streams = []
     for name, rows in found.items():
         if rows.total_sequences is None:

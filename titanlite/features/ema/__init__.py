@@ -34,7 +34,7 @@ class WeightAveraging(Feature):
     def __init__(self, decay: float) -> None:
         self.decay = decay
 
-    # The model: `titanlite.assembly` and `titanlite evaluate` call it
+    # The model: `titanlite.assembly` and `titanlite eval` call it
 
     def begin(self, model: nn.Module) -> WeightAverage:
         """Return averages that begin with the weights of a model, as a callback."""

@@ -98,7 +98,7 @@ class LoraFeature(Feature):
 
         return rule
 
-    # Checkpoints: `titanlite.start.saves` and `titanlite evaluate` call these
+    # Checkpoints: `titanlite.start.saves` and `titanlite eval` call these
 
     def base(
         self,

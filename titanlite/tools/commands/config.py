@@ -179,7 +179,11 @@ def _check(arguments: argparse.Namespace) -> str:
     argv = [*files_of(arguments), *arguments.flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
-    return _report(config, run, why, arguments.style)
+    from titanlite.start.first_look import first_look
+
+    report = _report(config, run, why, arguments.style)
+    unseen = first_look(run)
+    return report + (f"\n  note: {unseen}" if unseen else "")
 
 
 def world_size_of(asked: int | None) -> tuple[int | None, str]:

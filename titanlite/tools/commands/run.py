@@ -77,7 +77,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     ranks = _ranks(arguments.nproc, gpus)
     shown = _shown(ranks)
     options = _rendezvous(nodes, arguments.node_rank, arguments.master)
-    check_loaded(config, problems, nodes * ranks)
+    from titanlite.start.first_look import first_look
+
+    first_look(check_loaded(config, problems, nodes * ranks)[1])
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if not chose_malloc():

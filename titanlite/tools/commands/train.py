@@ -31,6 +31,7 @@ def add_command(commands: Commands) -> None:
 
 def _train(arguments: argparse.Namespace) -> NoReturn:
     from titanlite import main
+    from titanlite.start.first_look import first_look
     from titanlite.start.fit import check_config
     from titanlite.start.signals import SIGNALS, exit_on_signals
 
@@ -40,7 +41,7 @@ def _train(arguments: argparse.Namespace) -> NoReturn:
         main.main(argv)
     check_ranks(ranks)
     exit_on_signals(*SIGNALS)
-    check_config(argv, ranks)
+    first_look(check_config(argv, ranks)[1])
     start_ranks(ranks, ["train", *argv])
 
 

@@ -1,4 +1,4 @@
-"""`titanlite evaluate`: the losses of a checkpoint on held-out text.
+"""`titanlite eval`: the losses of a checkpoint on held-out text.
 
 It trains nothing and writes nothing.
 
@@ -27,7 +27,6 @@ from titanlite.start.fit import check_loaded
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.commands.runs import to_json
 from titanlite.tools.commands.train import check_ranks, start_ranks
-from titanlite.tools.parser import FLAGS, Commands, new_command
 from titanlite.utils import Table, logger, render, require
 
 if TYPE_CHECKING:
@@ -66,32 +65,8 @@ _NO_TRAINING = (
 )
 
 
-def add_command(commands: Commands) -> None:
-    """Add `evaluate` to argparse."""
-    evaluate = new_command(
-        commands,
-        _run,
-        "evaluate",
-        "measure a checkpoint on held-out text",
-        "Print loss, perplexity and tokens for each validation text of a config, with "
-        "the weights of a checkpoint. Nothing is trained or written. A process that "
-        "torchrun starts is one of its ranks.",
-        (
-            f"{FLAGS} Such as --validation.steps -1 for a full pass. Exit status: "
-            "docs/reliability.md lists it."
-        ),
-    )
-    path = (
-        "a run, its folder of checkpoints (the newest valid one), or one step-N; a folder or a URL"
-    )
-    evaluate.add("checkpoint", path, "CHECKPOINT")
-    evaluate.add("file", "TOML file (default: the config in the checkpoint)", "CONFIG", nargs="?")
-    evaluate.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
-    evaluate.add("--json", "print a JSON object")
-    trust.add_argument(evaluate.add_argument)
-
-
-def _run(arguments: argparse.Namespace) -> NoReturn:
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Be one rank, or the torchrun of several; end with the exit code of the measurement."""
     from titanlite import main
 
     ranks = arguments.nproc_per_node
@@ -112,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> NoReturn:
     if trust_code:
         words.append(trust.FLAG)
     _search_modules_as_here()
-    start_ranks(ranks, ["evaluate", *words, *flags])
+    start_ranks(ranks, ["eval", *words, *flags])
 
 
 def _search_modules_as_here() -> None:
@@ -152,7 +127,7 @@ def config_of(
     toml = manifest.config.get("toml")
     if not isinstance(toml, str):
         raise CheckpointError(
-            f"{folder} holds no config: give one, `titanlite evaluate {folder} CONFIG`"
+            f"{folder} holds no config: give one, `titanlite eval {folder} CONFIG`"
         )
     place = Path(str(folder / FILE))
     # It is a folder of compiled code, which this machine can make.

@@ -1,4 +1,4 @@
-"""`titanlite evaluate` gives the losses that the run itself has logged, and leaves the run as it
+"""`titanlite eval` gives the losses that the run itself has logged, and leaves the run as it
 is.
 """
 
@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
-from titanlite.tools.commands.evaluate import config_of, read_texts
+from titanlite.tools.commands.eval_text import config_of, read_texts
 from titanlite.training.validation import ValidationResult
 
 LAYOUTS = {
@@ -93,7 +93,7 @@ def test_the_command_prints_one_json_object(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, row = trained
-    words = ["evaluate", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
+    words = ["eval", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
     done = titanlite(*words, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == 0
@@ -112,7 +112,7 @@ def test_the_command_prints_one_json_object(
 def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    words = ["evaluate", trained[0], "--nproc-per-node=2"]
+    words = ["eval", trained[0], "--nproc-per-node=2"]
     done = titanlite(*words, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
     assert done.returncode == 0
@@ -135,5 +135,5 @@ def test_weights_of_another_tokenizer_are_refused(
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):
         config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
-    assert main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
+    assert main(["eval", str(tmp_path), "--nproc-per-node=2"]) == 4
     assert "holds no checkpoints" in capsys.readouterr().err

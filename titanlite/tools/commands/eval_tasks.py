@@ -1,5 +1,6 @@
-"""`titanlite eval`: tasks on a checkpoint, in this process: of EleutherAI's lm-evaluation-harness
-(package `lm_eval`), and in files of one's own.
+"""Tasks on a checkpoint, in this process: `titanlite eval --tasks`.
+
+They are those of EleutherAI's lm-evaluation-harness (package `lm_eval`), or in files of one's own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from titanlite.data import DataError
 from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
-from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
+from titanlite.tools.commands.loading import LoadedModel, load_model
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.parser import Commands, new_command
+from titanlite.tools.parser import Parser
 from titanlite.utils import Table, render, say
 
 if TYPE_CHECKING:
@@ -32,25 +33,13 @@ _TASKS = "--tasks"
 _BOOTSTRAP = 100_000
 
 
-def add_command(commands: Commands) -> None:
-    """Add `eval` to argparse."""
-    parser = new_command(
-        commands,
-        _run,
-        "eval",
-        "run tasks on a checkpoint",
-        "Run tasks with the weights of a checkpoint, on one device: those of "
-        "lm-evaluation-harness (pip install 'titanlite[eval]'), and files of your own, as "
-        "docs/evaluation.md shows them. `titanlite evaluate` measures the loss on the held-out "
-        "text of a config instead.",
-    )
-    add_arguments(parser)
+def add_options(parser: Parser) -> None:
+    """Add the options of tasks to argparse."""
     add = parser.add
     add(
         _TASKS,
         "tasks, groups or files, separated by commas: hellaswag,arc_easy,./quiz.jsonl",
         "NAMES",
-        required=True,
     )
     add("--include-path", "folder with task files (YAML) of your own", "FOLDER")
     add(
@@ -65,24 +54,23 @@ def add_command(commands: Commands) -> None:
         "N",
         type=at_least(1),
     )
-    add("--batch-size", "sequences at once (default: 8)", "N", type=at_least(1), default=8)
+    add("--batch-size", "sequences at once (default: 8)", "N", type=at_least(1))
     add(
         "--text-key",
         "field of the texts in a file of yours (default: text)",
         "NAME",
-        default="text",
     )
-    add("--json", "print a JSON object with the results and versions of the tasks")
 
 
-def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+def run(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Return the figures of the tasks as text or JSON, and the exit code."""
     check_weights(to_path(arguments.checkpoint))
     entries = arguments.tasks.split(",")
     own = _own_tasks(entries, arguments)
     harness = _harness_tasks(entries, arguments)
     loaded = load_model(arguments)
     say(loaded.summary)
-    scorer = _scorer(loaded, arguments.batch_size)
+    scorer = _scorer(loaded, arguments.batch_size or 8)
     # The harness prints its progress.
     with contextlib.redirect_stdout(sys.stderr):
         figures = {task.name: task.run(scorer) for task in own}
@@ -108,7 +96,7 @@ def _own_tasks(
     files = [entry for entry in entries if is_file(entry)]
     refuse(problems_of(entry_problems(files, _TASKS), "command line"))
     try:
-        return [read_own(path, arguments.text_key, arguments.limit) for path in files]
+        return [read_own(path, arguments.text_key or "text", arguments.limit) for path in files]
     except DataError as error:
         raise DataError(str(error).replace("data.text_key", "--text-key")) from error
 
