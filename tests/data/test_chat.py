@@ -239,6 +239,7 @@ def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
 DATED = "{{ strftime_now('%d %B %Y') }}" + LLAMA3
 
 
+@pytest.mark.slow
 def test_templates_that_write_the_date_have_that_of_the_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

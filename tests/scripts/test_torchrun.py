@@ -198,6 +198,7 @@ run_rank(work)
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("other", "words", "code"),
     [

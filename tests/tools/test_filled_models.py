@@ -129,7 +129,7 @@ def check(tmp_path: Path, family: str, args: Any) -> None:
         assert relative(logits_of(path), expected) < 1e-5, path
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(tmp_path: Path, case: str) -> None:
     family, own = CASES[case]
@@ -139,7 +139,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     check(tmp_path, family, args)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
     content = {**KINDS[kind], "model_type": kind, "vocab_size": VOCABULARY}

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from titanlite.config.urls import public_name
 from titanlite.config.value_types import (
     Count,
     CountOrRest,
@@ -46,7 +47,7 @@ class DataSource(Section, frozen=True):
 
     name: Name | None = None
     """Text by name, as for training.dataset, but no dotted path; beside a path, its name in the
-    log. None: the path.
+    log. None: the path, of a URL without login and signature.
     """
     path: Location | None = None
     """Files of text, as for training.dataset_path."""
@@ -79,8 +80,8 @@ class DataSource(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name in a mixture."""
-        return self.name or self.path or ""
+        """Its name in a mixture and in records; of a URL without login and signature."""
+        return public_name(self.name or self.path or "")
 
 
 class DataPhase(Section, frozen=True):
