@@ -27,10 +27,12 @@ from tests.support.sweeps import (
 )
 from titanlite.config.errors import ConfigError
 from titanlite.runs.lock import LockedError, RunLock
+from titanlite.start.fit import check_config
 from titanlite.tools.members import (
     Member,
     MemberError,
     MemberResult,
+    check_members,
     make_slots,
     result_of,
     run_members,
@@ -226,6 +228,22 @@ def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
     ):
         run_members([SMALL], CONFIG, tmp_path)
     assert not (tmp_path / "small").exists()
+
+
+def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_not(
+    tmp_path: Path,
+) -> None:
+    config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
+    kept = tmp_path / "small" / "config.toml"
+    kept.parent.mkdir()
+    lines = config.to_toml().splitlines()
+    kept.write_text("\n".join(line for line in lines if not line.startswith("z_loss")))
+    described = Member("small", [*SMALL.flags, "--job.description=again"])
+    assert len(check_members([described], CONFIG, tmp_path, 1)) == 1
+    changed = Member("small", ["--optimizer.lr=2e-3", "--model.overrides.norm_eps=1e-4"])
+    with pytest.raises(ConfigError, match=r"small: optimizer\.lr: 0\.001 -> 0\.002") as error:
+        check_members([changed], CONFIG, tmp_path, 1)
+    assert "norm_eps: " in str(error.value)
 
 
 @pytest.mark.slow

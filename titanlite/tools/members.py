@@ -28,6 +28,7 @@ from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
 from titanlite.start.derive import RunConfig
 from titanlite.tools.processes import (
+    Stopped,
     end_all,
     last_lines,
     start,
@@ -209,6 +210,9 @@ def run_members(
                     slots.append(slot)
                     codes[member.name] = process.returncode
                     _tell_end(result_of(member, folder, process.returncode), folder)
+        except Stopped as stop:
+            tell(f"stopped by {stop}: the runs under way save and end; the same command goes on")
+            raise
         finally:
             end_all([process for _, process, _ in running], grace=GRACE_SECONDS)
     return [result_of(member, folder, codes.get(member.name)) for member in members]
@@ -277,15 +281,7 @@ def result_of(member: Member, folder: Path, exit_code: int | None = None) -> Mem
     run = _run_in(folder / member.name)
     losses = [row["loss"] for row in run.training]
     validations = [row["validation_loss"] for row in run.validations]
-    is_whole = run.state == "done" and (run.step or 0) >= (run.steps or 0)
-    is_finite = all(map(math.isfinite, [*losses[-1:], *validations[-1:]]))
-    state = "unfinished"
-    if run.state == "stopped" or (is_whole and not is_finite):
-        state = "diverged"
-    elif is_whole:
-        state = "done"
-    elif exit_code or (exit_code is None and run.state == "failed"):
-        state = "failed"
+    state = _state(run, exit_code, [*losses[-1:], *validations[-1:]])
     reason = run.reason.partition("\n")[0]
     if state == "failed" and not reason:
         reason = f"exit code {exit_code}"
@@ -300,6 +296,17 @@ def result_of(member: Member, folder: Path, exit_code: int | None = None) -> Mem
         seconds=run.duration or 0.0,
         reason=reason if state in ("failed", "diverged") else "",
     )
+
+
+def _state(run: Run, exit_code: int | None, losses: Sequence[float]) -> str:
+    """Return the state of a run. losses: its last ones."""
+    is_whole = run.state == "done" and (run.step or 0) >= (run.steps or 0)
+    if run.state == "stopped" or (is_whole and not all(map(math.isfinite, losses))):
+        return "diverged"
+    if is_whole:
+        return "done"
+    has_failed = exit_code or (exit_code is None and run.state == "failed")
+    return "failed" if has_failed and run.state != "preempted" else "unfinished"
 
 
 def _run_in(folder: Path) -> Run:

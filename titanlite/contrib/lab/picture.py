@@ -47,15 +47,10 @@ def picture(title: str, rows: Sequence[Row]) -> str | None:
 
     None: no number varies, or no run has a loss. A browser shows it light or dark.
     """
-    numbers = []
-    for label in rows[0].values:
-        found = [row.values.get(label) for row in rows]
-        if all(type(value) in (int, float) for value in found) and len(set(found)) > 1:
-            numbers.append(label)
+    key = _horizontal(rows)
     losses = [row.loss for row in rows if row.loss is not None]
-    if not (numbers and losses):
+    if key is None or not losses:
         return None
-    key = max(numbers, key=lambda label: label.endswith("lr"))
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: float(row.values[key])):
         others = [f"{name} = {shown(value)}" for name, value in row.values.items() if name != key]
@@ -68,15 +63,13 @@ def picture(title: str, rows: Sequence[Row]) -> str | None:
     axis = frame.across([scale(values[0]), scale(values[-1])])
     limit = min(losses) + _FAR * (statistics.median(losses) - min(losses))
     up = frame.up(ticks(min(losses), min(max(losses), max(limit, losses[0])), 6))
-    marks = []
-    for label, members in lines.items():
-        own = []
-        for row in members:
-            loss = up.values[-1] if row.loss is None else min(row.loss, up.values[-1])
-            text = row.result.state if row.loss is None else f"{row.loss:.4f}"
-            place = (axis.place(scale(row.values[key])), up.place(loss))
-            own.append((*place, row.loss is None, f"{row.result.name}: {text}"))
-        marks.append((label, own))
+
+    def mark(row: Row) -> tuple[float, float, bool, str]:
+        loss = up.values[-1] if row.loss is None else min(row.loss, up.values[-1])
+        text = row.result.state if row.loss is None else f"{row.loss:.4f}"
+        x = axis.place(scale(row.values[key]))
+        return x, up.place(loss), row.loss is None, f"{row.result.name}: {text}"
+
     some = values[:: math.ceil(len(values) / _MOST_TICKS)]
     page = templates(Path(__file__).parent).get_template("sweep.svg.jinja")
     return str(
@@ -84,7 +77,7 @@ def picture(title: str, rows: Sequence[Row]) -> str | None:
             **asdict(frame),
             title=title,
             key=key,
-            lines=marks,
+            lines=[(label, list(map(mark, members))) for label, members in lines.items()],
             across=[(f"{value:.4g}", axis.place(scale(value))) for value in some],
             up=up.lines(),
             legend=frame.height - legend,
@@ -92,3 +85,13 @@ def picture(title: str, rows: Sequence[Row]) -> str | None:
             colors=list(zip(COLORS, DARK_COLORS, strict=True)),
         )
     )
+
+
+def _horizontal(rows: Sequence[Row]) -> str | None:
+    """Return the learning rate, else the first number that varies; None: there is none."""
+    numbers = []
+    for label in rows[0].values:
+        found = [row.values.get(label) for row in rows]
+        if all(type(value) in (int, float) for value in found) and len(set(found)) > 1:
+            numbers.append(label)
+    return max(numbers, key=lambda label: label.endswith("lr"), default=None)

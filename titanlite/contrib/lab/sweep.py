@@ -111,45 +111,44 @@ def points_of(table: Entry) -> list[Values]:
 
     Raises ConfigError with all that is wrong in the table.
     """
-    problems: list[Problem] = []
-
-    def wrong(name: str, message: str, hint: str = "") -> None:
-        key = f"[sweep] {name}".rstrip()
-        problems.append(Problem(table.place(f".{quote_key(name)}"), key, message, hint))
-
-    together: list[dict[str, Any]] = [{}]
-    lists: dict[str, list[Any]] = {}
-    for name, value in _flat(table.value):
-        if name == "metric":
-            hint = "leave it out: the table has the validation loss, or else the training loss"
-            wrong(name, "is gone", hint)
-        elif isinstance(value, dict) and {"log", "linear"} & set(value):
-            wrong(name, "ranges are gone", "write the values as a list, as [1e-3, 3e-3, 1e-2]")
-        elif not isinstance(value, list) or not value:
-            wrong(name, f"expected a list of values, got {quote(value)}")
-        elif name != "points":
-            lists[name] = value
-        elif all(isinstance(point, dict) for point in value):
-            together = [dict(_flat(point)) for point in value]
-        else:
-            wrong(name, "expected tables, each below a line [[sweep.points]]")
-    listed = {key_of(name) for point in together for name in point}
+    lists = dict(_flat(table.value))
+    wrong = {name: _what_is_wrong(name, value) for name, value in lists.items()}
+    refuse([_problem(table, name, *found) for name, found in wrong.items() if found])
+    together = [dict(_flat(point)) for point in lists.pop("points", [{}])]
+    in_points = {key_of(name) for point in together for name in point}
+    problems = []
     for key in [key_of(name) for name in lists]:
-        if key in listed:
-            wrong(key, "is varied twice: by itself and in points")
-        listed.add(key)
-    for key in listed & set(_FIXED):
-        wrong(key, "cannot vary", "each run has its own folder below --folder")
-    combinations = list(itertools.product(*lists.values()))
-    points: list[Values] = [
-        {**point, **dict(zip(lists, chosen, strict=True))}
-        for point in together
-        for chosen in combinations
-    ]
-    if not all(points) and not problems:
-        wrong("", "a point sets no key", 'as "optimizer.lr" = [1e-3, 3e-3]')
+        if key in in_points:
+            problems.append(_problem(table, key, "is varied twice: by itself and in points"))
+    for key in sorted(in_points.union(map(key_of, lists)).intersection(_FIXED)):
+        hint = "each run has its own folder below --folder"
+        problems.append(_problem(table, key, "cannot vary", hint))
+    points: list[Values] = []
+    for point in together:
+        for chosen in itertools.product(*lists.values()):
+            points.append({**point, **dict(zip(lists, chosen, strict=True))})
+    if not all(points):
+        problems.append(_problem(table, "", "a point sets no key", 'as "optimizer.lr" = [1e-3]'))
     refuse(problems)
     return points
+
+
+def _problem(table: Entry, name: str, message: str, hint: str = "") -> Problem:
+    key = f"[sweep] {name}".rstrip()
+    return Problem(table.place(f".{quote_key(name)}"), key, message, hint)
+
+
+def _what_is_wrong(name: str, value: Any) -> tuple[str, str] | None:
+    """Return what is wrong with an entry of [sweep], and what to do; None: nothing."""
+    if name == "metric":
+        return "is gone", "leave it out: the table has the validation or else the training loss"
+    if isinstance(value, dict) and {"log", "linear"} & set(value):
+        return "ranges are gone", "write the values as a list, as [1e-3, 3e-3, 1e-2]"
+    if not isinstance(value, list) or not value:
+        return f"expected a list of values, got {quote(value)}", ""
+    if name == "points" and not all(isinstance(point, dict) for point in value):
+        return "expected tables, each below a line [[sweep.points]]", ""
+    return None
 
 
 def _flat(table: Values, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,20 @@
+"""The core does not import `titanlite.contrib`; a table names its commands."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.processes import ROOT
+from titanlite.tools.command_table import COMMANDS
+
+
+def test_the_core_names_contrib_in_the_table_of_commands_alone() -> None:
+    library = ROOT / "titanlite"
+    found = set()
+    for file in library.rglob("*.py"):
+        place = file.relative_to(library)
+        text = file.read_text(encoding="utf-8")
+        if place.parts[0] != "contrib" and re.search(r"titanlite\.contrib|import contrib", text):
+            found.add(str(place))
+    assert found == {"tools/command_table.py"}
+    assert COMMANDS["sweep"].startswith("titanlite.contrib.lab.")
