@@ -135,7 +135,12 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
 
 def test_they_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(
-        capsys, "compare", *(str(runs / name) for name in RUNS), "--out", str(runs / "out")
+        capsys,
+        "runs",
+        "--compare",
+        *(str(runs / name) for name in RUNS),
+        "--out",
+        str(runs / "out"),
     )
     assert [run["steady_rows"] for run in found["runs"]] == [6, 3, 3], (
         "without the first two of each attempt"

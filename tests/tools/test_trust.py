@@ -58,7 +58,6 @@ SHOWS = {
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
     "runs": (["{run}"], exit_codes.DONE),
-    "compare": (["{run}", "--out", "{out}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }
 #: Commands that take the model's family from the manifest.

@@ -19,7 +19,6 @@ COMMANDS = {
     "eval": "titanlite.tools.commands.eval:add_command",
     "config": "titanlite.tools.commands.config:add_commands",
     "runs": "titanlite.tools.commands.runs:add_command",
-    "compare": "titanlite.tools.commands.compare:add_command",
     "data": "titanlite.tools.commands.data:add_commands",
     "plan": "titanlite.tools.plan.plan:add_command",
     "sweep": "titanlite.tools.sweep.command:add_command",
@@ -36,6 +35,7 @@ COMMANDS = {
 
 #: Commands of earlier versions → what does their work now.
 GONE = {
+    "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",

@@ -1,6 +1,4 @@
-"""The comparison as one HTML file with tables and curves that show their values; it fetches
-nothing.
-"""
+"""The comparison as one HTML file with tables and curves; it runs no script and fetches nothing."""
 
 from __future__ import annotations
 
@@ -9,30 +7,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from titanlite.metrics.jsonl import json_value
 from titanlite.tools import render_page
 from titanlite.tools.commands.comparison import Comparison, tables
-from titanlite.tools.commands.plots import Chart, Curve, Point
+from titanlite.tools.commands.plots import Chart, Point, charts
 from titanlite.tools.pictures import COLORS, DARK_COLORS, Frame, ticks
 
 #: The left margin has room for a speed of eight digits.
 _FRAME = Frame(width=960, height=380, top=14, bottom=46, left=100, right=48)
 
 
-def comparison_page(comparison: Comparison, charts: Sequence[Chart], written: str) -> str:
+def comparison_page(comparison: Comparison, written: str) -> str:
     """Return the page. written: its time as text."""
     labels = comparison.labels
-    frame = asdict(_FRAME)
+    drawn = charts(comparison.runs, labels)
     return render_page(
         "comparison.html.jinja",
-        **frame,
-        frame=frame,
+        **asdict(_FRAME),
         colors=list(zip(COLORS, DARK_COLORS, strict=True)),
         title=" and ".join(labels) if len(labels) < 3 else f"{len(labels)} runs",
         tables=tables(comparison),
-        runs=[curve for curve in charts[0].curves if not curve.validation],
-        plots=[_plot(chart) for chart in charts if _finite(chart)],
-        empty=[chart for chart in charts if not _finite(chart)],
+        plots=[_plot(chart) for chart in drawn if _finite(chart)],
+        empty=[chart for chart in drawn if not _finite(chart)],
         notes=comparison.notes,
         written=written,
     )
@@ -43,13 +38,7 @@ def _finite(chart: Chart) -> list[Point]:
 
 
 def _plot(chart: Chart) -> dict[str, Any]:
-    """Return a chart with at least one finite value as the page draws it.
-
-    It has places in pixels, and data for the script of the page.
-
-    Data: the points of each curve, with texts for values that are not finite, and their tokens and
-    seconds.
-    """
+    """Return a chart with at least one finite value as the page draws it, in pixels."""
     steps, values = zip(*_finite(chart), strict=True)
     across = _FRAME.across(ticks(min(steps), max(steps), 8))
     up = _FRAME.up(ticks(0.0 if chart.from_zero else min(values), max(values), 6))
@@ -71,16 +60,4 @@ def _plot(chart: Chart) -> dict[str, Any]:
         "lines": up.lines(),
         "columns": across.lines(),
         "curves": [(curve, parts(curve.points)) for curve in chart.curves],
-        "data": {"from_zero": chart.from_zero, "curves": [_data(curve) for curve in chart.curves]},
-    }
-
-
-def _data(curve: Curve) -> dict[str, Any]:
-    """Return what the page's script needs to draw a curve."""
-    return {
-        "run": curve.run,
-        "validation": curve.validation,
-        "points": [(step, json_value(value)) for step, value in curve.points],
-        "tokens": list(curve.tokens),
-        "seconds": [round(value, 3) for value in curve.seconds],
     }

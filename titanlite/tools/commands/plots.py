@@ -29,9 +29,6 @@ class Curve:
     run: int
     #: Validation loss: dashed, and its points are marked.
     validation: bool
-    #: Tokens seen at each point, and seconds of training; empty where the run records none.
-    tokens: Sequence[float] = ()
-    seconds: Sequence[float] = ()
 
     @property
     def color(self) -> str:
@@ -55,17 +52,13 @@ class Chart:
 
 def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     """Return the chart of losses, and one for each other figure that a run records."""
-    ways = [_along(run) for run in runs]
 
     def curves(name: str, suffix: str = "", validation: bool = False) -> list[Curve]:
         found = []
         for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            places = [place for place, row in enumerate(run.rows) if name in row]
-            if not places:
-                continue
-            points = [(run.rows[place]["step"], run.rows[place][name]) for place in places]
-            tokens, seconds = ([way[place] for place in places if way] for way in ways[number])
-            found.append(Curve(label + suffix, points, number, validation, tokens, seconds))
+            points = [(row["step"], row[name]) for row in run.rows if name in row]
+            if points:
+                found.append(Curve(label + suffix, points, number, validation))
         return found
 
     losses = [*curves("loss"), *curves("validation_loss", ", validation", validation=True)]
@@ -82,29 +75,6 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
         ),
     ]
     return [Chart("Loss", "nats per token", losses), *(chart for chart in further if chart.curves)]
-
-
-def _along(run: Run) -> tuple[list[float], list[float]]:
-    """Return tokens seen and seconds of training at each row of a run; nothing where its training
-    rows lack them.
-
-    The seconds are those of steps: no start, validation, save or pause is among them.
-    """
-    tokens = list[float]()
-    seconds = list[float]()
-    step = spent = seen = 0.0
-    for row in run.rows:
-        if "loss" in row:
-            steps = max(row["step"] - step, 0.0)
-            step = row["step"]
-            seen = row.get("tokens_seen", seen)
-            spent += steps * row.get("seconds_per_step", 0.0)
-        tokens.append(seen)
-        seconds.append(spent)
-    return (
-        tokens if all("tokens_seen" in row for row in run.training) else [],
-        seconds if all("seconds_per_step" in row for row in run.training) else [],
-    )
 
 
 def draw_png(found: Sequence[Chart], path: Path) -> None:

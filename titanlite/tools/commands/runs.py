@@ -10,13 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.errors import bad_flag
 from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.goodput import goodput_of
-from titanlite.runs.read import TASKS, Row, Run, find_runs, read_run
+from titanlite.runs.read import TASKS, Row, Run, RunError, find_runs, read_run
 from titanlite.tools.parser import Commands, new_command
-from titanlite.utils import Table, escape_name, human_time, render
+from titanlite.utils import Table, atomic_write, escape_name, human_time, render, say
 
 NONE = "–"
+PAGE = "comparison.html"
 
 
 def add_command(commands: Commands) -> None:
@@ -33,9 +35,15 @@ def add_command(commands: Commands) -> None:
     runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
+    runs.add("--compare", f"put the runs side by side: figures, what differs, curves in {PAGE}")
+    runs.add("--out", f"folder of {PAGE} (default: ./comparison)", "FOLDER", type=Path)
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    if arguments.compare:
+        return _compare(arguments)
+    if arguments.out:
+        raise bad_flag("--out", "needs --compare")
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -48,6 +56,31 @@ def _run(arguments: argparse.Namespace) -> str:
     if not found:
         return escape_name(f"no runs below {', '.join(map(str, folders))}")
     return runs_text(found)
+
+
+def _compare(arguments: argparse.Namespace) -> str:
+    from titanlite.tools.commands.compare_page import comparison_page
+    from titanlite.tools.commands.comparison import compare, compare_json, read_runs, tables
+
+    if not arguments.folders:
+        raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
+    comparison = compare(read_runs(arguments.folders))
+    page = (arguments.out or Path("comparison")) / PAGE
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(page, comparison_page(comparison, f"{datetime.now():%Y-%m-%d %H:%M}"))
+    except OSError as error:
+        raise RunError(
+            f"cannot write {page}: {error.strerror or error}; name another folder with --out"
+        ) from None
+    for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
+        say(f"note: {escape_name(problem)}")
+    if arguments.json:
+        return to_json({**compare_json(comparison), "written": str(page)})
+    parts = list(map(render, tables(comparison)))
+    if comparison.notes:
+        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
+    return "\n\n".join([*parts, f"written: {page}"])
 
 
 def to_json(value: Any) -> str:
