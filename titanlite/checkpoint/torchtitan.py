@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +73,10 @@ def open_torchtitan(path: Path, family: str, args: Any) -> Weights:
     heads = {"wq": args.n_heads, "wk": args.kv_heads} if _FAMILIES[family] else {}
     parts: dict[str, list[Part]] = {}
     # The gates of Llama 4's experts, w1, come before w3.
-    for name, tensor in sorted(stored.items()):
-        part = Part(tensor.file, name, tensor.dtype, tensor.shape, tensor.read)
-        if name.endswith(".expert_bias") and not getattr(args, "expert_bias", False):
-            # torchtitan's Qwen3 has such biases, and leaves them at 0.
-            if part.whole().any():
-                parts[name] = [part.at_start()]
+    for _, tensor in sorted(stored.items()):
+        ours, part = _our_part(tensor, family, heads)
+        if _is_idle(part, args):
             continue
-        ours, is_transposed = _our_name(name, family)
-        number = heads.get(name.split(".")[-2]) if "." in name else None
-        if is_transposed and len(part.shape) == 3:
-            part = _transposed(part)
-        elif number and len(part.shape) == 2 and part.shape[0] % (2 * number) == 0:
-            part = replace(part, read=partial(_by_halves, part, number))
         before = parts.setdefault(ours, [])
         at = sum(one.shape[-1] for one in before)
         before.append(part.at(*(0 for _ in part.shape[1:]), at) if before else part.at_start())
@@ -95,6 +85,24 @@ def open_torchtitan(path: Path, family: str, args: Any) -> Weights:
         (head, *_) = parts.pop("output.weight", [None])
         parts["output.weight"] = parts["tok_embeddings.weight"]
     return Weights(path, family, args, parts, spare_head=head)
+
+
+def _our_part(tensor: _Stored, family: str, heads: Mapping[str, int]) -> tuple[str, Part]:
+    """Return our name of a tensor, and it in our layout."""
+    part = Part(tensor.file, tensor.name, tensor.dtype, tensor.shape, tensor.read)
+    ours, is_transposed = _our_name(tensor.name, family)
+    if is_transposed and len(part.shape) == 3:
+        part = _transposed(part)
+    if len(part.shape) == 2:
+        part = _by_halves(part, heads.get(tensor.name.rpartition(".")[0].rpartition(".")[2], 0))
+    return ours, part
+
+
+def _is_idle(part: Part, args: Any) -> bool:
+    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3, that we have not."""
+    if getattr(args, "expert_bias", False) or not part.name.endswith(".expert_bias"):
+        return False
+    return not part.whole().any()
 
 
 def _our_name(name: str, family: str) -> tuple[str, bool]:
@@ -122,14 +130,24 @@ def _transposed(part: Part) -> Part:
     return replace(part, shape=(*before, columns, rows), read=read)
 
 
-def _by_halves(part: Part, heads: int, slices: Slices) -> torch.Tensor:
-    """Read rows of q or k in our order: of each head the even rows first."""
-    rows, columns = slices
-    order = permute(torch.arange(part.shape[0])[:, None], heads)[rows, 0]
-    if not len(order):
-        return part.read(slices)
-    first = int(order.min())
-    return part.read((slice(first, int(order.max()) + 1), columns))[order - first]
+def _by_halves(part: Part, heads: int) -> Part:
+    """Return the rows of q or k in our order: of each head the even ones first.
+
+    heads: 0: of another matrix, which stays as it is.
+    """
+    if not heads or part.shape[0] % (2 * heads):
+        return part
+    orders = permute(torch.arange(part.shape[0])[:, None], heads)[:, 0]
+
+    def read(slices: Slices) -> torch.Tensor:
+        rows, columns = slices
+        order = orders[rows]
+        if not len(order):
+            return part.read(slices)
+        first = int(order.min())
+        return part.read((slice(first, int(order.max()) + 1), columns))[order - first]
+
+    return replace(part, read=read)
 
 
 # Files
