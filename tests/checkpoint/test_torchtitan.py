@@ -80,14 +80,17 @@ def llama_weights(args: LlamaArgs = ARGS) -> dict[str, torch.Tensor]:
     return {name: weight(name, tuple(tensor.shape)) for name, tensor in shapes.items()}
 
 
-def write(folder: Path, weights: dict[str, Any], world: DistEnv | None = None) -> Path:
-    """Save as torchtitan does, from several ranks in shards."""
+def write(
+    folder: Path, weights: dict[str, Any], world: DistEnv | None = None, old: bool = False
+) -> Path:
+    """Save as torchtitan does, from several ranks in shards; old: as until 0.1."""
     if world is not None:
         mesh = init_device_mesh("cpu", (world.size,))
         weights = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in weights.items()}
+    named = {"model": weights} if old else weights
     moments = {f"state.{name}.exp_avg": tensor * 0 for name, tensor in weights.items()}
     state = {
-        **weights,
+        **named,
         "optimizer": {**moments, "param_groups.norm.weight.betas": (0.9, 0.95)},
         "lr_scheduler": {"last_epoch": 4},
         "train_state": {"step": 4, "ntokens_seen": torch.tensor(100)},
@@ -229,10 +232,12 @@ def test_experts_are_where_they_are_here(tmp_path: Path, family: str) -> None:
     assert any(name.endswith("expert_bias") for name in weights.parts)
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["0.2", "0.1"])
 def test_convert_takes_the_model_from_a_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bool
 ) -> None:
-    source = write(tmp_path / "step-4", llama_weights())
+    tables = {"freqs_cis": torch.ones(4, dtype=torch.complex64)} if old else {}
+    source = write(tmp_path / "step-4", llama_weights() | tables, old=old)
     (tmp_path / "run.toml").write_text(TOML)
     words = ["checkpoint", "convert", str(source)]
     assert main([*words, str(tmp_path / "hf"), "--to", "hf"]) == 4

@@ -56,10 +56,12 @@ def holds_weights(path: AnyPath) -> bool:
 
 
 def is_torchtitan(path: AnyPath) -> bool:
-    """Return whether a path is a checkpoint of torchtitan 0.1 to 0.2.2: the embedding has no prefix
-    in its index, which is searched as bytes.
+    """Return whether a path is a checkpoint of torchtitan until 0.2.2, by names in its index, which
+    is searched as bytes: titanlite's own has neither of them.
     """
     file = path / DCP_INDEX
     if not isinstance(file, Path) or not file.is_file():
         return False
-    return re.search(rb"(?<![\w.])tok_embeddings\.weight", file.read_bytes()) is not None
+    return (
+        re.search(rb"(?<![\w.])(tok_embeddings\.weight|train_state)", file.read_bytes()) is not None
+    )

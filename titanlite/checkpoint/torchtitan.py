@@ -1,5 +1,5 @@
 """Weights in checkpoints of torchtitan 0.1 to 0.2.2: folders of torch.distributed.checkpoint
-without a manifest, in which the model's tensors have no prefix.
+without a manifest. Since 0.2.0 the model's tensors have no prefix.
 
 Optimizer, schedule and place in the text are of torchtitan's own classes: they are left out.
 """
@@ -22,7 +22,6 @@ from titanlite.checkpoint.dcp_index import parse_index
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import DCP_INDEX
 from titanlite.checkpoint.weights import Part, Slices, Weights
-from titanlite.models.hf_names import is_derived
 from titanlite.models.llama_hf import permute
 
 #: Families that torchtitan has, and whether it rotates pairs of neighbours where we rotate halves.
@@ -34,10 +33,12 @@ _FAMILIES = {
     "llama4": False,
     "gpt_oss": False,
 }
+#: Of names of weights in 0.1 and before.
+_PREFIX = "model."
 #: What its checkpoints hold besides weights.
 _OTHERS = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader")
-#: Counters of experts' tokens, which begin anew.
-_COUNTERS = re.compile(r".*\.tokens_per_expert(_ema)?")
+#: RoPE's table until 0.1, and counters of experts' tokens, which begin anew.
+_DERIVED = re.compile(r"freqs_cis|.*\.tokens_per_expert")
 #: Parts of names, theirs → ours.
 _RENAMED = {
     ".moe.router.gate.": ".feed_forward.gate.",
@@ -214,11 +215,12 @@ def _stored(path: Path) -> dict[str, _Stored]:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = {}
     for name, tensor in tensors.items():
+        plain = name.removeprefix(_PREFIX)
         is_weight = tensor.properties.dtype.is_floating_point and not name.startswith(_OTHERS)
-        if not is_weight or is_derived(name) or _COUNTERS.fullmatch(name):
+        if not is_weight or _DERIVED.fullmatch(plain):
             continue
         pieces = _pieces(file, name, tensor, places)
-        found[name] = _Stored(path, name, tensor.properties.dtype, tuple(tensor.size), pieces)
+        found[plain] = _Stored(path, plain, tensor.properties.dtype, tuple(tensor.size), pieces)
     return found
 
 
