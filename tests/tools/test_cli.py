@@ -84,7 +84,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         "launch --dry-run --launch.gpus_per_node 2 local debug_model.toml",
     ]
     first, *others = [printed(capsys, *order.split(), code=0) for order in orders]
-    assert "titanlite run" in first
+    assert "titanlite train" in first
     assert others == [first, first]
 
 
@@ -151,7 +151,7 @@ def test_wrong_options_show_the_usage_of_their_command(
 
 COMPLETED = {
     "titanlite tr": ["train "],
-    "titanlite run": ["run", "runs"],
+    "titanlite ru": ["runs "],
     "titanlite config ch": ["check "],
     "titanlite doctor --js": ["--json "],
     "titanlite train --training.st": ["--training.steps "],

@@ -243,14 +243,11 @@ def _checked_member(asked: Asked, number: int, writes: bool) -> Member:
 
 def _start_ranks(ranks: int, argv: Sequence[str]) -> NoReturn:
     """Become a run of this machine."""
-    from titanlite.tools.commands.run import count_gpus
-    from titanlite.tools.commands.train import start_ranks
+    from titanlite.tools.commands.train import count_gpus, start_ranks
 
     if not count_gpus():
         # As the runs of a sweep on one machine: the number of threads changes how sums are rounded.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", "titanlite", "train", *argv])
     start_ranks(ranks, ["train", *argv])
 
 
