@@ -3,9 +3,8 @@
     python benchmarks/restarts_slurm.py --out benchmarks/results/restarts_slurm
 
 A real Slurm with eight nodes runs on this machine, as in tests/launch (root, slurmctld, slurmd and
-munge). Jobs of `titanlite launch slurm` train the debug model on two nodes with one rank each. One
-job goes back into the queue, the other has a spare node and starts its ranks again in its
-allocation. Slurm 22.05 keeps a job that goes back for its `cred_expire`: 5 s here, by default 120.
+munge). Jobs of `titanlite launch slurm` train the debug model on two nodes with one rank each, one
+of them with a spare node. Both start their ranks again in their allocation.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from titanlite.utils import read_lines  # noqa: E402
 
 #: Kind of job → its flags, and what the log says when it begins again.
 JOBS: dict[str, tuple[list[str], str]] = {
-    "back into the queue": (["--launch.queue=main"], "== job "),
-    "in the allocation, with a spare node": (
+    "without a spare node": (["--launch.queue=main"], "== start "),
+    "with a spare node": (
         ["--launch.queue=spares", "--launch.spare_nodes=1"],
         "== start ",
     ),
@@ -142,11 +141,6 @@ def _page(found: dict[str, list[list[float]]], machine: str) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     wholes = [_cell([sum(one) for one in found[kind]]) for kind in found]
     lines.append(f"| **from the kill to the first step** | {' | '.join(wholes)} |")
-    lines += [
-        "",
-        "A job that goes back into the queue waits for `cred_expire` of Slurm's AuthInfo: 5 s "
-        "here, 120 s by default.",
-    ]
     return lines
 
 

@@ -7,22 +7,35 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields
+from msgspec.structs import replace as replace_fields
 
 from tests.support.hub_server import HubServer
 from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.words import listening
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
-from titanlite.config.urls import public_name
+from titanlite.config.key_types import inner_section, members
+from titanlite.config.sections import Config
+from titanlite.config.urls import public_name, public_names
+from titanlite.config.value_types import HOME, Section
 from titanlite.data import DataError
+from titanlite.data.mixtures.mixed_rows import MixedRows, open_mixture
 from titanlite.data.remote import open_file
+from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.runs import provenance
 from titanlite.runs.read import read_run
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
@@ -45,6 +58,14 @@ HIDDEN = {
     "s3://bucket/f?versionId=a.b&x=1": "s3://bucket/f?versionId=a.b&(removed)",
     "az://store/f?sv=1&sig=2;dl=1": "az://store/f?(removed)",
     "https://host/f?versionId=3%20&x": "https://host/f?(removed)",
+    "https://host/f;token=1/g": "https://host/f;(removed)",
+    "https://host/f;token=1?dl=1": "https://host/f;(removed)",
+    "https://host/f#1f": "https://host/f#(removed)",
+    'path = "https://host/f#1f"': 'path = "https://host/f#(removed)"',
+    "https:/user:pass@host/f": "https:/(removed)@host/f",
+    "https:user:pass@host:80/f": "(removed)@host:80/f",
+    "user:pass@host/f?X-Amz-Signature=1f&dl=1": "(removed)@host/f?(removed)&dl=1",
+    "bucket/f;access_token=1f#sig=2": "bucket/f;(removed)#(removed)",
 }
 PLAIN = [
     "s3://bucket/part-?.jsonl",
@@ -56,6 +77,10 @@ PLAIN = [
     "me@host: see https://host/page#part, ok?",
     "https://[::1]:80/f?dl=1",
     "name@host",
+    "owner/image:1.2@sha256:abcdef",
+    "git@github.com:owner/name.git",
+    "see (https://host/page#part): done; key=value",
+    "s3://bucket/c#/a;b.jsonl",
 ]
 
 
@@ -184,12 +209,73 @@ def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_pa
     assert config.stat().st_mode & 0o777 == 0o600
 
 
-def test_two_signatures_of_a_file_have_one_name() -> None:
-    assert (
-        public_name("https://u:p@host/f?sig=1")
-        == public_name("https://u:q@host/f?sig=2")
-        == "https://host/f"
-    )
+@pytest.mark.parametrize("ending", ["?sig=", ";token=", "#token=", "#", "?", ";a=1;b="])
+def test_two_signatures_of_a_file_have_one_name(ending: str) -> None:
+    for signature in ("1", "2"):
+        name = public_name(f"https://u:p{signature}@host/f{ending}{signature}")
+        assert name == "https://host/f"
+
+
+def _places(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the keys below a section that take a path or URL; `[]` is a list of tables."""
+    for field in fields(section):
+        name = f"{prefix}{field.encode_name}"
+        inner = inner_section(field.type)
+        if inner is not None:
+            is_list = any(get_origin(part) in (list, tuple) for part in members(field.type))
+            yield from _places(inner, f"{name}[]." if is_list else f"{name}.")
+        elif HOME in _metas(field.type):
+            yield name
+
+
+def _metas(type_: Any) -> list[Any]:
+    """Return the limits of a type and of the types in it."""
+    found = list(getattr(type_, "__metadata__", ()))
+    for part in get_args(type_):
+        if not isinstance(part, type) and get_args(part):
+            found += _metas(part)
+    return found
+
+
+PATHS = list(_places(Config))
+#: A URL, and what might be meant for one; the first one can be opened.
+FORMS = [
+    f"https://{PLANTED}-user:{PLANTED}-word@host/f?X-Amz-Signature={PLANTED}",
+    f"https://host/f;token={PLANTED}",
+    f"https://host/f#{PLANTED}",
+    f"https:/{PLANTED}-user:{PLANTED}-word@host/f?sig={PLANTED}",
+    f"{PLANTED}-user:{PLANTED}-word@host/f",
+]
+
+
+def test_keys_of_lists_are_among_those_that_are_tried() -> None:
+    assert {"training.dataset_path", "checkpoint.initial_load_path", "data.source[].path"} < {
+        *PATHS
+    }
+    assert {"validation.sources[].path", "model.tokenizer_path", "job.dump_folder"} < {*PATHS}
+    assert len(PATHS) > 15
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_no_key_that_takes_a_path_or_url_shows_its_secrets(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, _, name = key.rpartition(".")
+    head = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
+    file = tmp_path / "run.toml"
+    said = ""
+    for form in FORMS:
+        file.write_text(f"{head}\n{name} = {json.dumps(form)}\n")
+        shown = provenance.public_config(file.read_text())
+        said += shown + json.dumps(public_tree({form: [form]})) + public_name(form)
+        assert "host/f" in shown
+        for words in (["check", str(file)], ["explain", str(file)], ["diff", str(file), "x.toml"]):
+            main(["config", *words])
+        main(["config", "explain", table.replace("[]", ""), f"--job.config_file={file}"])
+        with listening() as logged:
+            logger.warning("%s cannot be read", form)
+        said += "".join(capsys.readouterr()) + "".join(logged)
+    assert PLANTED not in said, [line for line in said.splitlines() if PLANTED in line]
 
 
 def test_a_difference_between_secrets_is_told_without_them(
@@ -280,6 +366,89 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["sample", str(run), "--prompt", "a"],
         ["data", "prepare", "", "--out", str(run / "prepared"), "--tokenizer=bundled"],
     ]
+
+
+@pytest.mark.slow
+def test_sources_have_public_names_in_all_that_a_run_writes(
+    server: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are in manifests, tags and rows; another signature of the file is the same source."""
+    run = tmp_path / "run"
+    said = ""
+    for number in (1, 2):
+        file = tmp_path / "run.toml"
+        file.write_text(
+            f"""
+training.steps = {2 * number}
+training.batch_size = 2
+metrics = {{ log_freq = 1, enable_tensorboard = true }}
+checkpoint = {{ enable_checkpoint = true, interval = 2 }}
+data.log_documents = true
+[[data.source]]
+path = "{_url(server, "text.jsonl", number)}"
+[[data.source]]
+name = "c4_test"
+[[data.phase]]
+step = 2
+weights = {{ "{_url(server, "text.jsonl", number)}" = 3.0, c4_test = 1.0 }}
+"""
+        )
+        flags = [flag for flag in TWO_LAYERS if "token_cache" not in flag]
+        done = titanlite("train", f"--job.config_file={file}", f"--job.dump_folder={run}", *flags)
+        said += done.stdout + done.stderr
+        assert done.returncode == 0, said
+    assert "resumed from step 2" in said
+    for words in (["runs", str(run), "--json"], ["data", "at-step", "1", str(file)]):
+        main(words)
+    main(["checkpoint", "inspect", str(run / "checkpoint" / "step-4")])
+    said += "".join(capfd.readouterr())
+    assert PLANTED not in said, [line for line in said.splitlines() if PLANTED in line][:20]
+    written = [path for path in run.rglob("*") if path.is_file()]
+    holding = [path for path in written if PLANTED.encode() in path.read_bytes()]
+    assert holding == []
+    name = f"http://127.0.0.1:{server.port}/files/text.jsonl"
+    manifest = read_manifest(run / "checkpoint" / "step-4")
+    assert manifest.train["data"]["rows"]["names"] == [name, "c4_test"]
+    tags = b"".join(path.read_bytes() for path in run.rglob("events.*"))
+    assert name.encode() in tags
+
+
+def test_a_checkpoint_with_whole_urls_as_names_goes_on_with_the_same_order(
+    tmp_path: Path,
+) -> None:
+    """They decided the order of a source, and titanlite wrote them into its checkpoints once."""
+    whole = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
+    texts = {"data.source[0]": whole, "data.source[1]": "plain"}
+    sources = {}
+    for place, name in texts.items():
+        file = tmp_path / f"{len(name)}.jsonl"
+        lines = [json.dumps({"text": f"{name[:1]} {number} " * 9}) for number in range(200)]
+        file.write_text("\n".join(lines))
+        sources[place] = DataSource(name=name, path=str(file))
+    data = Data(seed=3, source=tuple(sources.values()))
+    tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
+    reader = TextReader(data, tokenizer, tokenizer.vocab_size)
+    before = {}
+    for place, name in texts.items():
+        own = replace(reader, data=replace_fields(data, seed=3 ^ zlib.crc32(name.encode())))
+        before[name] = own.open_with_end(sources[place], place, 64)
+    old = MixedRows(before, {0: dict.fromkeys(before, 1.0)}, seed=3)
+    wanted = [old.sequence(index).tokens.tolist() for index in range(20)]
+    state = old.state_dict()
+    assert PLANTED in json.dumps(state)
+    for _ in range(2):  # the second time from a state of this version
+        now = open_mixture(reader, sources, 64, {})
+        assert now.names == ["https://host/f", "plain"]
+        fresh = [now.sequence(index).tokens.tolist() for index in range(20)]
+        now.load_state_dict(state, 6)
+        assert [now.sequence(index).tokens.tolist() for index in range(20)] == wanted != fresh
+        assert not now.changed
+        state = now.state_dict()
+        assert PLANTED not in json.dumps(state)
+        now.load_state_dict(state, 6)
+        assert [now.sequence(index).tokens.tolist() for index in range(20)] == wanted
+    order = f"seed 3, sources ['{whole}', 'plain'], packing split"
+    assert public_names(order) == "seed 3, sources ['https://host/f', 'plain'], packing split"
 
 
 @pytest.mark.slow

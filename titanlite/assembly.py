@@ -29,6 +29,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import fix_workspace, use_deterministic
 from titanlite.start.callbacks import build_callbacks, prompt_sampler
 from titanlite.start.derive import RunConfig
+from titanlite.start.length import with_length
 from titanlite.start.loaders import LoaderParts, build_loaders
 from titanlite.start.model import ModelParts, build_model, build_step
 from titanlite.start.own_callbacks import load_callbacks
@@ -131,7 +132,8 @@ def build(
     own = load_callbacks(run.job.callbacks) if callbacks is None else callbacks
     datasets = datasets or read_datasets(run)
     if run.steps is None:
-        raise ValueError("the run's length is not known yet: derive it with the length of the text")
+        run = with_length(run, datasets.train.total_sequences or 0)
+    assert run.steps is not None
     check_model(run, datasets.tokenizer.vocab_size)
     if run.launch.preflight and run.debug.deterministic:
         fix_workspace()

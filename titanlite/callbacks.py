@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from titanlite.config.resolve import module_name
 from titanlite.exit_codes import is_of_collectives, no_exit, own_code
-from titanlite.utils import logger, module_name
+from titanlite.utils import logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath

@@ -25,7 +25,7 @@ from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
-from titanlite.start.fit import check_config, fitted
+from titanlite.start.fit import check_config
 from titanlite.start.signals import (
     SIGNALS,
     StopRequested,
@@ -269,10 +269,6 @@ class _Rank:
             show_config(config.job, config.toml)
         datasets = read_datasets(config, self.share)
         check_model(config, datasets.tokenizer.vocab_size)
-        if config.steps is None:
-            self.config = fitted(
-                self.asked, self.environment.world_size, datasets.train.total_sequences
-            )
         return datasets
 
     @contextlib.contextmanager

@@ -150,6 +150,14 @@ class TrainStep:
     in_backward: StepInBackward | None = None
     balance: ExpertBalance | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ParallelismError for a model that ranks with other tokens would train apart."""
+        ranks = dist.get_world_size() // self.factors.tokens if dist.is_initialized() else 1
+        if ranks > 1:
+            from titanlite.parallel.summed import check_summed
+
+            check_summed(self.model, ranks)
+
     def __call__(
         self, batches: Sequence[Batch], step: int, lr: float, stop: bool = False
     ) -> StepResult:

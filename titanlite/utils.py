@@ -17,11 +17,9 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import reduce
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -76,7 +74,16 @@ _LOGIN = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://((?:(?![/?#]){_OF_URL})*)@")
 _NO_LOGIN = ("hf", "abfs", "abfss", "wasb", "wasbs")
 #: A password with a slash or a question mark, which is no port.
 _RAW_PASSWORD = re.compile(rf'(://)[^/\s?#":@]+:(?!\d*(?:[/?#\s"]|$))(?:(?!@){_OF_URL})*@')
-_QUERY = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)(://(?:(?![?#]){_OF_URL})*)([?#])({_OF_URL}*)")
+_QUERY = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)(://(?:(?![?#;]){_OF_URL})*)([?#;])({_OF_URL}*)")
+#: A login and a secret in what was meant for a URL, without `://`.
+_BARE_LOGIN = re.compile(
+    r"""(?<![\w.%+-])[\w.%+-]{1,99}:(?!/)[^\s/@"']{1,199}@(?=[\w.-]{1,253}(:\d+)?/)"""
+)
+_BARE_SECRET = re.compile(
+    r"""([?&;#])([\w.-]{0,99}[-_])?(token|sig(nature)?|secret|passw(or)?d|credential|auth|"""
+    r"""(api|access|AWSAccess)[-_]?key(id)?)=(?!\(removed\))[^\s&;#"'\\)]+""",
+    re.IGNORECASE,
+)
 
 
 def public(text: str) -> str:
@@ -86,11 +93,13 @@ def public(text: str) -> str:
     `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes
     `https://(removed)@host/f?versionId=3&(removed)`.
     """
-    if "://" not in text:
-        return text
-    text = _LOGIN.sub(_without_login, text)
-    text = _RAW_PASSWORD.sub(rf"\1{REMOVED}@", text)
-    return _QUERY.sub(_without_query, text)
+    if "://" in text:
+        text = _LOGIN.sub(_without_login, text)
+        text = _RAW_PASSWORD.sub(rf"\1{REMOVED}@", text)
+        text = _QUERY.sub(_without_query, text)
+    if "@" in text:
+        text = _BARE_LOGIN.sub(f"{REMOVED}@", text)
+    return _BARE_SECRET.sub(rf"\1{REMOVED}", text) if "=" in text else text
 
 
 def _without_login(match: re.Match[str]) -> str:
@@ -105,8 +114,11 @@ def _without_query(match: re.Match[str]) -> str:
     query = written.rstrip("'),.;:]}>`")
     if query.endswith(REMOVED[:-1]):
         query += REMOVED[-1]
-    if "=" not in query and not (mark == "?" and scheme.lower() in ("http", "https")):
-        # `?` stands for one character of a name in a store, `#` for a part of a page.
+    is_web = scheme.lower() in ("http", "https")
+    # In a sentence `#` stands for a part of a page; here the URL is a value.
+    is_value = match.string[max(match.start() - 1, 0) : match.start()] in ("", '"', "'", "=")
+    if "=" not in query and not (is_web and (mark == "?" or mark == "#" and is_value)):
+        # `?` stands for one character of a name in a store.
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
     kept = [part for part in parts if _is_harmless(part)]
@@ -139,9 +151,7 @@ def is_hidden(url: str) -> bool:
     """Return whether a text has a URL whose login or query `public` has hidden: it cannot be
     opened.
     """
-    return "://" in url and (
-        f"://{REMOVED}@" in url or re.search(rf"[?#&]{re.escape(REMOVED)}", url) is not None
-    )
+    return f"{REMOVED}@" in url or re.search(rf"[?#&;]{re.escape(REMOVED)}", url) is not None
 
 
 class _PublicRecords(logging.Filter):
@@ -149,8 +159,9 @@ class _PublicRecords(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        if "://" in message:
-            record.msg = public(message)
+        shown = public(message)
+        if shown != message:
+            record.msg = shown
             record.args = None
         return True
 
@@ -512,67 +523,6 @@ def require(package: str) -> None:
 def is_dotted(name: str) -> bool:
     """Return whether a name is a dotted path: "package.module:name" or "./file.py:name"."""
     return ":" in name and "://" not in name
-
-
-def resolve(path: str) -> Any:
-    """Return the object that a dotted path names. Raises ValueError naming the path.
-
-    A path that begins with a dot or a slash is a file, relative to the working directory.
-    """
-    module_name, _, name = path.partition(":")
-    if not (module_name and name):
-        raise ValueError(f"{path!r} names no object: a colon comes before its name")
-    try:
-        if module_name.startswith((".", "/")):
-            module = _module_of_file(Path(module_name).resolve())
-        else:
-            module = importlib.import_module(module_name)
-    except Exception as error:
-        is_missing = isinstance(error, ModuleNotFoundError | FileNotFoundError)
-        lead = "" if is_missing else f"{type(error).__name__}: "
-        raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
-    try:
-        return reduce(getattr, name.split("."), module)
-    except AttributeError:
-        raise ValueError(
-            f"{path!r} cannot be imported: {getattr(module, '__file__', None) or module_name} has "
-            f"no {name}"
-        ) from None
-
-
-def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """Return the object that a dotted path names, if `accept` takes it.
-
-    Raises ValueError naming the path.
-
-    kind: what it must be, with an article, for messages.
-    """
-    found = resolve(path)
-    if not accept(found):
-        raise ValueError(f"{path!r} is {found!r:.80}, and not {kind}")
-    return found
-
-
-def module_name(name: str) -> str:
-    """Return a module's name for messages. A module from a file has the file's name."""
-    return re.sub(r"^titanlite_(.+)_\d+$", r"\1", name)
-
-
-def _module_of_file(file: Path) -> Any:
-    """Return the module in a file; the second time the same."""
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    name = f"titanlite_{file.stem}_{abs(hash(file))}"
-    if name not in sys.modules:
-        loader = SourceFileLoader(name, str(file))
-        module = sys.modules[name] = types.ModuleType(name)
-        module.__file__ = str(file)
-        try:
-            loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 @dataclass(frozen=True)

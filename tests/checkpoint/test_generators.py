@@ -25,6 +25,7 @@ def _fresh(rank: int) -> float:
     return torch.rand((), generator=torch.Generator().manual_seed(100 + rank)).item()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("before", "after", "continues"),
     [
@@ -47,6 +48,7 @@ def test_generators_continue_where_each_rank_keeps_its_place(
         assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("mesh", "continues"), [(FSDP, True), (TENSOR, False)], ids=str)
 def test_an_older_checkpoint_tells_no_places(
     pool: Pools, tmp_path: Path, mesh: dict[str, Any], continues: bool
@@ -65,6 +67,7 @@ def _drawn(world: DistEnv, folder: str, *flags: str) -> float:
     return torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_that_take_over_agree(pool: Pools, tmp_path: Path) -> None:
     first, second = pool(2).run(_drawn, str(tmp_path / "a"))
     assert first != second

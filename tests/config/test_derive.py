@@ -8,16 +8,17 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted, smallest_world
+from titanlite.start.length import with_length, with_steps
 
 T = "--training."
 E = "--experimental."
 DDP = f"{T}data_parallel_type=ddp"
 
 
-def run_of(*flags: str, ranks: int = 1, sequences: int | None = None) -> RunConfig:
-    return fitted(load(flags), ranks, sequences)
+def run_of(*flags: str, ranks: int = 1) -> RunConfig:
+    return fitted(load(flags), ranks)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +99,17 @@ def test_tokens_become_steps_rounded_up(tokens, steps):
 def test_epochs_become_steps_once_the_text_is_counted():
     flags = [f"{T}epochs=3", f"{T}batch_size=4"]
     before = run_of(*flags)
-    after = run_of(*flags, sequences=30)
+    after = with_length(before, 30)
     assert (before.steps, before.schedule.total_steps) == (None, None)
     assert after.steps == after.schedule.total_steps == 8
-    skipping = run_of(*flags, "--data.skip_steps=7-20,2,2-3", sequences=30)
+    assert "steps = 8: 30 sequences in 3 epochs / 4 sequences per step, rounded up" in after.notes
+    assert not any("once the text is counted" in note for note in after.notes)
+    shortened = with_length(run_of(*flags, "--training.warmup_steps=9"), 30)
+    assert shortened.schedule.warmup_steps == 8 and len(shortened.warnings) == 1
+    own = run_of(*flags, "--lr_scheduler.total_steps=50")
+    assert with_length(own, 30).schedule == own.schedule
+    assert with_length(own, 30).warnings == own.warnings
+    skipping = with_length(run_of(*flags, "--data.skip_steps=7-20,2,2-3"), 30)
     assert skipping.steps == 4  # sequences 0-3, 12-15, 16-19, 20-23
     assert any("less 14 skipped (data.skip_steps) / 4" in note for note in skipping.notes)
     assert run_of(f"{T}steps=9", "--data.skip_steps=2").steps == 9

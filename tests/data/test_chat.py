@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.hf import bundled_as_json
 from tests.support.texts import LLAMA3
+from titanlite import exit_codes
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -233,6 +234,45 @@ def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
         texts = [one.text.translate({0xFDD0: "", 0xFDD1: ""}) for one in records]
         assert texts[:2] == [f"hi{shown}ho"] * 2
         assert texts[2] == '<[{"name": "sub", "arguments": {"a": 1, "b": 2}}]>'
+
+
+DATED = "{{ strftime_now('%d %B %Y') }}" + LLAMA3
+
+
+@pytest.mark.slow
+def test_templates_that_write_the_date_have_that_of_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "own.jinja"
+    lines = tmp_path / "a.jsonl"
+    out = tmp_path / "out"
+    template.write_text(DATED)
+    lines.write_text(json.dumps({"messages": CHATS[0]}) + "\n")
+    asked = {"messages_key": "messages", "chat_template": str(template)}
+    hint = 'strftime_now.* set data.template_date, as "2025-01-31"'
+    with pytest.raises(DataError, match=hint):
+        rows(lines, folder, **asked)
+    for day in ("2025-02-30", "2025-00-01"):
+        with pytest.raises(DataError, match=f"data.template_date: '{day}' is no day"):
+            rows(lines, folder, template_date=day, **asked)
+    with pytest.raises(ConfigError, match=r"data\.template_date"):
+        load_config("debug_model.toml", 1, ["--data.template_date=today"])
+    found = rows(lines, folder, template_date="2025-02-03", **asked)
+    text = load_tokenizer(str(folder)).decode(found.corpus.read(0, 12).tolist())
+    assert text.startswith("03 February 2025<|begin_of_text|>")
+    streamed = rows(lines, folder, streaming=True, lanes=1, template_date="2025-02-03", **asked)
+    assert streamed.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
+
+    words = ["--tokenizer", str(folder), "--messages-key=messages", "--out", str(out)]
+    words += [f"--chat-template={template}"]
+    assert cli.main(["data", "prepare", str(lines), *words]) == exit_codes.CONFIG
+    assert "set --template-date" in capsys.readouterr().err
+    words.append("--template-date=2025-02-03")
+    assert cli.main(["data", "prepare", str(lines), *words]) == 0
+    prepared = rows(out, folder, messages_key="messages")
+    assert prepared.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
+    with pytest.raises(DataError, match=r"template_date: .* is prepared with 2025-02-03"):
+        rows(out, folder, messages_key="messages", template_date="2025-02-04")
 
 
 GLM = (

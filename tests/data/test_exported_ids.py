@@ -303,6 +303,7 @@ def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: P
     assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("beside", [None, {"eos_token_id": 1, "top_p": 0.9}, {"eos_token_id": [0]}])
 @pytest.mark.parametrize("name", ["<|im_end|>", "<|eot|>"])
 def test_generate_of_transformers_stops_where_turns_end(

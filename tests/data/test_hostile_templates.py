@@ -168,7 +168,9 @@ def test_all_that_render_name_file_and_record(
         "a.jsonl, line 2: the chat template refuses it: it needs too much memory"
         in capsys.readouterr().err
     )
-    loaded: Any = SimpleNamespace(tokenizer=TOKENIZER, chat_template=str(template), limit=64)
+    loaded: Any = SimpleNamespace(
+        tokenizer=TOKENIZER, chat_template=str(template), template_date=None, limit=64
+    )
     with pytest.raises(
         DataError, match="^prompt 1: the chat template refuses it: it needs too much memory"
     ):

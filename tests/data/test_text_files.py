@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import struct
 import sys
 from pathlib import Path
 
@@ -168,6 +169,56 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
     path.write_bytes(content[:middle] + flipped + content[middle + 99 :])
     # Damaged gzip data may become other text first.
     assert re.search(r": damaged after (line|row) \d+ |, line \d+: not valid JSON", refused(path))
+
+
+@pytest.mark.parametrize("lost", [8, 4, 400])
+@pytest.mark.parametrize("batches", [0, 2])
+def test_an_arrow_stream_without_its_end_is_refused(
+    tmp_path: Path, lost: int, batches: int
+) -> None:
+    # The last bytes of a batch are those of an end mark, too.
+    rows = {"text": [str(n) for n in range(100 * batches)], "n": [-1] * (100 * batches)}
+    path = make(tmp_path / "a.arrow", pa.table(rows, pa.schema({"text": "string", "n": "int64"})))
+    assert not batches or texts(path) == rows["text"]
+    content = path.read_bytes()
+    assert content.endswith(b"\xff" * 4 + b"\0" * 4)
+    path.write_bytes(content[:-lost])
+    if batches or lost < 400:
+        assert re.search("damaged after row|truncated", refused(path))
+
+
+@pytest.mark.parametrize("number", [0, 15])
+def test_zstd_frames_to_skip_are_skipped(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "unnamed"
+    # pzstd writes the size of the next frame into one.
+    skip = struct.pack("<III", 0x184D2A50 + number, 4, 99)
+    a, b = (zstandard.compress(record(one).encode() + b"\n") for one in "ab")
+    for content in (skip + a + skip + b, skip + skip + a + b + skip):
+        path.write_bytes(content)
+        assert texts(path) == ["a", "b"]
+    path.write_bytes(skip + a + skip[:-2])
+    assert "truncated after line 1" in refused(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for title, columns in (("other", Columns()), ("text", Columns()), ("b", Columns("text", "b"))):
+        if name == "a.csv":
+            path.write_text(f"text,b,{title}\nx,y,z\n")
+        else:
+            make(path, pa.table([["x"], ["y"], ["z"]], names=["text", "b", title]))
+        if title == "other":
+            assert texts(path) == ["x"]
+            continue
+        with pytest.raises(DataError, match=f"a.* names two columns '{title}'"):
+            list(iter_records([path], columns))
+    if name != "a.csv":
+        parts = [pa.array([one]) for one in ("user", "x", "y")]
+        turn = pa.StructArray.from_arrays(parts, names=["role", "content", "content"])
+        make(path, pa.table({"chat": pa.ListArray.from_arrays([0, 1], turn)}))
+        with pytest.raises(DataError, match=f"{name}: fields within a column have one name"):
+            list(iter_records([path], Columns("chat", chat=ChatTemplate(""))))
 
 
 @pytest.mark.parametrize(

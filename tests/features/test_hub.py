@@ -432,6 +432,7 @@ def test_a_pin_ends_with_its_process_and_one_that_a_user_has_touched_stays(tmp_p
         assert is_pinned(folders[2]) != is_over
 
 
+@pytest.mark.slow
 def test_other_machines_leave_after_rank_0_or_when_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -454,6 +455,7 @@ def test_other_machines_leave_after_rank_0_or_when_it_is_lost(
     Company(HashStore()).on_exit(lost)
 
 
+@pytest.mark.slow
 def test_a_push_that_reads_or_computes_makes_progress_and_one_that_waits_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,6 +322,7 @@ def test_pods_get_what_the_machines_have() -> None:
     assert "tolerations" not in cpu
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_ask_for_cpus_and_memory(kind: str) -> None:
     _skip_without(kind)

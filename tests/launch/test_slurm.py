@@ -280,7 +280,7 @@ def _has_log(folder: Path, job: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_log(
+def test_a_killed_only_rank_starts_again_on_its_node_and_only_the_user_can_read_the_log(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -293,8 +293,9 @@ def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_
     (rank,) = processes(f"SLURM_JOB_ID={job}", "RANK=0", "LOCAL_RANK=0")
     os.kill(rank, signal.SIGKILL)
     assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
-    assert slurm.field(job, "Restarts") == "1"
+    assert slurm.field(job, "Restarts") == "0"
     assert "ended with code 137" in read_log(folder, job)
+    assert read_log(folder, job).count("== start 1 on the same nodes") == 1
     assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
     launch = folder / "launch"
     modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}

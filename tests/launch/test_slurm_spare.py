@@ -139,6 +139,7 @@ export SLURM_NODEID=0 SLURM_STEP_NODELIST=
 for word; do case $word in --nodelist=*) SLURM_STEP_NODELIST=${word#*=} ;; esac; done
 export SLURMD_NODENAME=$SLURM_STEP_NODELIST
 if [ -e "$SLURMD_NODENAME" ]; then exit 1; fi
+case "$*" in --overlap*--nodes=2*) if [ -e b ]; then exit 1; fi ;; esac
 while [ "$1" != bash ] && [ "$1" != true ]; do shift; done
 exec "$@"
 """,
@@ -152,7 +153,9 @@ exit "$code"
 }
 
 
-def _run(place: Path, codes: list[int], *flags: str, first: str = "a") -> tuple[int, str]:
+def _run(
+    place: Path, codes: list[int], *flags: str, first: str = "a", nodes: str = "a,b,c"
+) -> tuple[int, str]:
     """Run a job's script with the stand-ins; return its exit code and its output.
 
     first: the node on which it runs; "": none, as within salloc.
@@ -168,8 +171,8 @@ def _run(place: Path, codes: list[int], *flags: str, first: str = "a") -> tuple[
     variables = {
         **({"SLURMD_NODENAME": first} if first else {}),
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "a,b,c",
-        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_NUM_NODES": str(len(nodes.split(","))),
     }
     path = {"PATH": f"{place / 'programs'}:/usr/bin:/bin"}
     words = ["bash", "-c", script]
@@ -241,6 +244,27 @@ def test_an_error_and_a_third_end_at_the_same_step_are_final(tmp_path: Path) -> 
         assert code == wanted, said
         assert _starts(place) == ["a,b"] * len([one for one in codes if one])
         assert not (place / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "ids", "end", "queued"),
+    [
+        ([7, 7, 0], ["7-0-0", "7-0-1", "7-0-2"], 0, False),
+        ([137, 0], ["7-0-0"], 137, True),
+        ([5, 0], ["7-0-0"], 5, True),
+        ([2, 0], ["7-0-0"], 2, False),
+        ([7, 7, 7, 0], ["7-0-0", "7-0-1", "7-0-2"], 7, False),
+    ],
+)
+def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
+    tmp_path: Path, codes: list[int], ids: list[str], end: int, queued: bool
+) -> None:
+    """The stand-in loses node b with a code above 128."""
+    code, said = _run(tmp_path, codes, nodes="a,b")
+    assert code == end, said
+    started = (tmp_path / "started").read_text()
+    assert re.findall("--rdzv_id (.*?) ", started) == ids
+    assert (tmp_path / "requeued").exists() == queued
 
 
 @pytest.mark.parametrize(("start", "starts"), [("7-0-0", 2), ("6-1-0", 1)])

@@ -212,6 +212,7 @@ def test_names_for_mlflow_are_allowed_and_stay_different() -> None:
         _validate_metric_name(name)
 
 
+@pytest.mark.slow
 def test_two_new_runs_of_one_folder_are_two_and_a_resume_continues_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from titanlite.data.course import Progress
 from titanlite.data.phases import Phases
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start.fit import check_config, load_config
-from titanlite.tools.cli import main
 
 #: Steps of 10, 10, 20, 20, 20 and 20 tokens.
 RAMP = Phases([DataPhase(step=3, global_batch_size=2)], {}, 1, 10)
@@ -119,13 +118,14 @@ def test_the_length_of_a_run_in_tokens_counts_the_ramp() -> None:
     assert (run.schedule.total_steps, run.schedule.warmup_steps) == (1024, 256)
 
 
-def test_the_command_shows_the_rates_of_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_gives_the_rates_of_a_ramp() -> None:
     flags = [*TINY, "--training.steps=6", "--lr_scheduler.unit=tokens", "--optimizer.lr=1"]
     flags += ["--training.warmup_steps=64", "--lr_scheduler.decay_type=linear"]
-    assert main(["lr", "debug_model.toml", "--json", *flags]) == 0
+    run = load_config("debug_model.toml", 1, flags)
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=run.course)
     # 512 tokens; before steps 1 to 6: 0, 64, 128, 192, 256 and 384.
     wanted = [0.5, 1.0, 6 / 7, 5 / 7, 4 / 7, 2 / 7]
-    assert json.loads(capsys.readouterr().out) == pytest.approx(wanted, rel=1e-12)
+    assert [rate(step) for step in range(1, 7)] == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(

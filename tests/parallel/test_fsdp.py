@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from tests.support.pool import Pools
 from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
+from titanlite.guard import FiniteGuard
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
+from titanlite.step import PlainRunner, TrainStep
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
 # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
@@ -221,6 +227,51 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
         assert worst < within
         assert gathered == gathers
+
+
+def _refused_steps(world: DistEnv) -> dict[str, str]:
+    """What a step in a loop of one's own says to each way to spread a model over two ranks."""
+    mesh = world.build_mesh(dp_shard=world.size)
+    tensor = world.build_mesh(tp=world.size)
+    groups = groups_by_class(Odd(), ["Sequential", "Embedding"])
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "summed": lambda model: apply_fsdp(model, groups, mesh),
+        "replicas": lambda model: apply_fsdp(model, groups, world.build_mesh(dp_replicate=2)),
+        "plain": lambda model: None,
+        "ddp": DistributedDataParallel,
+        "a layer": lambda model: fully_shard(model.layers[0], mesh=mesh["dp_shard"]) and None,
+        "torch's own": lambda model: fully_shard(model, mesh=mesh["dp_shard"]),
+        "averaged": lambda model: apply_fsdp(model, groups, mesh, average=True),
+        "no factors": lambda model: apply_fsdp(model, groups, tensor),
+    }
+    found = {}
+    for name, spread in ways.items():
+        model: nn.Module = Odd()
+        model = spread(model) or model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), 1.0)
+        except ParallelismError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> None:
+    call = "call apply_fsdp(model, groups, mesh) before the optimizer is made, in place of"
+    for found in pool(2).run(_refused_steps):
+        assert found == {
+            "plain": f"gradients of embedding.weight are not summed over ranks: {call} "
+            "DistributedDataParallel",
+            "ddp": f"gradients of module.embedding.weight are not summed over ranks: {call} "
+            "DistributedDataParallel",
+            "a layer": f"gradients of embedding.weight are not summed over ranks: {call} "
+            "DistributedDataParallel",
+            "torch's own": found["averaged"],
+            "averaged": f"gradients are averaged over ranks, and a step needs their sum: {call} "
+            "fully_shard, without average = True",
+            "no factors": "gradients are summed over 1 rank, and 2 have tokens of their own by "
+            "`factors`: give the ReplicationFactors of tensor and pipeline parallelism",
+        }
 
 
 def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:

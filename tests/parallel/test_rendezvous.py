@@ -196,6 +196,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["barrier", "share"])
 def test_a_rank_that_is_killed_before_the_process_group_ends_those_that_wait(how: str) -> None:
     """Without a launcher: nobody waits for the killed process, which stays a zombie."""

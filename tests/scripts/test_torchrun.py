@@ -137,6 +137,7 @@ def test_a_stop_or_an_end_that_would_come_again_uses_up_no_restarts(
     assert (tmp_path / "starts").read_text().split() == ["start"] * starts
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("first", "stopped", "starts", "end"),
     [
@@ -197,6 +198,7 @@ run_rank(work)
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("other", "words", "code"),
     [

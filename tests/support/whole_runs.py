@@ -30,10 +30,7 @@ def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
     """A trainer as `train.py` makes it, inside the pool."""
     config = load_file("debug_model.toml", [*TWENTY_STEPS, f"--job.dump_folder={folder}", *flags])
     run = fitted(config, world.size)
-    datasets = read_datasets(run)
-    if run.steps is None:
-        run = fitted(config, world.size, datasets.train.total_sequences)
-    return Trainer(build(run, world, datasets))
+    return Trainer(build(run, world, read_datasets(run)))
 
 
 def outcome_of(trainer: Trainer, folder: str) -> dict[str, Any]:

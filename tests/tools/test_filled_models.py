@@ -30,12 +30,12 @@ SIZES = {"n_layers": 3, "dim": 64, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
 BIASED = {"bias_update": 0.001}
 #: Family → arguments beside `SIZES`. Only DeepSeek-V3 has a name for biases in `transformers`.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in SPECS if name != "hf"},
     "deepseek_v3, as published": ("deepseek_v3", {"score": "sigmoid", "q_lora_rank": 24}),
     "deepseek_v3, tied": ("deepseek_v3", {"score": "sigmoid", "tied": True}),
     "qwen3_moe, biases": ("qwen3_moe", BIASED),
     "gpt_oss, biases": ("gpt_oss", BIASED),
     "llama4, biases": ("llama4", BIASED),
+    **{name: (name, {}) for name in SPECS if name != "hf"},
 }
 #: Models of `transformers` whose experts have biases too.
 KINDS: dict[str, dict[str, Any]] = {
@@ -129,6 +129,7 @@ def check(tmp_path: Path, family: str, args: Any) -> None:
         assert relative(logits_of(path), expected) < 1e-5, path
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(tmp_path: Path, case: str) -> None:
     family, own = CASES[case]
@@ -138,6 +139,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     check(tmp_path, family, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
     content = {**KINDS[kind], "model_type": kind, "vocab_size": VOCABULARY}

@@ -320,6 +320,7 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     assert "/files/0.jsonl cannot be read" in printed
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "content", "right"),
     [

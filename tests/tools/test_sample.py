@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.support.golden_run import GoldenRun
 from tests.support.hf import hf_folder
 from titanlite import exit_codes
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 from titanlite.tools.cli import main
 from titanlite.tools.hub.convert import convert
@@ -70,6 +71,12 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     assert one["prompt_tokens"] == len(wanted)
     assert one["finish"] == "context"
     assert one["prompt_tokens"] + len(one["ids"]) == 96
+    # Of weights without a run the date is that of today, which transformers writes.
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
+    words = ["--chat", "--chat-template", tmp_path / "dated.jinja", "--json", "--max-tokens=1"]
+    (one,) = sample(hf, "Hello", *words)["samples"]
+    today = load_tokenizer(str(hf)).encode(str(date.today()))
+    assert one["prompt_tokens"] == len(today)
     # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
     folder = hf_folder(tmp_path / "ends")
     model = LlamaForCausalLM.from_pretrained(folder)

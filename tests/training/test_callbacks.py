@@ -22,13 +22,13 @@ from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.config.resolve import resolve
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.attempts import read_entries
 from titanlite.start.own_callbacks import load_callbacks
 from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
 from titanlite.training.bad_steps import BadStepError
-from titanlite.utils import resolve
 
 FLAGS = [
     "--training.steps=4",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,12 +17,12 @@ from tests.support.harness import alone
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
 from tests.support.ranks import train
-from tests.support.tiny import TWENTY_STEPS, size
+from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
-from titanlite import exit_codes
+from titanlite import build, exit_codes, load_config
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.loader import Batch
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
@@ -206,6 +207,25 @@ def test_other_text_tokenizer_order_or_model_is_refused(
         if flag == "--data.seed=5":
             assert "in the config: " in refused["error"]
             assert "data.seed: " in refused["error"]
+
+
+def _length(world: DistEnv, *flags: str) -> tuple[int, int | None]:
+    """Steps of a run that a loop of one's own builds, and of its schedule."""
+    parts = build(load_config("debug_model.toml", world.size, [*TWO_LAYERS, *flags]), world)
+    parts.close()
+    return parts.steps, parts.learning_rate.schedule.total_steps
+
+
+def test_a_run_in_epochs_that_is_built_by_hand_has_its_length(pool: Pools, tmp_path: Path) -> None:
+    texts = [f"Verse {n}: in the beginning was the word." * n for n in range(1, 20)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
+    tokens = 3 * sum(len(tokenizer.encode_document(one)) for one in texts)
+    flags = ["--training.epochs=3", f"--training.dataset_path={text}", "--training.batch_size=2"]
+    flags += ["--no-validation.enable", f"--job.dump_folder={tmp_path}"]
+    steps = math.ceil(math.ceil((tokens - 1) / 32) / 2)
+    assert pool(1).run(_length, *flags) == [(steps, steps)]
 
 
 @pytest.mark.slow

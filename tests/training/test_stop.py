@@ -386,7 +386,7 @@ def test_a_signal_while_torch_is_imported(
     )
     assert (done.returncode, done.stdout) == (exit_codes.PREEMPTED, ""), done.stderr
     assert done.stderr == f"stopped: {number.name} before the first step\n"
-    assert codes.read_text() == "0 5\n"
+    assert codes.read_text() == f"0 {exit_codes.BEGUN}\n0 5\n"
 
 
 def _launch(folder: Path, *flags: str) -> subprocess.Popen[str]:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from titanlite.checkpoint.errors import CheckpointError as CheckpointError
 from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
 from titanlite.checkpoint.loaded import HELD_OUT
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
+from titanlite.config.urls import public_names
 from titanlite.utils import counted, human_bytes
 
 FORMAT = 4
@@ -276,6 +277,9 @@ def parse_manifest(folder: AnyPath) -> Manifest:
         _check_digest(raw)
         manifest = Manifest(**raw)
         _check_types(manifest)
+        # Older ones have the whole URLs of sources without a name.
+        known = {name: public_names(text) for name, text in manifest.fingerprints.items()}
+        manifest = replace(manifest, fingerprints=known)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if folder.name != step_folder(folder.parent, manifest.step).name:

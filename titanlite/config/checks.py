@@ -26,7 +26,7 @@ from titanlite.config.rules import Finding, Rule, broken_rules, contains, is_set
 from titanlite.config.sections import Config
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
-from titanlite.config.urls import is_url, login_problem, url_problem
+from titanlite.config.urls import is_url, login_problem, public_name, url_problem
 from titanlite.utils import is_dotted, is_hidden, pip_install
 
 
@@ -350,12 +350,12 @@ def _held_out_sources(d: Config) -> Iterator[Finding]:
 
 def _phases(d: Config) -> Iterator[Finding]:
     """Find wrong phases of a mixture."""
-    names = {source.name or source.path for source in d.data.source}
+    names = {source.title for source in d.data.source}
     for number, phase in enumerate(d.data.phase):
         key = f"data.phase[{number}]"
         if (phase.step is None) == (phase.tokens is None):
             yield "conflict", key, "needs step or tokens, one of the two", ""
-        for name in sorted(set(phase.weights) - names):
+        for name in sorted(set(map(public_name, phase.weights)) - names):
             message = f"weighs {quote(name)}, which is no name of a data.source"
             yield "unknown-value", key, message, ""
         if phase.weights and not any(phase.weights.values()):
@@ -375,8 +375,8 @@ def _sources(
     seen: set[str] = set()
     for number, source in enumerate(sources):
         key = f"{list_key}[{number}]"
-        name = source.name or source.path
-        if name is None:
+        name = source.title
+        if not name:
             yield "missing", f"{key}.name", "is missing, and so is path", ""
         elif name in seen:
             message = f"{quote(name)} is the name of two sources"
@@ -386,8 +386,7 @@ def _sources(
             yield "unknown-value", f"{key}.name", f"{quote(name)} is a dotted path", hint
         elif source.path is None:
             yield from _bad_name(f"{key}.name", name)
-        if name is not None:
-            seen.add(name)
+        seen.add(name)
         yield from _text_keys(d, key, source)
 
 

@@ -4,9 +4,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from titanlite.config.urls import public_name
 from titanlite.config.value_types import (
     Count,
     CountOrRest,
+    Day,
     Location,
     Name,
     Natural,
@@ -45,7 +47,7 @@ class DataSource(Section, frozen=True):
 
     name: Name | None = None
     """Text by name, as for training.dataset, but no dotted path; beside a path, its name in the
-    log. None: the path.
+    log. None: the path, of a URL without login and signature.
     """
     path: Location | None = None
     """Files of text, as for training.dataset_path."""
@@ -78,8 +80,8 @@ class DataSource(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name in a mixture."""
-        return self.name or self.path or ""
+        """Its name in a mixture and in records; of a URL without login and signature."""
+        return public_name(self.name or self.path or "")
 
 
 class DataPhase(Section, frozen=True):
@@ -140,6 +142,10 @@ class Data(Section, frozen=True):
     chat_template: Location | None = None
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or
     tokenizer_config.json.
+    """
+    template_date: Day | None = None
+    """Day that a chat template writes, as "2025-01-31": strftime_now has it (gpt-oss, Mistral).
+    None: the template has no such function.
     """
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""

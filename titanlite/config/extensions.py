@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, nearest, refuse
-from titanlite.utils import is_dotted, resolve_as
+from titanlite.config.resolve import resolve_as
+from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig

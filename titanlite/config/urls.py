@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from titanlite.utils import has_login, pip_install
+from titanlite.utils import has_login, pip_install, public
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
@@ -42,12 +42,20 @@ def is_url(text: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a name without the user and the query of a URL: the same for each signature of
-    a file.
+    """Return a name without the user, the query and the fragment of a URL: the same for each
+    signature of a file.
     """
     if "://" not in name:
-        return name
-    return re.sub(r"://[^/?]*@", "://", name.partition("?")[0])
+        return public(name)
+    plain = re.sub(r";[\w.-]+=[^/]*|#.*=.*", "", name.partition("?")[0])
+    if plain.lower().startswith("http"):
+        plain = plain.partition("#")[0]
+    return re.sub(r"://[^/?]*@", "://", plain)
+
+
+def public_names(text: str) -> str:
+    """Return a text with each URL in quotes as `public_name` gives it."""
+    return re.sub(r"""(?<=['"])[^'"]+://[^'"]*(?=['"])""", lambda url: public_name(url[0]), text)
 
 
 def chain_problem(url: str) -> str:

@@ -14,6 +14,8 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
 
+#: A day, as 2025-01-31.
+Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 CountOrRest = Annotated[
     int,
     Meta(

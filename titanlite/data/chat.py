@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.chat_process import TemplateError, ask
-from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
+from titanlite.data.chat_worker import BEGIN, DAY, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.base import whole_characters
@@ -96,7 +97,10 @@ class ChatTemplate(NamedTuple):
                 "template"
             )
         if kind != TEXT:
-            raise DataError(f"{where}: the chat template refuses it: {text}")
+            hint = ""
+            if "'strftime_now' is undefined" in text:
+                hint = '; it writes the date: set data.template_date, as "2025-01-31"'
+            raise DataError(f"{where}: the chat template refuses it: {text}{hint}")
         return text
 
 
@@ -128,21 +132,29 @@ def load_template(
     key: str = "data.chat_template",
     *,
     or_plain: bool = False,
+    day: str | None = None,
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
     path: "plain" is the plain one of `titanlite.data.forms`. key: what names the file, for
-    messages. or_plain: take the plain one where the tokenizer brings none.
+    messages. or_plain: take the plain one where the tokenizer brings none. day:
+    `data.template_date`.
 
     Raises DataError if there is none, or it is not valid.
     """
+    from titanlite.data.forms import plain
+
     folder = tokenizer.folder
     config = _config_beside(folder, path, key)
-    if path == _PLAIN:
-        return _plain_template(tokenizer, config)
+    variables = _variables(tokenizer, config)
+    if day:
+        try:
+            variables[DAY] = str(date.fromisoformat(day))
+        except ValueError as error:
+            raise DataError(f"data.template_date: {day!r} is no day: {error}") from None
     place, source = _find_source(folder, path, config, key)
-    if not isinstance(source, str) and or_plain:
-        return _plain_template(tokenizer, config)
+    if not isinstance(source, str) and (or_plain or path == _PLAIN):
+        source = plain.SOURCE
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
@@ -150,7 +162,7 @@ def load_template(
             f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
-    template = ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+    template = ChatTemplate(source, tuple(variables.items()))
     _warn_of_end(template, tokenizer, f"{key}: {place}")
     return template
 
@@ -177,12 +189,6 @@ def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> No
         )
 
 
-def _plain_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ChatTemplate:
-    from titanlite.data.forms import plain
-
-    return ChatTemplate(plain.SOURCE, tuple(_variables(tokenizer, config).items()))
-
-
 def _config_beside(folder: str | None, path: str | None, key: str) -> dict[str, Any]:
     """Return the tokenizer's config beside it; {} without one. path: of the template."""
     try:
@@ -199,6 +205,8 @@ def _find_source(
     folder: str | None, path: str | None, config: Mapping[str, Any], key: str
 ) -> tuple[str, Any]:
     """Return where the template is, and its text; no text where there is none."""
+    if path == _PLAIN:
+        return _PLAIN, None
     place = path or f"{folder}/{TEMPLATE}"
     try:
         content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()

@@ -20,6 +20,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -38,6 +39,9 @@ _MEMORY = 1 << 30
 _MEMORY_EACH = 64
 #: Size of a message between the processes.
 SIZE = struct.Struct("<Q")
+
+#: Name of the variable with the day that `strftime_now` of a template has.
+DAY = "template_date"
 
 #: Kinds of answers: the text, and why there is none.
 TEXT = "text"
@@ -102,7 +106,9 @@ class _Renderer:
     def __init__(self, template: Any, request: Request) -> None:
         self._template = template
         self._messages = request.messages
-        self._variables = {"tools": None, "documents": None, **request.tokens}
+        self._variables: dict[str, Any] = {"tools": None, "documents": None, **request.tokens}
+        if DAY in request.tokens:
+            self._variables["strftime_now"] = datetime.fromisoformat(request.tokens[DAY]).strftime
         self._given = len(json.dumps(request.messages, ensure_ascii=False, default=str))
 
     def text(self, count: int, prompt: bool = False) -> str:

@@ -11,7 +11,8 @@ from titanlite.data import DataError
 from titanlite.utils import pip_install
 
 _GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+#: A frame, or one to skip, with which pzstd begins.
+_ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60)))
 _BUFFER = 1 << 18
 
 
@@ -21,7 +22,7 @@ class DamagedError(Exception):
 
 def is_compressed(head: bytes) -> bool:
     """Return whether a file that begins so is compressed."""
-    return head.startswith((_GZIP, _ZSTD))
+    return head.startswith((_GZIP, *_ZSTD))
 
 
 def decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:

@@ -121,10 +121,6 @@ def _header(row: bytes, columns: Columns, name: Path | str) -> _Header:
     fitting = [one for one in headers if {*columns.wanted} <= {*one.names}]
     header = max(fitting or headers, key=lambda one: len({*columns.fields} & {*one.names}))
     columns.check(header.names, f"{name}: the header")
-    read = _read(header, columns)
-    doubled = sorted({one for one in read if read.count(one) > 1})
-    if doubled:
-        raise DataError(f"{name}: the header names two columns {doubled[0]!r}; rename one")
     return header
 
 

@@ -96,10 +96,13 @@ def difference(saved: Any, rows: Rows) -> str:
     saved: what `record` returned then, or something else that a checkpoint holds. Files that may
     have been copied get a warning.
     """
+    known = saved if isinstance(saved, Mapping) else {}
+    # Older checkpoints have the whole URL of a source without a name.
+    known = {public_name(name): entry for name, entry in known.items()}
     replaced: list[str] = []
     touched: list[str] = []
     for source, text in _texts(rows):
-        before = saved.get(source) if isinstance(saved, Mapping) else None
+        before = known.get(source)
         entries = before.get("files") if isinstance(before, Mapping) else None
         if not isinstance(before, Mapping) or not isinstance(entries, list):
             continue

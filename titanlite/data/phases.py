@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titanlite.config.data_sections import DataPhase
+from titanlite.config.urls import public_name
 from titanlite.data import skip_ranges
 from titanlite.data.course import FRESH, Course, Leg, Progress, StepSize
 from titanlite.data.skip_ranges import Range
@@ -60,7 +61,8 @@ class Phases:
         for begin in self._begins(done):
             if begin.phase.weights:
                 first = 0 if begin.step <= done.steps else begin.done.position
-                found[first] = begin.phase.weights
+                weights = begin.phase.weights
+                found[first] = {public_name(name): weights[name] for name in weights}
         return found
 
     def course(self, done: Progress = FRESH) -> Course:

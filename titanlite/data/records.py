@@ -83,6 +83,9 @@ class Columns(NamedTuple):
                 raise DataError(
                     f"{where}: no column {column!r} ({', '.join(names)}); {self.remedy(column)}"
                 )
+        for column in self.fields:
+            if list(names).count(column) > 1:
+                raise DataError(f"{where} names two columns {column!r}; rename one")
 
     def _key_of(self, column: str) -> str:
         if self.chat:

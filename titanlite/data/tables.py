@@ -53,6 +53,10 @@ def _rows_of(
     except UnicodeDecodeError as error:
         rows = f"rows {begin} to {begin + part.num_rows - 1}"
         raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
+    except ValueError as error:
+        if "duplicate field names" not in str(error):
+            raise
+        raise DataError(f"{name}: fields within a column have one name; rename one") from error
     found: Iterable[tuple[Any, ...]] = zip(*values, strict=True)
     if not wanted:
         found = [()] * part.num_rows
@@ -107,9 +111,28 @@ def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
     if content.peek(6).startswith(b"ARROW1"):
         reader = ipc.open_file(content)
         batches = map(reader.get_batch, range(reader.num_record_batches))
+        stream = None
     else:
-        batches = ipc.open_stream(content)
+        stream = _Watched(content)
+        batches = ipc.open_stream(stream)
     before = 0
     for batch in batches:
         yield before, batch
         before += batch.num_rows
+    if stream is not None and stream.is_at_end:
+        raise DamagedError("the stream has no end mark, which its writer sets as it is closed")
+
+
+class _Watched:
+    """A file that knows whether its reader met the end: pyarrow takes it for the mark of one."""
+
+    closed = False
+
+    def __init__(self, content: io.BufferedReader[Any]) -> None:
+        self._content = content
+        self.is_at_end = False
+
+    def read(self, size: int) -> bytes:
+        piece = self._content.read(size)
+        self.is_at_end = len(piece) < size
+        return piece

@@ -119,8 +119,8 @@ class TextReader:
         reader = replace(self, data=settings)
         found: dict[str, Rows] = {}
         for section, source in held_out_texts(validation).items():
-            name = source.name if validation.sources else None
-            found[name or ""] = reader.open(_held_out(source), section, seq_len, epochs=1)
+            name = source.title if validation.sources else ""
+            found[name] = reader.open(_held_out(source), section, seq_len, epochs=1)
         return found
 
     def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
@@ -131,7 +131,7 @@ class TextReader:
         rows = self.open(source, section, seq_len, source.epochs)
         if source.epochs is not None and rows.total_sequences is None:
             raise DataError(
-                f"{section}.epochs: {source.name or source.path} is read as a stream, whose length "
+                f"{section}.epochs: {source.title} is read as a stream, whose length "
                 "is not known; give training.steps or training.tokens, or data.streaming = false"
             )
         return rows

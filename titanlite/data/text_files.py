@@ -131,7 +131,7 @@ def columns_of(
 
         assert tokenizer is not None
         section = "data.source" if source.messages_key else "data"
-        template = load_template(data.chat_template, tokenizer)
+        template = load_template(data.chat_template, tokenizer, day=data.template_date)
         return Columns(messages, None, section, template)
     section = "data.source" if has_own else "data"
     prompt, completion = _prompt_keys(data, source)

@@ -302,6 +302,13 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
     )
     path = str(source.path)
     files = open_tokens(path, reader.tokenizer, reader.vocab_size, key_of(section, "path"), keys)
+    if data.template_date and fields["messages_key"] and files.index:
+        there = dict(files.index["options"]["chat"][1]).get("template_date")
+        if there != data.template_date:
+            raise DataError(
+                f"data.template_date: {source.path} is prepared with {there or 'none'}; leave the "
+                "key out"
+            )
     if data.chat_template and fields["messages_key"] and files.index:
         from titanlite.data.chat import load_template
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from titanlite.config.resolve import resolve_as
 from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
-from titanlite.utils import is_dotted, resolve_as
+from titanlite.utils import is_dotted
 
 #: Values of `model.name`.
 _NAMES = (

@@ -28,6 +28,11 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
             yield state._fsdp_param_group
 
 
+def ranks_of(group: Any) -> int:
+    """Return over how many ranks the gradients of a group of parameters are reduced."""
+    return int(group.mesh_info.mesh.mesh.numel())
+
+
 def streams_of(model: nn.Module) -> Any:
     """Return the CUDA streams (`FSDPCommContext`) of the root, which all its modules share from
     the first forward pass on.

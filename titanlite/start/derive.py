@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from msgspec.structs import replace as replace_fields
@@ -26,7 +26,8 @@ from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.start.schedule_parts import run_length, schedule_of
+from titanlite.start.length import steps_of
+from titanlite.start.schedule_parts import Told, schedule_of
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
@@ -221,21 +222,11 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
 
-@dataclass
-class Told:
-    """What the derivation tells a user."""
-
-    notes: list[str]
-    warnings: list[str]
-
-
-def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
-    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length
-    without it:
-    `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are
-    provisional.
+    A run in epochs has no length yet: `steps` and `schedule.total_steps` are None, and the
+    schedule's other numbers are provisional. `with_length` fills them in.
     """
     d = config.sections
     told = Told(list(config.notes), [])
@@ -256,7 +247,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         told.notes += cut.notes
         told.warnings += cut.warnings
     course = _course(filled, batch, told.notes)
-    steps = _steps(filled, course, total_sequences, told.notes)
+    steps = steps_of(filled, course, told.notes)
     schedule = schedule_of(filled, steps, course, told)
     notes, warnings = idle_keys(config)
     told.notes += notes
@@ -276,17 +267,6 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     )
     more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
     return replace_fields(run, warnings=(*run.warnings, *more))
-
-
-def with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """Return the same run with another number of steps; a schedule as long as the run keeps to its
-    length.
-    """
-    schedule = run.schedule
-    if schedule.total_steps == run_length(schedule.unit, run.steps, run.course):
-        length = run_length(schedule.unit, steps, run.course)
-        schedule = replace(schedule, total_steps=length)
-    return replace_fields(run, steps=steps, schedule=schedule)
 
 
 def below(folder: str, path: str) -> str:
@@ -422,39 +402,3 @@ def _below(folder: str, section: S, *names: str) -> S:
     paths = {name: getattr(section, name) for name in names}
     joined = {name: below(folder, path) for name, path in paths.items() if path}
     return replace_fields(section, **joined)
-
-
-# The length of the run
-
-
-def _steps(d: Config, course: Course, total_sequences: int | None, notes: list[str]) -> int | None:
-    tokens = d.training.tokens
-    epochs = d.training.epochs
-    if tokens is not None:
-        steps = course.steps_with_tokens(tokens)
-        why = f"training.tokens {tokens:,} / {_per_step(course, 'tokens')}"
-    elif epochs is None:
-        return d.training.steps
-    elif total_sequences is None:
-        notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
-        return None
-    else:
-        from titanlite.data.skip_ranges import count, ranges_of_steps
-
-        skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, course))
-        steps = course.steps_with_rows(total_sequences - skipped)
-        less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
-        # Of a run with sequences of several lengths, those of the longest.
-        one_length = all(size.rows == size.sequences for _, size in course.legs)
-        unit = "sequences" if one_length else "rows"
-        read = f"{counted(total_sequences, unit)} in {counted(epochs, 'epochs')}{less}"
-        why = f"{read} / {_per_step(course, unit)}"
-    notes.append(f"steps = {steps}: {why}, rounded up")
-    return steps
-
-
-def _per_step(course: Course, unit: str) -> str:
-    """Return the tokens, or rows as sequences, of a step in words, for each leg of the run."""
-    sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
-    earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
-    return f"{earlier}{counted(sizes[-1], unit)} per step"

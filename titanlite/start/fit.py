@@ -172,7 +172,7 @@ def shaped(config: LoadedConfig) -> LoadedConfig:
     )
 
 
-def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+def fitted(config: LoadedConfig, world_size: int) -> RunConfig:
     """Derive a run and check that it fits the ranks and the model.
 
     Raises ConfigError with all that does not.
@@ -181,12 +181,12 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     (`titanlite.config.trust`).
     """
     admit(config.claims, config.origin)
-    return _fitted(config, world_size, total_sequences)
+    return _fitted(config, world_size)
 
 
-def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+def _fitted(config: LoadedConfig, world_size: int) -> RunConfig:
     config = shaped(config)
-    run = derive(config, world_size, total_sequences)
+    run = derive(config, world_size)
     refuse(misfits(config, run))
     return run
 

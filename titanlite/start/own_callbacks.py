@@ -8,7 +8,7 @@ from typing import Any
 from titanlite.callbacks import Callback
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.extensions import HINT
-from titanlite.utils import resolve_as
+from titanlite.config.resolve import resolve_as
 
 
 def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:

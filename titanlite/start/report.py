@@ -31,7 +31,8 @@ from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.state_bytes import state_bytes
 from titanlite.parallel.fsdp import DTYPES
-from titanlite.start.derive import MeshSizes, RunConfig, with_steps
+from titanlite.start.derive import MeshSizes, RunConfig
+from titanlite.start.length import with_steps
 from titanlite.start.run_text import Datasets
 from titanlite.start.supported import accelerator_warning
 from titanlite.utils import counted, human_bytes, human_count, public

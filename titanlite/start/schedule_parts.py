@@ -11,7 +11,14 @@ from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.data.course import Course
-    from titanlite.start.derive import Told
+
+
+@dataclass
+class Told:
+    """What the derivation tells a user."""
+
+    notes: list[str]
+    warnings: list[str]
 
 
 def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Schedule:

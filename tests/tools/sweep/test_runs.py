@@ -101,6 +101,7 @@ def test_a_member_that_fails_or_diverges_does_not_end_the_others(
     assert small.last_lines == large.last_lines == ()
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_runs_own_figures(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -117,6 +118,7 @@ def test_losses_are_those_of_the_runs_own_figures(
     assert 0 < small.seconds < 300
 
 
+@pytest.mark.slow
 def test_progress_has_a_line_for_each_run_and_the_last_lines_of_a_failed_one(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -130,6 +132,7 @@ def test_progress_has_a_line_for_each_run_and_the_last_lines_of_a_failed_one(
     assert " left" not in ends[3]
 
 
+@pytest.mark.slow
 def test_a_second_call_runs_only_what_failed(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -241,6 +244,7 @@ def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_point_is_refused_with_its_key(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:
@@ -254,6 +258,7 @@ def test_a_changed_point_is_refused_with_its_key(
     assert attempts(folder / "large") == before
 
 
+@pytest.mark.slow
 def test_other_ranks_are_a_change_where_the_batch_follows_from_them(
     sweep: tuple[Path, list[MemberResult], list[str]],
 ) -> None:

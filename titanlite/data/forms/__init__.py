@@ -66,7 +66,7 @@ def form_columns(
         return Columns("output", "instruction", section, form=Alpaca())
     from titanlite.data.chat import load_template
 
-    template = load_template(data.chat_template, tokenizer, or_plain=True)
+    template = load_template(data.chat_template, tokenizer, or_plain=True, day=data.template_date)
     if form == "messages":
         return Columns(key("messages_key", "messages"), None, section, template)
     return Columns(key("messages_key", "conversations"), None, section, template, form=ShareGPT())

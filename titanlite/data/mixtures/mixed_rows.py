@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.config.urls import public_name
 from titanlite.data import DataError, EndOfData
 from titanlite.data.mixtures.state import SavedMixture, check_mixture, read_state
 from titanlite.data.mixtures.turns import Segment, Turns, Weights
@@ -42,6 +43,7 @@ class MixedRows(Rows):
         phases: first sequence → shares from there on, by name; only their ratios count. The first
             is 0.
         slots: V; the number of lanes of those that are streams.
+        reopen: returns a source, by its name, with the order of another seed.
     """
 
     sets_length = False
@@ -53,11 +55,15 @@ class MixedRows(Rows):
         *,
         seed: int = 0,
         slots: int = 1,
+        reopen: Callable[[str, int], Rows] | None = None,
     ) -> None:
         self.names = list(sources)
         self.rows = list(sources.values())
         self.seq_len = self.rows[0].seq_len
         self.seed = seed
+        self._reopen = reopen
+        #: Seeds of sources whose order is that of their whole URL, as older versions had it.
+        self._seeds: dict[str, int] = {}
         #: First sequence → shares: as planned for the run, and as they were and will be.
         self._planned = self._in_order(phases)
         self._phases = self._planned
@@ -167,7 +173,9 @@ class MixedRows(Rows):
             if state:
                 sources[name] = state
         phases = [[start, list(weights)] for start, weights in self._phases.items()]
+        seeds = {"seeds": self._seeds} if self._seeds else {}
         return {
+            **seeds,
             "slots": self.slots,
             "names": self.names,
             "plan": [phases, self._totals()],
@@ -195,6 +203,7 @@ class MixedRows(Rows):
         """
         if state:
             check_mixture(state)
+            state = self._with_public_names(state)
         if phases is not None:
             self._planned = self._in_order(phases)
         self._restart(state.get("slots", self.slots))
@@ -209,6 +218,24 @@ class MixedRows(Rows):
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
         self._continue(read_state(state, self.names), position)
+
+    def _with_public_names(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state without whole URLs as names, which decided the orders of their sources."""
+        seeds = {**self._seeds, **state.get("seeds", {})}
+        for name in state["names"]:
+            if name != public_name(name):
+                seeds[public_name(name)] = _seed_of(name)
+        if self._reopen is not None and seeds != self._seeds:
+            for place, name in enumerate(self.names):
+                if name in seeds:
+                    self.rows[place] = self._reopen(name, seeds[name])
+        self._seeds = seeds
+        sources = state.get("sources", {})
+        return {
+            **state,
+            "names": list(map(public_name, state["names"])),
+            "sources": {public_name(name): source for name, source in sources.items()},
+        }
 
     def _continue(self, saved: SavedMixture, position: int) -> None:
         """Keep what was saved of sequences before `position`, and let the planned phases hold from
@@ -286,14 +313,23 @@ def open_mixture(
     opened: dict[str, Rows] = {}
     weights: dict[str, float] = {}
     lanes: int | None = None
-    for section, source in sources.items():
-        name = source.title
+    places = {source.title: (section, source) for section, source in sources.items()}
+
+    def open_source(name: str, seed: int) -> Rows:
         # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
-        settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
+        section, source = places[name]
+        settings = replace_fields(data, seed=data.seed ^ seed)
         own_reader = replace(reader, data=settings, lanes=lanes)
-        rows = own_reader.open_with_end(source, section, seq_len)
-        lanes = lanes or rows.lanes
-        opened[name] = rows
+        return own_reader.open_with_end(source, section, seq_len)
+
+    for name, (_, source) in places.items():
+        opened[name] = open_source(name, _seed_of(name))
+        lanes = lanes or opened[name].lanes
         weights[name] = source.weight
-    return MixedRows(opened, {0: weights, **phases}, seed=data.seed, slots=lanes or 1)
+    shares = {0: weights, **phases}
+    return MixedRows(opened, shares, seed=data.seed, slots=lanes or 1, reopen=open_source)
+
+
+def _seed_of(name: str) -> int:
+    return zlib.crc32(name.encode())

@@ -20,6 +20,8 @@ def check_mixture(state: dict[str, Any]) -> None:
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise refusal("names", names, "no list of different names")
     _check_plan(state.get("plan"), len(names))
+    for name, seed in mapping(state.get("seeds", {}), "seeds").items():
+        whole_number(seed, f"seeds.{name}")
     for name, source in mapping(state.get("sources", {}), "sources").items():
         lanes = mapping(source, f"sources.{name}").get("lanes", slots)
         if lanes != slots:

@@ -28,6 +28,7 @@ _KEYS = (
     "record",
     "format",
     "chat_template",
+    "template_date",
 )
 _CONFIG = "TOML file; also looked up in train_configs/"
 
@@ -80,6 +81,7 @@ def _add_prepare(actions: Commands) -> None:
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
     add("--format", kind, "KIND", choices=formats)
     add("--chat-template", "as data.chat_template (default: the tokenizer's)", "FILE")
+    add("--template-date", "as data.template_date, for templates that write one", "DAY")
     add("--workers", "cores to use (default: all)", "N", type=int, default=cores())
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", tokens, "N", type=int, default=1 << 27)

@@ -9,8 +9,9 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
@@ -52,6 +53,8 @@ class LoadedModel:
     device: torch.device
     #: `data.chat_template` of the run.
     chat_template: str | None
+    #: `data.template_date` of the run; of weights without one today.
+    template_date: str | None
     stop_ids: frozenset[int]
     #: For people: model, precision, device, load time.
     summary: str
@@ -106,7 +109,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     args = source.args
     if arguments.context:
         args = replace(args, max_seq_len=arguments.context)
-    tokenizer, template = _tokenizer(source, arguments.tokenizer)
+    tokenizer, data = _tokenizer(source, arguments.tokenizer)
     if tokenizer.vocab_size > args.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size:,} entries, and the model of {source.path} "
@@ -128,7 +131,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         tokenizer=tokenizer,
         limit=args.max_seq_len,
         device=device,
-        chat_template=template,
+        chat_template=data.get("chat_template"),
+        template_date=data.get("template_date"),
         stop_ids=frozenset(_stop_ids(tokenizer, Path(str(source.path)) if source.is_hf else None)),
         summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
         f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
@@ -147,18 +151,18 @@ def choose_device(given: str | None) -> torch.device:
         raise bad_flag("--device", f"{name}: {reason}") from None
 
 
-def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a `Source`, and the chat template that its run names.
+def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a `Source`, and the section `data` of its run.
 
     path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
     were not trained with.
     """
     given = path
-    template = None
+    data = {"template_date": str(date.today())}
     if source.manifest is not None:
         config = loads(str(source.manifest.config.get("toml", "")))
         given = given or config.get("model", {}).get("tokenizer_path")
-        template = config.get("data", {}).get("chat_template")
+        data = config.get("data", data)
     if given is None and (source.manifest is None or "toml" not in source.manifest.config):
         given = source.tokenizer
         if given is None or not (
@@ -175,7 +179,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, str | None]
             f"{source.path} was trained with another tokenizer than {given or 'the bundled one'}: "
             "give that one as --tokenizer PATH"
         )
-    return tokenizer, template
+    return tokenizer, data
 
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:

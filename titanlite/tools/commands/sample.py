@@ -188,7 +188,12 @@ def make_rows(
     tokenizer = loaded.tokenizer
     rows = list[Row]()
     jinja = (
-        load_template(template or loaded.chat_template, tokenizer, "--chat-template")
+        load_template(
+            template or loaded.chat_template,
+            tokenizer,
+            "--chat-template",
+            day=loaded.template_date,
+        )
         if chat
         else None
     )

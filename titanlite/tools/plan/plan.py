@@ -32,8 +32,9 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
 from titanlite.plan.plan import Plan, formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
-from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted, many_passes, smallest_world, unclear_texts
+from titanlite.start.length import with_steps
 from titanlite.tools import at_least
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.utils import Style, atomic_write, counted
