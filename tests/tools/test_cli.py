@@ -237,7 +237,7 @@ for command in json.loads(sys.argv[1]):
 WITHOUT_TORCH = {
     "train debug_model.toml": (exit_codes.CONFIG, "torch is not installed"),
     "train debug_model.toml --nproc-per-node 2": (exit_codes.CONFIG, "torch is not installed"),
-    "run debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
+    "train debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
     # Wrong paths are told first.
     "train nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
     "sample nowhere text": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),

@@ -156,11 +156,12 @@ def test_one_rank_per_visible_gpu(
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
-    [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 1")],
+    [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 0")],
 )
 def test_wrong_settings_are_named(
     start, monkeypatch: pytest.MonkeyPatch, capsys, name, value, text
 ) -> None:
+    monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv(name, value)
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert text in capsys.readouterr().err
