@@ -249,8 +249,8 @@ def room_figures(source: Source) -> list[Figure]:
     )
     of_contrib = [name for name in edges if "contrib" in edges[name]]
     return [
-        Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 91}),
-        Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 18}),
+        Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 107}),
+        Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 15}),
         Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 32_000}),
         names_figure("rooms that import contrib", of_contrib),
     ]
@@ -276,7 +276,7 @@ def reader_figures(source: Source) -> list[Figure]:
     commands, known = len(COMMANDS), len(keys())
     return [
         Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 9.4}),
-        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 82_000}),
+        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 81_000}),
         Figure("commands", f"{commands}", {"": commands}, {"": 20}),
         Figure("keys", f"{known}", {"": known}, {"": 300}),
     ]

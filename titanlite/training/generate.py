@@ -209,7 +209,7 @@ def generate(  # noqa: PLR0913
     numbers = range(first_row, first_row + len(prompts))
     draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
     cache = KVCache(model, len(prompts), rows.ids.size(1))
-    rows.cache = cache if cached and not whole else None
+    rows.cache = cache if cached and cache and not whole else None
     was_training = model.training
     model.eval()
     try:

@@ -11,7 +11,19 @@ from titanlite.tools.parser import FLAGS, Commands, new_command, no_flags
 
 _TEXT = ("file", "nproc_per_node")
 _TASKS = tuple(
-    "device base dtype tokenizer context include_path num_fewshot limit batch_size text_key ema".split()
+    [
+        "device",
+        "base",
+        "dtype",
+        "tokenizer",
+        "context",
+        "include_path",
+        "num_fewshot",
+        "limit",
+        "batch_size",
+        "text_key",
+        "ema",
+    ]
 )
 
 

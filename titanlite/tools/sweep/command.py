@@ -255,7 +255,7 @@ def _dry_run(asked: Asked, checked: Sequence[CheckedMember], as_json: bool) -> s
     """Return the points, what each trains on, and the sums."""
     sizes = [_size(one) for one in checked]
     if as_json:
-        from titanlite.tools.commands.runs import to_json
+        from titanlite.tools.commands.run_figures import to_json
 
         points = []
         for one, size in zip(checked, sizes, strict=True):

@@ -151,7 +151,7 @@ def write_results(plan: Plan, results: Sequence[MemberResult], best: str, folder
 
     best: name of the best point's run; "" without one. Raises OSError.
     """
-    from titanlite.tools.commands.runs import to_json
+    from titanlite.tools.commands.run_figures import to_json
 
     runs = []
     for point, result in zip(plan.points, results, strict=True):
