@@ -53,7 +53,7 @@ PLAIN_FLAGS = [
 ]
 #: Tokens of the files that it imports, and the share of the lines of their functions that do not
 #: run, in percent: what a run does not turn on is not imported.
-PLAIN_TOKENS, PLAIN_IDLE = 135_800, 26.4
+PLAIN_TOKENS, PLAIN_IDLE = 138_600, 26.7
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -220,7 +220,7 @@ def density_figures(source: Source) -> list[Figure]:
 
 #: The order of rooms, from the top: a module imports from its own room and from those behind it.
 ROOMS = (
-    *("__main__", "__init__", "tools", "contrib", "main", "assembly", "torchrun", "start"),
+    *("__main__", "__init__", "contrib", "tools", "main", "assembly", "torchrun", "start"),
     *("trainer", "training", "features", "step", "guard", "callbacks", "checkpoint", "metrics"),
     *("parallel", "plan", "models", "data", "optim", "runs", "loss", "config", "exit_codes"),
     "utils",
@@ -250,7 +250,7 @@ def room_figures(source: Source) -> list[Figure]:
     of_contrib = [name for name in edges if "contrib" in edges[name]]
     return [
         Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 107}),
-        Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 15}),
+        Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 16}),
         Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 32_000}),
         names_figure("rooms that import contrib", of_contrib),
     ]

@@ -29,7 +29,6 @@ from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch import sagemaker as launch_sagemaker
 from titanlite.tools.launch.launch import prepare
 from titanlite.tools.launch.pod_resources import pod_resources
-from titanlite.tools.sweep.job import prepare_sweep
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
@@ -241,57 +240,6 @@ def test_fewer_and_spare_pods_that_no_operator_has_are_refused(
     assert cli.main(["launch", "kubernetes", *words]) == exit_codes.CONFIG
     said = capsys.readouterr().err
     assert f"launch.{key}: kubernetes has no such jobs, only Slurm has" in said
-
-
-def test_a_sweep_is_an_indexed_job_whose_fields_are_those_of_kubernetes(tmp_path: Path) -> None:
-    _skip_without("PyTorchJob")
-    file = tmp_path / "rates.toml"
-    example = ROOT / "train_configs" / "llama3_1_8b.toml"
-    table = '"optimizer.lr" = [1e-4, 3e-4]\n"training.seed" = [0, 1]\n'
-    file.write_text(f"job.extends = ['{example}']\n[sweep]\n{table}")
-    flags = [
-        f"--job.config_file={file}",
-        "--job.dump_folder=/fsx/runs/$(id)",
-        "--launch.instance_type=p5.48xlarge",
-        "--launch.image=image",
-        '--launch.volumes={"fsx-claim" = "/fsx"}',
-        "--launch.queue=team",
-        "--launch.time_limit=2-12",
-        "--launch.max_restarts=7",
-    ]
-    job = prepare_sweep(flags, 3)
-    text = "".join(launch_kubernetes.files(job).values())
-    assert problems(text) == []
-    for right, wrong in [
-        ("completionMode: Indexed", "completionModes: Indexed"),
-        ("backoffLimitPerIndex: 7", 'backoffLimitPerIndex: "7"'),
-        ("onPodConditions:", "onPodCondition:"),
-        ("values: [1, 2, 3, 4, 6, 8]", "values: [a]"),
-        ("activeDeadlineSeconds: 216000", "activeDeadline: 216000"),
-    ]:
-        assert right in text and problems(text.replace(right, wrong)) != [], wrong
-    configs, pods = yaml.safe_load_all(text)
-    spec = pods["spec"]
-    assert (spec["completions"], spec["parallelism"]) == (4, 3)
-    template = spec["template"]["spec"]
-    assert template["restartPolicy"] == "Never"
-    (container,) = template["containers"]
-    assert container["args"] == [
-        *["python", "-m", "titanlite", "sweep", "/etc/titanlite/config.toml"],
-        *["--folder", "/fsx/runs/$$(id)-sweep", "--member", "$(JOB_COMPLETION_INDEX)"],
-        *["--nproc-per-node", "8"],
-    ]
-    (name,) = {
-        rule["onExitCodes"]["containerName"] for rule in spec["podFailurePolicy"]["rules"][1:]
-    }
-    assert name == container["name"]
-    stored = configs["data"]["config.toml"]
-    assert '\n[sweep]\n"optimizer.lr" = [0.0001, 0.0003]\n"training.seed" = [0, 1]\n' in stored
-    advice = launch_kubernetes.advice(job)
-    assert "titanlite sweep --show '/fsx/runs/$(id)-sweep'" in advice
-    assert '{"spec": {"suspend": true}}' in advice
-    with pytest.raises(ConfigError, match="a pod of an indexed Job is a run by itself"):
-        launch_kubernetes.files(prepare_sweep([*flags, "--launch.nodes=2"], None))
 
 
 def test_the_config_map_holds_the_resolved_config() -> None:

@@ -30,7 +30,7 @@ from tests.launch.slurm_jobs import (
     until_step,
     write,
 )
-from tests.support.processes import ROOT, environment, titanlite
+from tests.support.processes import ROOT
 from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows
 from titanlite import exit_codes
@@ -40,7 +40,6 @@ from titanlite.runs.attempts import read_entries
 from titanlite.tools import cli
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import limit_seconds, prepare
-from titanlite.tools.sweep.job import prepare_sweep
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"
 
@@ -117,89 +116,6 @@ def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
     completed(slurm, folder, f"{job}_0", undisturbed)
     assert [slurm.field(f"{job}_{task}", "Restarts") for task in (0, 1)] == ["1", "0"]
     assert "SIGUSR1: stopping" in read_log(folder, slurm.field(f"{job}_0", "JobId"))
-
-
-@pytest.mark.slow
-def test_a_sweep_is_an_array_and_one_of_its_runs_is_preempted(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """Each task trains its point as a sweep on one machine does, and a stopped one goes on."""
-    config = tmp_path / "rates.toml"
-    debug = ROOT / "train_configs" / "debug_model.toml"
-    config.write_text(f"job.extends = ['{debug}']\n[sweep]\noptimizer.lr = [1e-3, 1e-2, 1e9]\n")
-    run = [word for word in [*RUN, *LAUNCH] if not word.startswith("--job.config_file")]
-    common = [*run, "--launch.nodes=1", "--training.steps=8"]
-    alone = tmp_path / "alone"
-    local = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", "sweep", config, *common, "--folder", alone],
-        cwd=ROOT,
-        env=environment(STEP_SECONDS="0"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    seconds = "--launch.environment.STEP_SECONDS=1.5"
-    words = ["slurm", config, *common, seconds, f"--job.dump_folder={tmp_path / 'run'}"]
-    done = titanlite("launch", *words, "--sweep", "--submit", env=slurm.environment)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.split()[1]
-    folder = tmp_path / "run-sweep"
-    until_step(folder / "lr=0.01", 4)
-    slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1")
-    states = [slurm.wait(f"{job}_{task}", *ENDS) for task in range(3)]
-    log = read_log(folder, f"{job}_1")
-    assert states == ["COMPLETED", "COMPLETED", "FAILED"], log
-    assert slurm.field(f"{job}_1", "Restarts") == "1"
-    assert "resumed from step" in log
-    assert (folder / "launch" / f"slurm-{job}_1.log").stat().st_mode & 0o777 == 0o600
-
-    _, problem = local.communicate(timeout=600)
-    assert local.returncode == 0, problem
-    for name in ("lr=0.001", "lr=0.01"):
-        assert rows(folder / name) == rows(alone / name)
-    shown = titanlite("sweep", "--show", folder)
-    assert shown.returncode == 0
-    states = [line.split()[-1] for line in shown.stdout.splitlines()[2:5]]
-    assert states == ["done", "done", "diverged"]
-
-
-def test_the_job_of_a_sweep_picks_the_run_by_the_number_of_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    config = tmp_path / "rates.toml"
-    debug = ROOT / "train_configs" / "debug_model.toml"
-    config.write_text(f"job.extends = ['{debug}']\n[sweep]\noptimizer.lr = [1e-3, 1e-2, 1e-1]\n")
-    flags = [f"--job.config_file={config}", *LAUNCH, f"--job.dump_folder={tmp_path / 'a run'}"]
-    shared = f"--launch.shared_dir={tmp_path}"
-    job = prepare_sweep([*flags, shared], 2)
-    text = launch_slurm.files(job)["job.sbatch"]
-    assert "\n#SBATCH --array=0-2%2\n" in text
-    assert f"\n#SBATCH --output='{tmp_path}/a run-sweep/launch/slurm-%A_%a.log'\n" in text
-    head, _, rest = text.partition("\nset -u\n")
-    assert head.startswith("#!/usr/bin/env bash\n# a-run-sweep: 3 runs of a sweep, 2 nodes")
-    lines = rest.partition('mkdir -p "$RUN/launch"\n')[0]
-    for task, name in enumerate(["lr=0.001", "lr=0.01", "lr=0.1"]):
-        script = f'SLURM_ARRAY_TASK_ID={task}\n{lines}echo "$RUN" "$TASK"'
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-        assert done.stdout == f"{tmp_path}/a run-sweep/{name} {task}\n"
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    assert ' sweep "$SWEEP/launch/config.toml" --folder "$SWEEP" --member "$TASK"\n}' in text
-    assert job.config.endswith("[sweep]\noptimizer = {lr = [0.001, 0.01, 0.1]}\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["local", "--sweep"], "local has no job arrays; those of slurm and kubernetes do"),
-        (["slurm", "--at-once", "2"], "--at-once: needs --sweep"),
-        (["slurm", "--sweep"], "there is no table [sweep]"),
-    ],
-)
-def test_a_sweep_that_no_job_can_run_is_refused(
-    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["launch", *words, "debug_model.toml", *LAUNCH]) == exit_codes.CONFIG
-    assert wanted in capsys.readouterr().err
 
 
 @pytest.mark.slow

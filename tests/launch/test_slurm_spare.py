@@ -30,7 +30,6 @@ from titanlite.config.errors import ConfigError
 from titanlite.tools import cli
 from titanlite.tools.launch import slurm as launch_slurm
 from titanlite.tools.launch.launch import prepare
-from titanlite.tools.sweep.job import prepare_sweep
 
 
 @pytest.mark.soak
@@ -322,18 +321,6 @@ def test_the_nodes_that_a_job_asks_for() -> None:
 def test_fewer_nodes_that_change_the_run_are_refused(flags: list[str], key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){key}: .*{text}"):
         _script("--job.dump_folder=/run", *flags)
-
-
-def test_a_sweep_is_for_one_number_of_nodes(tmp_path: Path) -> None:
-    file = tmp_path / "rates.toml"
-    debug = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
-    file.write_text(f"job.extends = ['{debug}']\n[sweep]\noptimizer.lr = [1e-3, 1e-2]\n")
-    flags = [*LAUNCH, "--launch.min_nodes=1", "--training.global_batch_size=32"]
-    job = prepare_sweep(
-        [f"--job.config_file={file}", *flags, f"--job.dump_folder={tmp_path}/run"], 1
-    )
-    with pytest.raises(ConfigError, match=r"launch\.min_nodes: the runs of a sweep"):
-        launch_slurm.files(job)
 
 
 @pytest.mark.parametrize("system", ["local", "sagemaker"])

@@ -99,7 +99,7 @@ REASONS = {
         "test_a_template_cannot_leave_its_sandbox"
     ),
     "benchmark": OWN,
-    "sweep": f"{OWN}; best.toml: test_the_best_config_of_a_foreign_folder_holds_names_of_variables",
+    "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",

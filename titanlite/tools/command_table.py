@@ -20,7 +20,7 @@ COMMANDS = {
     "runs": "titanlite.tools.commands.runs:add_command",
     "data": "titanlite.tools.commands.data:add_commands",
     "plan": "titanlite.tools.plan.plan:add_command",
-    "sweep": "titanlite.tools.sweep.command:add_command",
+    "sweep": "titanlite.contrib.lab.sweep:add_command",
     "ladder": "titanlite.tools.ladder.command:add_command",
     "mup": "titanlite.tools.mup.command:add_commands",
     "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",

@@ -16,15 +16,16 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.processes import ROOT, ended, environment, titanlite
+from tests.support.sweeps import CALLBACKS, attempts, rows
 from tests.tools.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
+from tests.tools.ladder.test_rungs import target
 from tests.tools.ladder.tiny import FLAGS, NAMES, PARAMETERS, TARGET, written
-from tests.tools.sweep.sweeps import attempts, rows
 from titanlite import exit_codes
 from titanlite.config.load import read
 from titanlite.tools.cli import main
 from titanlite.tools.ladder.files import as_entries
+from titanlite.tools.ladder.rungs import rungs
 
-CALLBACKS = ROOT / "tests" / "tools" / "sweep" / "slow_steps.py"
 SLOW = f"--job.callbacks={CALLBACKS}:SlowSteps"
 
 #: Tokens of the bundled text, by titanlite/data/assets/README.md.
@@ -115,7 +116,7 @@ def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
 ) -> None:
     folder, _ = climbed
     own = folder / "out" / NAMES[1]
-    flags = json.loads((own / "member.json").read_text())["flags"]
+    (flags,) = [rung.flags for rung in rungs(target(folder, SLOW)) if rung.name == NAMES[1]]
     kept = [flag for flag in flags if "initial_load" not in flag and "checkpoint.start" not in flag]
     config = [str(written(folder)), *FLAGS, *kept, f"--job.dump_folder={folder / 'whole'}"]
     done = titanlite("train", *config)

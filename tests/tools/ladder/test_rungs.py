@@ -14,7 +14,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.tools.ladder.law import LadderError
 from titanlite.tools.ladder.rungs import DEFAULTS, Rung, computed, rungs
 from titanlite.tools.ladder.target import Target, schedule_note, target_of
-from titanlite.tools.sweep.members import check_members
+from titanlite.tools.members import check_members
 
 
 def target(folder: Path, *flags: str, nproc: int = 1, more: str = "") -> Target:
@@ -89,7 +89,7 @@ def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> No
     (first, *_) = rungs(aim)
     config_args = [*aim.files, *DEFAULTS, *aim.flags]
     (checked,) = check_members([first.member(tmp_path)], config_args, tmp_path, 1)
-    assert checked.run.schedule.min_lr == pytest.approx(first.rate / 10, rel=1e-5)
+    assert checked.schedule.min_lr == pytest.approx(first.rate / 10, rel=1e-5)
     for rung in rungs(target(tmp_path)):
         assert "lr_scheduler.min_lr" not in values(rung)
 
@@ -108,7 +108,7 @@ def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
     config_args = [*aim.files, *DEFAULTS, *aim.flags]
     trunks = [rung.member(tmp_path) for rung in found if rung.trunk is None]
     checked = check_members(trunks, config_args, tmp_path, 1)
-    assert {one.run.mup.base_dim for one in checked} == {16}
+    assert {one.mup.base_dim for one in checked} == {16}
 
 
 def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_p
     assert aim.run.checkpoint.hub == "ada/big"
     members = [rung.member(tmp_path) for rung in rungs(aim) if rung.trunk is None]
     for one in check_members(members, [*aim.files, *DEFAULTS, *aim.flags], tmp_path, 1):
-        assert (one.run.checkpoint.hub, one.run.checkpoint.local_folder) == ("", None)
+        assert (one.checkpoint.hub, one.checkpoint.local_folder) == ("", None)
 
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:

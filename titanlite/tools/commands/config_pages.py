@@ -21,7 +21,6 @@ from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.entries import SWEEP
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
-from titanlite.config.sweep_table import METRICS, RANGES
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
@@ -93,11 +92,8 @@ def markdown() -> str:
 
 
 _SWEEP_ROWS = (
-    ("`section.key`", "a list", "values of the key"),
-    ("`section.key`", "`{ log = [LOW, HIGH], n = N }`", "values at equal ratios, ends included"),
-    ("`section.key`", "`{ linear = [LOW, HIGH], n = N }`", "values at equal distances"),
+    ("`section.key`", "a list", "values of the key, in all combinations with other lists"),
     ("`points`", "a list of tables of keys", "values of keys that change together"),
-    ("`metric`", ", ".join(f"`{name}`" for name in METRICS), "the loss that is compared"),
 )
 
 
@@ -188,17 +184,10 @@ def json_schema() -> Schema:
 
 def _sweep() -> Schema:
     """Return the table of `titanlite sweep`, whose names are keys of the run."""
-    ends = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
-    count = {"type": "integer", "minimum": 2}
-    values: list[Schema] = [{"type": "array", "minItems": 1}]
-    for kind in RANGES:
-        one = _object({kind: ends, "n": count})
-        values.append({**one, "required": [kind, "n"]})
     return {
         "type": "object",
         "description": "The points of `titanlite sweep`, by section.key; a run itself ignores it.",
         "properties": {
-            "metric": {"enum": list(METRICS), "description": "The loss that is compared."},
             "points": {
                 "type": "array",
                 "description": "Keys that change together: each table is combined with the rest.",
@@ -207,7 +196,7 @@ def _sweep() -> Schema:
             },
         },
         # A key without quotes, as optimizer.lr, is a table in a table.
-        "additionalProperties": {"anyOf": [*values, {"type": "object"}]},
+        "additionalProperties": {"anyOf": [{"type": "array", "minItems": 1}, {"type": "object"}]},
     }
 
 

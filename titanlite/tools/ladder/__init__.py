@@ -3,7 +3,7 @@
 command.py    the command line
 target.py     the config that is predicted
 sizes.py      the models
-rungs.py      their runs, for `titanlite.tools.sweep`
+rungs.py      their runs, for `titanlite.tools.members`
 climb.py      makes the runs, and concludes
 passes.py     how often a text is read
 files.py      points as JSON and CSV

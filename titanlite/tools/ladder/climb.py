@@ -18,9 +18,8 @@ from titanlite.tools.ladder.predict import check_distance, horizon_note, leave_l
 from titanlite.tools.ladder.report import Cost, Report, report_text
 from titanlite.tools.ladder.rungs import DEFAULTS, Rung, rungs
 from titanlite.tools.ladder.target import Target, plan_of, schedule_note
+from titanlite.tools.members import MemberResult, run_members
 from titanlite.tools.processes import Stopped, tell
-from titanlite.tools.sweep.members import MemberResult
-from titanlite.tools.sweep.runs import run_members
 from titanlite.utils import atomic_write
 
 PICTURE = "ladder.svg"

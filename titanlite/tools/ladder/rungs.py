@@ -17,7 +17,7 @@ from titanlite.config.toml import quote
 from titanlite.tools.ladder.law import LadderError
 from titanlite.tools.ladder.sizes import Shape, shapes
 from titanlite.tools.ladder.target import Target
-from titanlite.tools.sweep.members import Member
+from titanlite.tools.members import Member
 
 #: A warm-up is at most this share of the shortest horizon.
 _LONGEST_WARMUP = 0.1
@@ -89,7 +89,7 @@ class Rung:
         return self.shape.parameters
 
     def member(self, folder: Path) -> Member:
-        """Return the run for `titanlite.tools.sweep`. folder: of the ladder."""
+        """Return the run for `titanlite.tools.members`. folder: of the ladder."""
         if self.trunk is None:
             return Member(self.name, self.flags)
         begin = folder / self.trunk / "checkpoint" / f"step-{self.begins}"

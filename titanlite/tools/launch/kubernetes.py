@@ -45,7 +45,6 @@ _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
     "HyperPodPyTorchJob": "HPJob",
-    "Job": "batch.kubernetes.io/job-name",
 }
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -53,8 +52,6 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 _OWN_LABELS = "titanlite/"
 _METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
-#: The kind of a sweep's job.
-_INDEXED = "Job"
 
 
 def files(job: Job) -> dict[str, str]:
@@ -62,7 +59,7 @@ def files(job: Job) -> dict[str, str]:
     launch = job.launch
     name = _name(job)
     _check(job)
-    kind = launch.kind if job.array is None else _INDEXED
+    kind = launch.kind
     gpus = not launch.cpu
     resources = pod_resources(job)
     fabric = job.instance if launch.nodes > 1 and gpus else None
@@ -103,8 +100,6 @@ def files(job: Job) -> dict[str, str]:
         "config_file": CONFIG,
         "config": job.config,
         "kind": kind,
-        "runs": len(job.array.names) if job.array else 0,
-        "at_once": job.array.at_once if job.array else 1,
     }
     names = ("nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
@@ -166,15 +161,8 @@ def _metadata_problems(job: Job) -> Iterator[Problem]:
 def _words(job: Job) -> list[str]:
     """Return the command of a pod."""
     config = f"{_CONFIG_FOLDER}/{CONFIG}"
-    if job.array is None:
-        start = ["titanlite.torchrun", *_rendezvous(job), "-m", "titanlite", "train", config]
-        return ["python", "-m", *start]
-    # Kubernetes takes two dollars for one, and replaces $(NAME).
-    folder = job.run.job.dump_folder.replace("$", "$$")
-    # The Job gives each pod the number of its run.
-    run = ["--folder", folder, "--member", "$(JOB_COMPLETION_INDEX)"]
-    ranks = ["--nproc-per-node", str(job.ranks)]
-    return ["python", "-m", "titanlite", "sweep", config, *run, *ranks]
+    torchrun = ["python", "-m", "titanlite.torchrun", *_rendezvous(job)]
+    return [*torchrun, "-m", "titanlite", "train", config]
 
 
 def _rendezvous(job: Job) -> list[str]:
@@ -194,15 +182,6 @@ def _rendezvous(job: Job) -> list[str]:
         "$(POD_IP)",
     ]
     return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
-
-
-def _array_problems(job: Job) -> list[Problem]:
-    """Return what is wrong with the job of a sweep."""
-    if job.array is None or job.launch.nodes == 1:
-        return []
-    message = f"{job.launch.nodes} pods, but a pod of an indexed Job is a run by itself"
-    hint = "leave it at 1, or sweep with Slurm"
-    return [Problem("", "launch.nodes", message, hint)]
 
 
 def _check(job: Job) -> None:
@@ -227,7 +206,6 @@ def _check(job: Job) -> None:
                 "", key, "all readers of the manifest see the login or signature of its URL", hint
             )
         )
-    problems += _array_problems(job)
     problems += _metadata_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
@@ -278,22 +256,14 @@ def _next(job: Job) -> list[str]:
         kubectl += f" -n {launch.namespace}"
 
     kind: str = launch.kind
-    pods = launch.nodes
-    if job.array is not None:
-        kind = _INDEXED
-        pods = len(job.array.names)
 
     def suspend(value: bool) -> str:
         spec: dict[str, Any] = {"suspend": value}
-        is_plain = kind in ("TrainJob", _INDEXED)
-        patch = json.dumps({"spec": spec if is_plain else {"runPolicy": spec}})
+        patch = json.dumps({"spec": spec if kind == "TrainJob" else {"runPolicy": spec}})
         return f"{kubectl} patch {kind.lower()} {name} --type=merge -p {shlex.quote(patch)}"
 
-    logs = f"{kubectl} logs -f --prefix --max-log-requests={pods} -l {_LABELS[kind]}={name}"
-    table = shlex.quote(job.run.job.dump_folder)
-    shown = [f"see its table with: titanlite sweep --show {table}"] if job.array else []
+    logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[kind]}={name}"
     return [
-        *shown,
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",

@@ -20,13 +20,13 @@ from msgspec.structs import asdict
 
 from titanlite import exit_codes
 from titanlite.config.checks import closed_urls
-from titanlite.config.errors import ConfigError, Problem, bad_flag, nearest, refuse
+from titanlite.config.errors import ConfigError, Problem, nearest, refuse
 from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import config_text
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, unnamed_tokenizer
-from titanlite.tools import at_least, templates
+from titanlite.tools import templates
 from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.utils import REMOVED, control_characters, escape_name
 
@@ -43,27 +43,12 @@ _SYSTEMS = {
     "kubernetes": "titanlite.tools.launch.kubernetes",
     "sagemaker": "titanlite.tools.launch.sagemaker",
 }
-#: Those with jobs of several tasks, for sweeps.
-_ARRAYS = ("slurm", "kubernetes")
-#: As the modules of systems, it imports this one.
-_SWEEP = "titanlite.tools.sweep.job"
 
 
 class LaunchError(Exception):
     """The scheduler did not take the job."""
 
     exit_code = exit_codes.ERROR
-
-
-class Array(NamedTuple):
-    """The runs of a sweep, as the tasks of one job: the number of a task is that of its run."""
-
-    #: Names of the runs, in order: their folders lie below job.dump_folder.
-    names: tuple[str, ...]
-    #: Tasks that run at a time.
-    at_once: int
-    #: The table [sweep] as TOML.
-    table: str
 
 
 class Job(NamedTuple):
@@ -76,8 +61,6 @@ class Job(NamedTuple):
     ranks: int
     #: Folder of the job's files.
     folder: Path
-    #: None: it is one run.
-    array: Array | None = None
     #: Numbers of machines on which the degrees of parallelism fit, from launch.nodes down to
     #: launch.min_nodes.
     sizes: tuple[int, ...] = ()
@@ -89,9 +72,8 @@ class Job(NamedTuple):
 
     @property
     def config(self) -> str:
-        """The resolved config, without secrets, with the table of a sweep."""
-        text = config_text(self.run.toml)
-        return text if self.array is None else f"{text}\n{self.array.table}"
+        """The resolved config, without secrets."""
+        return config_text(self.run.toml)
 
     @property
     def name(self) -> str:
@@ -118,10 +100,6 @@ def add_command(commands: Commands) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
     how.add_argument("--submit", action="store_true", help="also submit it")
-    array = "write one job for all runs of the table [sweep]: an array of Slurm, or an indexed Job"
-    parser.add_argument("--sweep", action="store_true", help=f"{array} of Kubernetes")
-    at_once = "with --sweep: runs at a time (default: all)"
-    parser.add_argument("--at-once", type=at_least(1), metavar="N", help=at_once)
     # A printed job has to work.
     parser.set_defaults(verbatim=True)
 
@@ -133,16 +111,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     elif arguments.submit:
         how = "submit"
     argv = [*files_of(arguments), *arguments.flags]
-    if arguments.at_once is not None and not arguments.sweep:
-        raise bad_flag("--at-once", "needs --sweep")
-    if not arguments.sweep:
-        return launch(arguments.system, argv, how), exit_codes.DONE
-    if arguments.system not in _ARRAYS:
-        message = f"{arguments.system} has no job arrays; those of {' and '.join(_ARRAYS)} do"
-        hint = "`titanlite sweep` runs the points on this machine"
-        raise bad_flag("--sweep", message, hint)
-    job = import_module(_SWEEP).prepare_sweep(argv, arguments.at_once)
-    return finish(arguments.system, job, how), exit_codes.DONE
+    return launch(arguments.system, argv, how), exit_codes.DONE
 
 
 def launch(name: str, argv: list[str], how: How) -> str:
@@ -150,11 +119,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
 
     argv: flags of `train.py`. Raises ConfigError.
     """
-    return finish(name, prepare(argv), how)
-
-
-def finish(name: str, job: Job, how: How) -> str:
-    """Print, write or submit a job; return the job, or what to do next. Raises ConfigError."""
+    job = prepare(argv)
     _refuse_flexible(name, job)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)

@@ -15,7 +15,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.tools.launch.instances import network_environment
-from titanlite.tools.launch.launch import Array, Job, LaunchError, limit_seconds, render
+from titanlite.tools.launch.launch import Job, LaunchError, limit_seconds, render
 
 FILE = "job.sbatch"
 
@@ -32,8 +32,6 @@ def files(job: Job) -> dict[str, str]:
     network = {"OMP_NUM_THREADS": "1"}
     if not launch.cpu:
         network = network_environment(job.instance, efa=launch.nodes > 1)
-    runs = job.array.names if job.array else ()
-    number = "%A_%a" if runs else "%j"
     values = {
         "name": job.name,
         **_allocation(job),
@@ -41,10 +39,8 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "folder": str(here),
         "file": shlex.quote(str(job.folder / FILE)),
-        "output": f"{str(job.folder).replace('%', '%%')}/slurm-{number}.log",
-        "runs": runs,
-        "at_once": job.array.at_once if job.array else 1,
-        "rank_logs": str(run_folder / ("RUN" if runs else ".") / LOGS),
+        "output": f"{str(job.folder).replace('%', '%%')}/slurm-%j.log",
+        "rank_logs": str(run_folder / LOGS),
         "run": str(run_folder),
         "environment": {
             # So that a log shows each step when it is done.
@@ -99,9 +95,6 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
             )
             hint = "set launch.shared_dir to a folder above it that all machines see"
             yield Problem("", key, message, hint)
-    if job.array is not None and len(job.sizes) > 1:
-        message = "the runs of a sweep are checked for launch.nodes alone"
-        yield Problem("", "launch.min_nodes", message, "leave it out")
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
         yield Problem("", "job.dump_folder", message, "take a folder without one")
@@ -124,18 +117,6 @@ def advice(job: Job) -> str:
     return f"submit it with: sbatch {shlex.quote(str(job.folder / FILE))}"
 
 
-def _follow_array(job: Job, array: Array, number: str) -> list[str]:
-    """Return what to do with the job of a sweep."""
-    logs = shlex.quote(str(job.folder / f"slurm-{number}_"))
-    return [
-        f"job {number} is submitted: {len(array.names)} runs, {array.at_once} at a time, of "
-        f"{job.launch.nodes} x {job.ranks} ranks",
-        f"follow it with: tail -F {logs}*.log",
-        f"see its table with: titanlite sweep --show {shlex.quote(str(job.folder.parent))}",
-        f"run again what failed: sbatch {shlex.quote(str(job.folder / FILE))}",
-    ]
-
-
 def submit(job: Job) -> str:
     """Submit the script; return what to do next. Raises LaunchError."""
     file = str(job.folder / FILE)
@@ -149,8 +130,6 @@ def submit(job: Job) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch did not take {file}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
-    if job.array is not None:
-        return "\n".join(_follow_array(job, job.array, number))
     follow = [
         f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.tiny import size
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools.sweep.members import Member
+from titanlite.tools.members import Member
 
 CALLBACKS = Path(__file__).with_name("slow_steps.py")
 STEPS = 8

@@ -1,0 +1,123 @@
+"""The other ways of docs/sweep.md to run many points, as the page shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.contrib.lab.test_sweep import HEAD
+from tests.support.processes import ROOT, environment, titanlite
+from titanlite.start.fit import check_config
+
+PAGE = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
+RATES = '"optimizer.lr" = [0.0001, 0.0003, 0.001, 0.003, 0.01]\n'
+
+
+def blocks(language: str) -> list[str]:
+    """The examples of the page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with rates.toml and a command `titanlite` in bin/."""
+    (tmp_path / "rates.toml").write_text(HEAD + RATES)
+    own = tmp_path / "bin" / "titanlite"
+    own.parent.mkdir()
+    own.write_text(f'#!/bin/sh\nexec {sys.executable} -m titanlite "$@"\n')
+    own.chmod(0o755)
+    return tmp_path
+
+
+def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    own = environment(**variables)
+    own["PATH"] = f"{folder / 'bin'}:{own['PATH']}"
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_optuna_minimizes_the_validation_loss(folder: Path) -> None:
+    """A stand-in for Optuna, whose study tries the ends of a range."""
+    (folder / "optuna.py").write_text(
+        """
+class Trial:
+    def __init__(self, number):
+        self.number = number
+
+    def suggest_float(self, name, low, high, log):
+        assert log
+        self.params = {name: (low, high)[self.number]}
+        return self.params[name]
+
+
+class Study:
+    def optimize(self, objective, n_trials, catch):
+        trials = [Trial(number) for number in (0, 1)]
+        self.best_value, number = min((objective(trial), trial.number) for trial in trials)
+        self.best_params = trials[number].params
+
+
+create_study = Study
+"""
+    )
+    (folder / "search.py").write_text(blocks("python")[0])
+    done = run(folder, sys.executable, "search.py", PYTHONPATH=f"{folder}:{ROOT}")
+    rows = (folder / "outputs" / "trial-1" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(row).get("validation_loss") for row in rows]
+    assert done.stdout.splitlines()[-1] == f"{{'lr': 0.01}} {[x for x in losses if x][-1]}"
+
+
+def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    text = (folder / "rates.toml").read_text()
+    named = '[job]\ndump_folder = "outputs/${WANDB_RUN_ID}"\n'
+    (folder / "rates.toml").write_text(text.replace("[job]\n", named))
+    (page,) = blocks("yaml")
+    command = yaml.safe_load(page)["command"]
+    arguments = utils.create_sweep_command_args({"args": {"optimizer.lr": {"value": 0.003}}})
+    words = []
+    for word in command:
+        words += arguments["args"] if word == "${args}" else [word]
+    assert words[:2] == ["titanlite", "train"]
+    _, found = check_config([f"--job.config_file={words[2]}", *words[3:]], 1)
+    assert (found.optimizer.lr, found.job.dump_folder) == (0.003, "outputs/abc")
+
+
+def test_a_task_of_the_array_makes_a_folder_that_a_sweep_passes_over(folder: Path) -> None:
+    script = blocks("bash")[0].replace("--nproc-per-node 8", "--nproc-per-node 1")
+    for task in ("2", "4"):
+        run(folder, "bash", "-euc", script, SLURM_ARRAY_TASK_ID=task)
+    words = ["rates.toml", "--folder", "outputs/rates-sweep"]
+    assert (
+        "outputs/rates-sweep/lr=0.001\n"
+        in run(folder, "titanlite", "sweep", *words, "--dry-run").stdout
+    )
+    (folder / "rates.toml").write_text(HEAD + '"optimizer.lr" = [0.001, 0.01]\n')
+    done = titanlite("sweep", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is done already") == 2
+    assert "starts" not in done.stderr
+    assert done.stdout.splitlines()[1].split()[0] == "0.01"
+
+
+def test_the_loop_writes_a_job_for_each_rate(folder: Path) -> None:
+    config = (folder / "rates.toml").read_text()
+    launch = "[launch]\nnodes = 2\ngpus_per_node = 1\ncpu = true\n"
+    (folder / "rates.toml").write_text(f"{launch}{config}")
+    loop = blocks("bash")[1].replace("--submit", "").replace("in 0.0001 0.0003 0.001", "in 0.001")
+    run(folder, "bash", "-euc", loop)
+    for rate in ("0.001", "0.003", "0.01"):
+        own = folder / "outputs" / "rates-sweep" / f"lr={rate}" / "launch"
+        assert "#SBATCH --nodes=2" in (own / "job.sbatch").read_text()
+        assert f"lr = {rate}" in (own / "config.toml").read_text()

@@ -1,0 +1,284 @@
+"""`titanlite sweep`: its points, its runs, its table, its files and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.processes import ROOT, titanlite
+from tests.support.sweeps import CALLBACKS, STEPS, attempts, rows
+from titanlite import exit_codes
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import read
+from titanlite.contrib.lab.picture import Row, picture
+from titanlite.contrib.lab.sweep import labelled, members_of, points_of, report
+from titanlite.runs.lock import RunLock
+from titanlite.tools.cli import main
+from titanlite.tools.members import MemberResult
+
+HEAD = f"""
+[job]
+extends = ["{ROOT / "train_configs" / "debug_model.toml"}"]
+callbacks = ["{CALLBACKS}:SlowSteps"]
+
+[model.overrides]
+n_layers = 2
+dim = 32
+n_heads = 2
+
+[training]
+batch_size = 2
+seq_len = 16
+steps = {STEPS}
+warmup_steps = 2
+
+[validation]
+freq = 4
+steps = 1
+batch_size = 2
+seq_len = 16
+
+[metrics]
+log_freq = 1
+
+[sweep]
+"""
+RATES = '"optimizer.lr" = [1e-3, 1e-2, 1e9]\n'
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def points(table: str, folder: Path) -> list[dict[str, Any]]:
+    """The points of a table [sweep]."""
+    file = folder / "points.toml"
+    file.write_text(f"[sweep]\n{table}")
+    config, problems = read([f"--job.config_file={file}"], defer=True)
+    assert problems == [] and config.sweep is not None
+    return [dict(point) for point in points_of(config.sweep)]
+
+
+def result(name: str, loss: float | None, state: str = "done") -> MemberResult:
+    reason = "" if state == "done" else "it broke"
+    return MemberResult(name, state, 8, loss, loss, 256, 2.0, reason)
+
+
+def test_lists_are_a_grid_and_points_change_keys_together(tmp_path: Path) -> None:
+    table = 'optimizer.lr = [1e-3, 1e-2]\n"training.seed" = [0, 1]\n'
+    found = points(table, tmp_path)
+    assert [tuple(point.values()) for point in found] == [
+        (0.001, 0),
+        (0.001, 1),
+        (0.01, 0),
+        (0.01, 1),
+    ]
+    members = members_of(found)
+    assert members[1].name == "lr=0.001,seed=1"
+    assert members[1].flags == ["--optimizer.lr=0.001", "--training.seed=1"]
+    table = '"optimizer.lr" = [1, 2]\n[[sweep.points]]\nmodel.overrides.dim = 32\n'
+    table += '[[sweep.points]]\nmodel.overrides.dim = 64\n"optimizer.eps" = 1e-6\n'
+    assert [member.name for member in members_of(points(table, tmp_path))] == [
+        "dim=32,lr=1",
+        "dim=32,lr=2",
+        "dim=64,eps=1e-06,lr=1",
+        "dim=64,eps=1e-06,lr=2",
+    ]
+
+
+def test_names_are_folders_that_differ_and_hide_secrets(tmp_path: Path) -> None:
+    urls = [f"https://ada:{word}@example.org/text" for word in ("hunter2", "hunter3")]
+    table = f'"training.dataset_path" = {json.dumps([*urls, "x" * 300, "../up"])}\n'
+    names = [member.name for member in members_of(points(table, tmp_path))]
+    assert len(set(names)) == 4
+    for name in names:
+        assert "hunter" not in name
+        assert Path(name).name == name and len(name) < 200
+
+
+def test_two_keys_of_one_name_are_labelled_whole(tmp_path: Path) -> None:
+    table = '"training.batch_size" = [1]\n"validation.batch_size" = [2]\n'
+    (values,) = labelled(points(table, tmp_path))
+    assert values == {"training.batch_size": 1, "validation.batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("table", "wanted"),
+    [
+        ("", r"\[sweep\]: a point sets no key"),
+        ('"optimizer.lr" = 1e-3\n', r"lr: expected a list of values, got 0\.001"),
+        ('"optimizer.lr" = []\n', "expected a list of values"),
+        (
+            '"optimizer.lr" = {log = [1e-3, 1], n = 3}\n',
+            r"toml:2: \[sweep\] optimizer\.lr: ranges are gone\n +write the values as a list",
+        ),
+        ("optimizer.lr = {linear = [1, 2], n = 3}\n", "ranges are gone"),
+        ('metric = "training_loss"\n', r"toml:2: \[sweep\] metric: is gone\n +leave it out"),
+        ("points = [1]\n", "expected tables"),
+        ('"job.dump_folder" = ["a", "b"]\n', "each run has its own folder"),
+        (
+            '"optimizer.lr" = [1]\n[[sweep.points]]\n"optimizer.lr" = 2\n',
+            "optimizer.lr: is varied twice",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_table_is_refused(table: str, wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        points(table, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "wanted"),
+    [
+        (RATES.replace("lr", "lrr"), [], "optimizer.lrr: unknown key"),
+        (RATES, ["--optimizer.lr=1"], "the table [sweep] varies it"),
+        (RATES.replace("1e9", "0.01"), [], "the point lr=0.01 is given twice"),
+        (
+            '"training.global_batch_size" = [3, 4]\n',
+            [],
+            "1 of 2 runs cannot start; nothing was started\n  global_batch_size=3:",
+        ),
+    ],
+)
+def test_points_that_cannot_run_are_told_before_anything_is_written(
+    table: str,
+    words: list[str],
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(HEAD + table)
+    assert main(["sweep", "tiny.toml", *words]) == exit_codes.CONFIG
+    assert wanted in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["tiny.toml"]
+
+
+def test_a_dry_run_names_the_folders_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(HEAD + RATES)
+    assert main(["sweep", "tiny.toml", "--dry-run"]) == exit_codes.DONE
+    names = ["lr=0.001", "lr=0.01", "lr=1e+09"]
+    wanted = [f"outputs/debug_model-sweep/{name}" for name in names]
+    assert capsys.readouterr().out.splitlines() == wanted
+    assert os.listdir(tmp_path) == ["tiny.toml"]
+
+
+def test_a_second_sweep_in_a_folder_changes_nothing_while_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(HEAD + RATES)
+    with RunLock(tmp_path / "outputs" / "debug_model-sweep", "folder"):
+        assert main(["sweep", "tiny.toml"]) == exit_codes.CHECKPOINT
+        assert os.listdir(tmp_path / "outputs" / "debug_model-sweep") == ["run.lock"]
+    assert "give this run another --folder" in capsys.readouterr().err
+
+
+def test_the_table_has_the_lowest_loss_first_and_a_failure_is_an_error(tmp_path: Path) -> None:
+    found = [{"optimizer.lr": rate} for rate in (0.001, 0.01, 0.1)]
+    results = [result("a", 3.5), result("b", 2.25), result("c", None, "failed")]
+    text, code = report(found, results, tmp_path, as_json=False)
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["lr", "validation", "loss", "tokens", "time", "state"]
+    assert lines[1][:2] == ["0.01", "2.2500"]
+    assert lines[2][:2] == ["0.001", "3.5000"]
+    assert lines[3] == ["0.1", "–", "256", "2.0s", "failed"]
+    assert "c failed: it broke" in text
+    assert f"best: titanlite train {tmp_path}/b/config.toml" in text
+    assert code == exit_codes.ERROR
+    assert report(found[:2], results[:2], tmp_path, as_json=False)[1] == exit_codes.DONE
+    diverged = result("c", None, "diverged")
+    assert report(found, [*results[:2], diverged], tmp_path, False)[1] == exit_codes.DONE
+    assert report(found[2:], [diverged], tmp_path, False)[1] == exit_codes.ERROR
+
+
+def test_files_of_a_sweep_hide_secrets(tmp_path: Path) -> None:
+    url = "https://ada:hunter2@example.org/text"
+    found = [{"training.dataset_path": url, "optimizer.lr": rate} for rate in (0.1, 0.2)]
+    results = [result("a", 3.5), result("b", 2.25)]
+    report(found, results, tmp_path, as_json=False)
+    for name in ("results.json", "sweep.svg"):
+        text = (tmp_path / name).read_text()
+        assert "hunter2" not in text and "example.org/text" in text
+
+
+def test_the_picture_has_a_line_for_each_width_and_a_mark_for_each_run() -> None:
+    made = []
+    for dim in (32, 64):
+        for place, rate in enumerate((0.001, 0.01, 0.1, 1.0)):
+            loss = None if rate == 1.0 else 3.0 + dim / 64 - place / 4
+            state = "diverged" if loss is None else "done"
+            values = {"dim": dim, "lr": rate}
+            made.append(Row(values, result(f"dim={dim},lr={rate}", loss, state), loss))
+    root = ElementTree.fromstring(picture("rates", made) or "")
+    lines = [one.get("points", "").split() for one in root.iter(f"{SVG}polyline")]
+    assert [len(line) for line in lines] == [3, 3]
+    across = [float(point.split(",")[0]) for point in lines[0]]
+    # Equal ratios have equal distances.
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)
+    heights = [float(point.split(",")[1]) for point in lines[0]]
+    assert heights == sorted(heights)  # lower losses stand lower: a larger y
+    crosses = [one for one in root.iter(f"{SVG}path") if one.get("class") == "cross"]
+    assert len(crosses) == 2
+    assert {"dim = 32", "dim = 64"} <= {one.text for one in root.iter(f"{SVG}text")}
+    text = [Row({"name": name}, result(name, 2.0), 2.0) for name in "ab"]
+    assert picture("no number", text) is None
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a file and its sweep, and what the command printed."""
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "tiny.toml").write_text(HEAD + RATES)
+    done = titanlite("sweep", "tiny.toml", cwd=folder)
+    assert done.returncode == exit_codes.DONE, done.stderr
+    return folder, done.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_each_point_and_names_the_best(swept: tuple[Path, str]) -> None:
+    folder, printed = swept
+    # job.dump_folder of the debug model is ./outputs/debug_model.
+    own = folder / "outputs" / "debug_model-sweep"
+    found = json.loads((own / "results.json").read_text())
+    losses = {run["name"]: run["loss"] for run in found["runs"]}
+    assert list(losses) == ["lr=0.01", "lr=0.001", "lr=1e+09"]
+    for name in ("lr=0.01", "lr=0.001"):
+        assert losses[name] == dict(rows(own / name)[-1])["validation_loss"]
+    lines = printed.splitlines()
+    assert lines[1].split()[:2] == ["0.01", f"{losses['lr=0.01']:.4f}"]
+    assert lines[3].split()[-1] == "diverged"
+    assert (own / "sweep.svg").read_text().startswith("<svg")
+    (best,) = [line for line in lines if line.startswith("best: titanlite ")]
+    words = shlex.split(best.removeprefix("best: titanlite ").replace("FOLDER", "again"))
+    assert titanlite(*words, cwd=folder).returncode == 0
+    assert rows(folder / "again") == rows(own / "lr=0.01")
+
+
+@pytest.mark.slow
+def test_finished_runs_are_passed_over_and_a_failed_one_is_an_error(
+    swept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = swept
+    own = folder / "outputs" / "debug_model-sweep"
+    names = ("lr=0.001", "lr=0.01", "lr=1e+09")
+    before = [attempts(own / name) for name in names]
+    words = ["sweep", folder / "tiny.toml", "--folder", own, "--json"]
+    done = titanlite(*words, cwd=folder)
+    assert done.returncode == exit_codes.DONE
+    assert [attempts(own / name) for name in names] == before
+    assert "lr=0.01 is done already" in done.stderr
+    assert json.loads(done.stdout) == json.loads((own / "results.json").read_text())
+    breaks = f'"job.callbacks" = [["{CALLBACKS}:Breaks"], []]\n'
+    (folder / "breaks.toml").write_text(HEAD + breaks)
+    done = titanlite("sweep", folder / "breaks.toml", "--folder", folder / "broken", "--json")
+    assert done.returncode == exit_codes.ERROR
+    assert [run["state"] for run in json.loads(done.stdout)["runs"]] == ["done", "failed"]
+    assert "ValueError: this callback breaks" in done.stderr

@@ -1,0 +1,1 @@
+"""Experiments around runs: `titanlite sweep`."""

@@ -1,0 +1,236 @@
+"""`titanlite sweep`: train a config at each point of its table [sweep], and compare the losses.
+
+[sweep]
+"optimizer.lr" = [1e-3, 3e-3]       # a grid: all combinations of the lists
+
+[[sweep.points]]                    # or a list: keys that change together
+"model.overrides.dim" = 256
+"model.overrides.n_heads" = 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.config.aliases import is_subsection, key_of
+from titanlite.config.entries import Entry
+from titanlite.config.errors import ConfigError, Problem, refuse
+from titanlite.config.load import read
+from titanlite.config.toml import join, quote, quote_key
+from titanlite.contrib.lab.picture import Row, Values, picture, shown
+from titanlite.runs.record import CONFIG
+from titanlite.tools import at_least, refuse_keys
+from titanlite.tools.commands.run_figures import to_json
+from titanlite.tools.members import (
+    Member,
+    MemberError,
+    MemberResult,
+    check_members,
+    run_members,
+)
+from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.tools.processes import Stopped
+from titanlite.utils import (
+    Table,
+    atomic_write,
+    human_count,
+    human_time,
+    public,
+    public_tree,
+    render,
+)
+
+RESULTS = "results.json"
+PICTURE = "sweep.svg"
+#: Keys that would take a run out of its folder, or change its files.
+_FIXED = ("job.dump_folder", "job.config_file", "job.extends", "job.dialect")
+_LONGEST_NAME = 120
+_EPILOG = f"""{FLAGS} Exit status: 0 when each run is done or diverged, 1 when one failed or none is
+done, 2 for a wrong config, 4 where another sweep runs in the folder, 130 after Ctrl-C. Ranges,
+runs at a time and job arrays: docs/sweep.md"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite sweep` to argparse."""
+    parser = new_command(
+        commands,
+        _run,
+        "sweep",
+        "train a config at several learning rates, or other values, and compare the losses",
+        "Train a config at each point of its table [sweep], one run after the other, each in its "
+        "own folder. All points are checked first. The same command goes on after a stop, and "
+        "passes over finished runs. At the end it prints a table and writes it with a picture.",
+        _EPILOG,
+    )
+    add_files(parser)
+    parser.add("--nproc-per-node", "ranks of each run (default: 1)", "N", type=at_least(1))
+    folder = "folder of the sweep (default: job.dump_folder with -sweep behind it)"
+    parser.add("--folder", folder, "FOLDER", type=Path)
+    parser.add("--dry-run", "check the points and print their names; run nothing")
+    parser.add("--json", "print the results as JSON")
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    config_args = [*files_of(arguments), *arguments.flags]
+    config, problems = read(config_args, defer=True)
+    refuse(problems)
+    if config.sweep is None:
+        hint = '[sweep]\n    "optimizer.lr" = [1e-3, 3e-3]'
+        raise ConfigError([Problem("", "[sweep]", "there is no such table", hint)])
+    points = points_of(config.sweep)
+    members = members_of(points)
+    varied = {key_of(name) for point in points for name in point}
+    refuse_keys(arguments.flags, dict.fromkeys(varied, "the table [sweep] varies it"))
+    dump_folder = Path(config.value("job.dump_folder"))
+    folder = arguments.folder or dump_folder.with_name(f"{dump_folder.name}-sweep")
+    ranks = arguments.nproc_per_node or 1
+    if arguments.dry_run:
+        check_members(members, config_args, folder, ranks)
+        return "\n".join(str(folder / member.name) for member in members), exit_codes.DONE
+    try:
+        results = run_members(members, config_args, folder, nproc=ranks)
+        return report(points, results, folder, arguments.json)
+    except Stopped as stop:
+        return "", exit_codes.after_signal(stop.number)
+    except OSError as error:
+        raise MemberError(f"cannot write to {folder}: {error.strerror or error}") from None
+
+
+def points_of(table: Entry) -> list[Values]:
+    """Return the points of a table [sweep]: each of `points` with all combinations of the lists.
+
+    Raises ConfigError with all that is wrong in the table.
+    """
+    problems: list[Problem] = []
+
+    def wrong(name: str, message: str, hint: str = "") -> None:
+        key = f"[sweep] {name}".rstrip()
+        problems.append(Problem(table.place(f".{quote_key(name)}"), key, message, hint))
+
+    together: list[dict[str, Any]] = [{}]
+    lists: dict[str, list[Any]] = {}
+    for name, value in _flat(table.value):
+        if name == "metric":
+            hint = "leave it out: the table has the validation loss, or else the training loss"
+            wrong(name, "is gone", hint)
+        elif isinstance(value, dict) and {"log", "linear"} & set(value):
+            wrong(name, "ranges are gone", "write the values as a list, as [1e-3, 3e-3, 1e-2]")
+        elif not isinstance(value, list) or not value:
+            wrong(name, f"expected a list of values, got {quote(value)}")
+        elif name != "points":
+            lists[name] = value
+        elif all(isinstance(point, dict) for point in value):
+            together = [dict(_flat(point)) for point in value]
+        else:
+            wrong(name, "expected tables, each below a line [[sweep.points]]")
+    listed = {key_of(name) for point in together for name in point}
+    for key in [key_of(name) for name in lists]:
+        if key in listed:
+            wrong(key, "is varied twice: by itself and in points")
+        listed.add(key)
+    for key in listed & set(_FIXED):
+        wrong(key, "cannot vary", "each run has its own folder below --folder")
+    combinations = list(itertools.product(*lists.values()))
+    points: list[Values] = [
+        {**point, **dict(zip(lists, chosen, strict=True))}
+        for point in together
+        for chosen in combinations
+    ]
+    if not all(points) and not problems:
+        wrong("", "a point sets no key", 'as "optimizer.lr" = [1e-3, 3e-3]')
+    refuse(problems)
+    return points
+
+
+def _flat(table: Values, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and values; `optimizer.lr = …` without quotes is a table in a table."""
+    for part, value in table.items():
+        name = join(path, part) if path else part
+        if isinstance(value, dict) and is_subsection(name):
+            yield from _flat(value, name)
+        else:
+            yield name, value
+
+
+def members_of(points: Sequence[Values]) -> list[Member]:
+    """Return the run of each point, named by its values. Raises ConfigError for one given twice."""
+    found: dict[str, Member] = {}
+    for point, values in zip(points, labelled(points), strict=True):
+        text = ",".join(f"{label}={shown(value)}" for label, value in values.items())
+        name = re.sub(r"[^A-Za-z0-9._=+,-]+", "_", public(text))[:_LONGEST_NAME]
+        if name != text:
+            name += "-" + hashlib.sha256(text.encode()).hexdigest()[:8]
+        # Some file systems do not distinguish the cases of letters.
+        if name.lower() in found:
+            raise ConfigError([Problem("", "[sweep]", f"the point {name} is given twice")])
+        flags = [f"--{key}={v if isinstance(v, str) else quote(v)}" for key, v in point.items()]
+        found[name.lower()] = Member(name, flags)
+    return list(found.values())
+
+
+def labelled(points: Sequence[Values]) -> list[Values]:
+    """Return the values by the last part of each key, or by the whole key where two share it."""
+    keys = dict.fromkeys(key_of(name) for point in points for name in point)
+    last = [key.rpartition(".")[2] for key in keys]
+    labels = {}
+    for key, part in zip(keys, last, strict=True):
+        labels[key] = part if last.count(part) == 1 else key
+    return [{labels[key_of(name)]: value for name, value in point.items()} for point in points]
+
+
+def report(
+    points: Sequence[Values], results: Sequence[MemberResult], folder: Path, as_json: bool
+) -> tuple[str, int]:
+    """Write the files of a sweep; return its table, the lowest loss first, and the exit code."""
+    done = [result for result in results if result.state == "done"]
+    is_validated = all(result.validation_loss is not None for result in done)
+    metric = "validation_loss" if is_validated else "training_loss"
+    rows = []
+    for values, result in zip(labelled(points), results, strict=True):
+        loss = getattr(result, metric) if result.state == "done" else None
+        rows.append(Row(values, result, loss))
+    rows.sort(key=lambda row: math.inf if row.loss is None else row.loss)
+    code = exit_codes.ERROR
+    if done and all(result.is_final for result in results):
+        code = exit_codes.DONE
+    runs = [{**asdict(row.result), "loss": row.loss, "values": dict(row.values)} for row in rows]
+    text = to_json(public_tree({"metric": metric, "runs": runs}))
+    atomic_write(folder / RESULTS, text + "\n")
+    written = [folder / RESULTS]
+    if drawn := picture(f"{folder.name}: {metric.replace('_', ' ')}", rows):
+        atomic_write(folder / PICTURE, public(drawn))
+        written.append(folder / PICTURE)
+    if as_json:
+        return text, code
+    lines = [render(table(rows, metric)), ""]
+    for row in rows:
+        if row.result.reason:
+            lines.append(f"{row.result.name} {row.result.state}: {row.result.reason}")
+    if done:
+        best = shlex.quote(str(folder / rows[0].result.name / CONFIG))
+        lines.append(f"best: titanlite train {best} --job.dump_folder=FOLDER")
+    return "\n".join([*lines, f"written: {', '.join(map(str, written))}"]), code
+
+
+def table(rows: Sequence[Row], metric: str) -> Table:
+    """Return a line for each run. metric: the name of its loss."""
+    labels = list(dict.fromkeys(label for row in rows for label in row.values))
+    lines = []
+    for row in rows:
+        values = [shown(row.values[label]) if label in row.values else "–" for label in labels]
+        loss = "–" if row.loss is None else f"{row.loss:.4f}"
+        result = row.result
+        figures = [human_count(result.tokens), human_time(result.seconds)]
+        lines.append([*values, loss, *figures, result.state])
+    columns = [*labels, metric.replace("_", " "), "tokens", "time", "state"]
+    return Table(columns, lines, left=(len(columns) - 1,))
