@@ -6,7 +6,7 @@ usage() {
     cat <<'HELP'
 usage: [NGPU=n] [LOG_RANK=r] [CONFIG_FILE=file.toml] ./run_llama_train.sh [FILE ...] [--section.key value ...]
 
-Trains with torchrun on this machine: makes .venv when it is missing or out of date, then does `titanlite run`. An active
+Trains with torchrun on this machine: makes .venv when it is missing or out of date, then does `titanlite train`. An active
 environment that has titanlite is used instead. The configuration is checked before any worker starts.
 
   NGPU         worker processes. Default: one per GPU; without a GPU 2, which train on the CPU with one thread each
@@ -37,4 +37,5 @@ case "${1:-}" in '' | -*) set -- "$config" "$@" ;; esac
 source "$root/scripts/setup_env.sh"
 setup_env run
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$TITANLITE_PYTHON" -m titanlite run "$@"
+if [ -z "${NGPU:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then export NGPU=2; fi
+exec "$TITANLITE_PYTHON" -m titanlite train "$@"

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ PLAIN_FLAGS = [
 ]
 #: Tokens of the files that it imports, and the share of the lines of their functions that do not
 #: run, in percent: what a run does not turn on is not imported.
-PLAIN_TOKENS, PLAIN_IDLE = 135_800, 26.4
+PLAIN_TOKENS, PLAIN_IDLE = 138_600, 26.7
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -93,6 +93,8 @@ def main() -> None:
     figures = [
         *static_figures(source),
         *density_figures(source),
+        *room_figures(source),
+        *reader_figures(source),
         *run_figures(source, run),
         *plain_figures(source, plain),
         check,
@@ -213,6 +215,70 @@ def density_figures(source: Source) -> list[Figure]:
         Figure("packed", in_words(packed), packed, {"nested ternaries": 0, "starred tuples": 0}),
         Figure("functions to divide", f"{long}", {"": long}, {"": 0}),
         Figure("files at the top", f"{top}", {"": top}, {"": 12}),
+    ]
+
+
+#: The order of rooms, from the top: a module imports from its own room and from those behind it.
+ROOMS = (
+    *("__main__", "__init__", "contrib", "tools", "main", "assembly", "torchrun", "start"),
+    *("trainer", "training", "features", "step", "guard", "callbacks", "checkpoint", "metrics"),
+    *("parallel", "plan", "models", "data", "optim", "runs", "loss", "config", "exit_codes"),
+    "utils",
+)
+
+
+def room_figures(source: Source) -> list[Figure]:
+    """Return the figures of the rooms: what stands directly below the package."""
+    library = source.library
+    names = {module_name(library, path) for path in source.trees}
+    edges: dict[str, set[str]] = defaultdict(set)
+    upward = 0
+    for path, tree in source.trees.items():
+        own = room(library, path)
+        for module in imports(tree):
+            target = module.removeprefix("titanlite.")
+            if target not in names:  # a name of a module, not a module
+                target = target.rpartition(".")[0]
+            other = target.partition(".")[0]
+            if target in names and other not in ("", own):
+                edges[own].add(other)
+                upward += ROOMS.index(other) < ROOMS.index(own)
+    rings = [name for name in edges if name in reachable(edges, name)]
+    apart = sum(
+        tokens_of(text) for path, text in source.texts.items() if room(library, path) == "contrib"
+    )
+    of_contrib = [name for name in edges if "contrib" in edges[name]]
+    return [
+        Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 107}),
+        Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 16}),
+        Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 32_000}),
+        names_figure("rooms that import contrib", of_contrib),
+    ]
+
+
+def reader_figures(source: Source) -> list[Figure]:
+    """Return how many names a reader meets: helpers, docstrings, commands, keys."""
+    from titanlite.config.keys import keys
+    from titanlite.tools.command_table import COMMANDS
+
+    private: Counter[str] = Counter()
+    called: Counter[str] = Counter()
+    words = 0
+    for node in (node for tree in source.trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Call):
+            called[getattr(node.func, "id", getattr(node.func, "attr", ""))] += 1
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            words += len((ast.get_docstring(node) or "").split())
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            private[node.name] += node.name.startswith("_") and not node.name.startswith("__")
+    once = sum(count == 1 and called[name] == 1 for name, count in private.items())
+    share = round(1000 * once / source.total, 1)
+    commands, known = len(COMMANDS), len(keys())
+    return [
+        Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 9.4}),
+        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 81_000}),
+        Figure("commands", f"{commands}", {"": commands}, {"": 20}),
+        Figure("keys", f"{known}", {"": known}, {"": 300}),
     ]
 
 

@@ -490,7 +490,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         f"--{key}={_url(server, 'nothing')}"
         for key in ("training.dataset_path", "model.tokenizer_path")
     ]
-    for flags in (["run", "--nproc", "2", missing[0]], ["train", missing[1]]):
+    for flags in (["train", "--nproc", "2", missing[0]], ["train", missing[1]]):
         flags += [
             "--data.retry_seconds=0",
             f"--job.dump_folder={run}-2",

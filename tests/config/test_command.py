@@ -238,7 +238,7 @@ def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
     train = ["train", "debug_model.toml", "--nproc-per-node"]
     status, _, err = run(capsys, *train, "0")
     assert status == 2
-    assert err.startswith("1 problem on the command line:\n  command line: --nproc-per-node: ")
+    assert err.startswith("1 problem on the command line:\n  command line: --nproc: ")
     assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     status, _, err = run(capsys, *train, "2")

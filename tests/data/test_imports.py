@@ -19,8 +19,8 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 
 _CHECK = """
 import json, sys
-from titanlite.tools import cli
-assert cli.main(["config", "check"]) == 0
+from titanlite.start.fit import check_config
+check_config([], training=False)
 print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanlite.data"))))
 """
 

@@ -246,7 +246,7 @@ def test_a_script_for_this_machine_starts_python_with_the_values(
     ]
     words = _run(place, script)
     config = str(Path(os.path.abspath(run)) / "launch" / "config.toml")
-    assert words == [value, "-m", "titanlite", "run", config, "--nproc", "1"]
+    assert words == [value, "-m", "titanlite", "train", config, "--nproc", "1"]
 
 
 @PROPERTY

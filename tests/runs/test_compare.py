@@ -13,7 +13,7 @@ from tests.support.run_folders import Start, change_start, training_row, write_m
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
 from titanlite.tools.commands.comparison import compare, compare_json, read_runs, steady
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.pictures import COLORS, DARK_COLORS
 
 

@@ -148,9 +148,9 @@ def test_from_scratch(tmp_path: Path) -> None:
     refuse_failures(done)
     by_word = {command.split()[1]: end.output for command, end in done.items()}
     assert "2,048 ids, from 121 documents" in by_word["examples/own_tokenizer.py"]
-    assert "training done at step 12" in by_word["run"]
-    assert by_word["run"].count("sample at ") == 2
-    assert "validation at 12: " in by_word["run"]
+    assert "training done at step 12" in by_word["train"]
+    assert by_word["train"].count("sample at ") == 2
+    assert "validation at 12: " in by_word["train"]
     assert "held-out-tokens" in by_word["eval"]
     # The smaller text is its own held-out text: the bigram has seen each pair.
     bigram, uniform = (

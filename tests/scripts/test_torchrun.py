@@ -234,7 +234,7 @@ def test_a_run_that_its_own_code_ends_in_silence_is_recorded_by_the_launcher(
         "            os._exit(0)\n"
     )
     run = tmp_path / "run"
-    words = ["run", "debug_model.toml", "--nproc=1", f"--job.dump_folder={run}"]
+    words = ["train", "debug_model.toml", "--nproc=1", f"--job.dump_folder={run}"]
     words += ["--training.steps=4", "--training.seq_len=32", "--no-validation.enable"]
     words += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--metrics.log_freq=1"]
     words.append("--job.callbacks=own:Leaves")

@@ -84,7 +84,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         "launch --dry-run --launch.gpus_per_node 2 local debug_model.toml",
     ]
     first, *others = [printed(capsys, *order.split(), code=0) for order in orders]
-    assert "titanlite run" in first
+    assert "titanlite train" in first
     assert others == [first, first]
 
 
@@ -151,7 +151,7 @@ def test_wrong_options_show_the_usage_of_their_command(
 
 COMPLETED = {
     "titanlite tr": ["train "],
-    "titanlite run": ["run", "runs"],
+    "titanlite ru": ["runs "],
     "titanlite config ch": ["check "],
     "titanlite doctor --js": ["--json "],
     "titanlite train --training.st": ["--training.steps "],
@@ -237,7 +237,7 @@ for command in json.loads(sys.argv[1]):
 WITHOUT_TORCH = {
     "train debug_model.toml": (exit_codes.CONFIG, "torch is not installed"),
     "train debug_model.toml --nproc-per-node 2": (exit_codes.CONFIG, "torch is not installed"),
-    "run debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
+    "train debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
     # Wrong paths are told first.
     "train nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
     "sample nowhere text": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),

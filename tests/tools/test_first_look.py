@@ -15,7 +15,6 @@ from titanlite.data import tokenizer
 from titanlite.start.first_look import first_look
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
-from titanlite.tools.commands import run as run_command
 from titanlite.tools.commands import train as train_command
 
 
@@ -51,10 +50,9 @@ def test_a_fault_ends_the_command_before_any_process_starts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(first_look, "__defaults__", (600.0,))
-    for module in (run_command, train_command):
-        monkeypatch.setattr(module, "start_ranks", _never)
+    monkeypatch.setattr(train_command, "start_ranks", _never)
     flags, said = _fault(kind, tmp_path)
-    for words in (["config", "check"], ["run", "--nproc=2"], ["train", "--nproc-per-node=2"]):
+    for words in (["config", "check"], ["train", "--nproc=2"], ["train", "--nproc-per-node=2"]):
         capfd.readouterr()
         assert main([*words, "debug_model.toml", *flags]) == 2
         assert said in capfd.readouterr().err

@@ -83,7 +83,6 @@ CONFIG = {
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
     "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
-    "run": "checks a config that the user names, and starts `train`",
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
     "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",

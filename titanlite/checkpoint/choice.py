@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
+from titanlite.checkpoint.hf_files import holds_adapters, holds_weights, is_torchtitan
 from titanlite.checkpoint.manifest import (
     Found,
     Manifest,
@@ -327,7 +327,8 @@ class Chooser:
             raise CheckpointError(*self.source_bad.values())
         if not self.config.initial_load_model_only:
             raise CheckpointError(
-                f"{path} holds weights only: set checkpoint.initial_load_model_only = true"
+                f"{path} is of another program, of which weights alone are taken: set "
+                "checkpoint.initial_load_model_only = true"
             )
         spec, args = self.model()
         # First the small file: the tensors of another model would be missing, or have another
@@ -337,6 +338,8 @@ class Chooser:
         weights = open_weights(path, spec, args)
         weights.check_head()
         notices = [f"another model, by checkpoint.allow_changes: {line}" for line in differ]
+        if is_torchtitan(path):
+            notices.append("torchtitan's optimizer, schedule and place in the text are left out")
         return Candidate(path, as_manifest(weights), "from", notices, is_foreign=True)
 
     def model(self) -> tuple[ModelSpec, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -55,8 +56,17 @@ class _Record:
         self.state = state
 
 
+class _Object(_Record):
+    """Replaces the place of a value that is no tensor."""
+
+
 class _Unpickler(pickle.Unpickler):
+    #: The index may have values that are no tensors.
+    with_objects = False
+
     def find_class(self, module: str, name: str) -> Any:
+        if self.with_objects and (module, name) == (_METADATA, "BytesStorageMetadata"):
+            return _Object
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -72,26 +82,41 @@ def read_index(data: bytes, manifest: Manifest) -> Metadata:
     """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the
     reason.
     """
-    try:
-        content = _Unpickler(io.BytesIO(data)).load().state
-        tensors = {}
-        for name, record in content["state_dict_metadata"].items():
-            tensors[name] = _tensor(record.state)
-        storage = {}
-        for key, entry in content["storage_data"].items():
-            index, place = _place(key.state, entry.state, manifest.files)
-            storage[index] = place
-    except ValueError:
-        raise
-    except Exception as error:
-        # A pickle can go wrong in any way.
-        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    tensors, storage = parse_index(data, manifest.files)
     described = {}
     for name, tensor in tensors.items():
         described[name] = [dtype_name(tensor.properties.dtype), list(tensor.size)]
     if described != manifest.tensors:
         raise ValueError("its tensors are not those of the manifest")
     return Metadata(cast(Any, tensors), storage_data=storage)
+
+
+def parse_index(
+    data: bytes, files: Mapping[str, int], with_objects: bool = False
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
+    """Return the tensors that an index tells of, and where their pieces lie. files: with sizes.
+
+    with_objects: leave out values that are no tensors. Raises ValueError with the reason.
+    """
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.with_objects = with_objects
+    try:
+        content = unpickler.load().state
+        tensors = {}
+        for name, record in content["state_dict_metadata"].items():
+            if not isinstance(record, _Object):
+                tensors[name] = _tensor(record.state)
+        storage = {}
+        for key, entry in content["storage_data"].items():
+            if not with_objects or key.state["fqn"] in tensors:
+                index, place = _place(key.state, entry.state, files)
+                storage[index] = place
+    except ValueError:
+        raise
+    except Exception as error:
+        # A pickle can go wrong in any way.
+        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    return tensors, storage
 
 
 def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
@@ -104,7 +129,7 @@ def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
 
 
 def _place(
-    key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]
+    key: dict[str, Any], entry: dict[str, Any], files: Mapping[str, int]
 ) -> tuple[MetadataIndex, _StorageInfo]:
     """Return where one piece of a tensor lies."""
     file, start, length = entry["relative_path"], entry["offset"], entry["length"]

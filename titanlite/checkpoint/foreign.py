@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
+from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES, is_torchtitan
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.source_model import differences, read_model, remedy
@@ -35,9 +35,9 @@ from titanlite.models.spec import ModelSpec
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
-    path: a folder with config.json and safetensors files, one such file, or Meta's
-    consolidated.*.pth with params.json. spec, args: the model that shall take them; None: the one
-    that config.json describes.
+    path: a folder with config.json and safetensors files, one such file, Meta's consolidated.*.pth
+    with params.json, or a checkpoint of torchtitan. spec, args: the model that shall take them;
+    None: the one that config.json describes.
 
     Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the
     caller's to find, by `Weights.entries`.
@@ -50,6 +50,11 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
         from titanlite.checkpoint.meta import open_meta
 
         return open_meta(path, args)
+    if is_torchtitan(path):
+        from titanlite.checkpoint.torchtitan import open_torchtitan
+
+        assert spec is not None
+        return open_torchtitan(path, spec.name, args)
     from titanlite.checkpoint.hf import open_hf
 
     return open_hf(path, spec, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.paths import AnyPath, StorePath
@@ -16,6 +17,8 @@ HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
 META_CONFIG = "params.json"
 META_FILES = "consolidated.*.pth"
+#: Of torch.distributed.checkpoint.
+DCP_INDEX = ".metadata"
 #: Of PEFT: low-rank adapters without the weights beside them.
 PEFT_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
@@ -48,4 +51,17 @@ def holds_weights(path: AnyPath) -> bool:
     if holds_adapters(path):
         return False
     names = (HF_CONFIG, HF_INDEX, META_CONFIG)
-    return any((path / name).is_file() for name in names) or any(path.glob("*.safetensors"))
+    has_config = any((path / name).is_file() for name in names)
+    return has_config or any(path.glob("*.safetensors")) or is_torchtitan(path)
+
+
+def is_torchtitan(path: AnyPath) -> bool:
+    """Return whether a path is a checkpoint of torchtitan until 0.2.2, by names in its index, which
+    is searched as bytes: titanlite's own has neither of them.
+    """
+    file = path / DCP_INDEX
+    if not isinstance(file, Path) or not file.is_file():
+        return False
+    return (
+        re.search(rb"(?<![\w.])(tok_embeddings\.weight|train_state)", file.read_bytes()) is not None
+    )

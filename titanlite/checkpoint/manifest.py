@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from titanlite.checkpoint.errors import CheckpointError as CheckpointError
 from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
+from titanlite.checkpoint.hf_files import is_torchtitan
 from titanlite.checkpoint.loaded import HELD_OUT
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
 from titanlite.config.urls import public_names
@@ -292,6 +293,10 @@ def _read_raw(folder: AnyPath) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
+        if is_torchtitan(folder):
+            raise CheckpointError(
+                f"{folder} is of torchtitan: name it alone as checkpoint.initial_load_path"
+            ) from None
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
     except StoreError:
         raise

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES
+from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES, is_torchtitan
 from titanlite.checkpoint.manifest import FILE as MANIFEST
 from titanlite.checkpoint.manifest import (
     CheckpointError,
@@ -89,6 +89,8 @@ def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     if has_hf:
         return from_hf(folder / HF_CONFIG, read_json(folder / HF_CONFIG), spec)
     if isinstance(folder, Path) and (path != folder or any(folder.glob("*.safetensors"))):
+        return None
+    if is_torchtitan(folder):
         return None
     return from_checkpoint(folder, name, spec)
 

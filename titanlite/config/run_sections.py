@@ -220,7 +220,7 @@ class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
     system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
-    """Where `titanlite run` submits the job. Empty: it trains on this machine."""
+    """Where `titanlite train` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
     min_nodes: Count | None = None

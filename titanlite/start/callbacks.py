@@ -21,7 +21,6 @@ from titanlite.start.opening import SkippedText, StartReport
 from titanlite.start.report import report_lines
 from titanlite.start.run_text import Datasets
 from titanlite.training.dead_weights import DeadWeights
-from titanlite.training.replicas import EqualReplicas
 from titanlite.training.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -77,7 +76,7 @@ def build_callbacks(
         *figures,
         metrics,
         DeadWeights(),
-        EqualReplicas(),
+        _equal_replicas(built),
         _compile_report(built),
         _float8_error(built, metrics),
         _profiler(built),
@@ -141,6 +140,14 @@ def _timeouts(built: Built) -> Callback | None:
         return None
     comm = built.run.comm
     return Timeouts(comm.init_timeout_seconds, comm.train_timeout_seconds)
+
+
+def _equal_replicas(built: Built) -> Callback | None:
+    if built.world.size == 1:
+        return None
+    from titanlite.training.replicas import EqualReplicas
+
+    return EqualReplicas()
 
 
 def _token_hashes(built: Built) -> Callback | None:

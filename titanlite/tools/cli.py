@@ -30,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
-        if command in GONE:
-            say(f"error: `titanlite {command}` is gone: {GONE[command]}")
-            return exit_codes.CONFIG
-        top_parser().unknown_command(command, list(COMMANDS))
+        top_parser().unknown_command(command, list(COMMANDS), GONE.get(command, ""))
     arguments = make_parser(command).parse_args(ours)
 
     from titanlite.metrics.terminal import wants_color

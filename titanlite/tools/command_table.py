@@ -12,7 +12,6 @@ from titanlite.tools.parser import Parser
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.tools.commands.train:add_command",
-    "run": "titanlite.tools.commands.run:add_command",
     "launch": "titanlite.tools.launch.launch:add_command",
     "doctor": "titanlite.tools.commands.doctor:add_command",
     "sample": "titanlite.tools.commands.sample:add_command",
@@ -35,6 +34,7 @@ COMMANDS = {
 
 #: Commands of earlier versions → what does their work now.
 GONE = {
+    "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
     "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",

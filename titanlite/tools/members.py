@@ -223,7 +223,7 @@ def make_slots(at_once: int, nproc: int) -> list[Mapping[str, str]]:
 
     Raises MemberError where there are too few.
     """
-    from titanlite.tools.commands.run import count_gpus
+    from titanlite.tools.commands.train import count_gpus
 
     gpus = count_gpus()
     if not gpus:

@@ -209,9 +209,8 @@ def generate(  # noqa: PLR0913
     numbers = range(first_row, first_row + len(prompts))
     draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
     cache = KVCache(model, len(prompts), rows.ids.size(1))
-    if cached and cache and not whole:
-        rows.cache = cache
-    training = model.training
+    rows.cache = cache if cached and cache and not whole else None
+    was_training = model.training
     model.eval()
     try:
         for _ in range(max_tokens):
@@ -225,7 +224,7 @@ def generate(  # noqa: PLR0913
                 return
             rows.advance(found)
     finally:
-        model.train(training)
+        model.train(was_training)
 
 
 def _needs_whole_passes(model: nn.Module, longest: int, multiple: int) -> bool:

@@ -35,7 +35,7 @@ class EqualReplicas(Callback):
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         world = trainer.parts.world
-        if self._done or world.size == 1:
+        if self._done:
             return
         self._done = True
         mine = _shared_parts(trainer.parts.model, world.size // world.places["pp"])

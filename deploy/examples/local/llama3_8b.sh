@@ -24,7 +24,7 @@ rm -f "$stopped"
 trap stop TERM USR1
 trap 'touch "$stopped"' INT # Ctrl-C reaches the run, too
 while [ ! -e "$stopped" ]; do
-    /shared/titanlite/.venv/bin/python -m titanlite run /shared/runs/8b/launch/config.toml --nproc 8 --nnodes 2 --node-rank "$1" --master "$2" &
+    /shared/titanlite/.venv/bin/python -m titanlite train /shared/runs/8b/launch/config.toml --nproc 8 --nnodes 2 --node-rank "$1" --master "$2" &
     run=$!
     if [ -e "$stopped" ]; then stop; fi # the signal came while it was started
     while kill -0 "$run" 2>/dev/null; do # a signal ends `wait`, not the run

@@ -30,7 +30,7 @@ from titanlite.config.toml import join, quote, quote_key
 from titanlite.contrib.lab.picture import Row, Values, picture, shown
 from titanlite.runs.record import CONFIG
 from titanlite.tools import at_least, refuse_keys
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.members import (
     Member,
     MemberError,

@@ -37,7 +37,7 @@ from titanlite.tools.commands.benchmark_levels import (
     write_levels,
 )
 from titanlite.tools.commands.plots import PlotsMissing
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.parser import Commands, new_command
 from titanlite.tools.processes import Stopped, last_lines, stoppable, tell, train
 from titanlite.utils import atomic_write, render, say

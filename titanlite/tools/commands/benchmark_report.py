@@ -10,7 +10,7 @@ from statistics import median
 
 from titanlite.runs.read import Row, Run
 from titanlite.tools.commands.plots import charts, draw_png
-from titanlite.tools.commands.runs import NONE, finite, number
+from titanlite.tools.commands.run_figures import NONE, finite, number
 from titanlite.tools.pictures import COLORS
 from titanlite.utils import Table
 

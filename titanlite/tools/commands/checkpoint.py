@@ -128,7 +128,8 @@ def _add_diff(actions: Commands) -> None:
 def _add_convert(actions: Commands) -> None:
     description = (
         "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
-        "a folder), a folder of Hugging Face's layout, or a file made with --to torch; "
+        "a folder), a folder of Hugging Face's layout, a file made with --to torch, or step-N of "
+        "torchtitan with --config; "
         "checkpoints are compared with their hashes first. TARGET appears when it is whole, and "
         "nothing is overwritten. It needs no GPU, and memory for a few tensors."
     )
@@ -145,6 +146,7 @@ def _add_convert(actions: Commands) -> None:
     add("--dtype", DTYPE, choices=PRECISIONS)
     add("--ema", EMA)
     add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
+    add("--config", "TOML file of the run of torchtitan that wrote SOURCE", "FILE")
     trust.add_argument(add)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs.attempts import Attempt
 from titanlite.runs.read import Row, Run, RunError, read_run
-from titanlite.tools.commands.runs import finite, last, number, state_words, table
+from titanlite.tools.commands.run_figures import finite, last, number, state_words, table
 from titanlite.utils import Table
 
 #: Equal steps at which losses are shown.

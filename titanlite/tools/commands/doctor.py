@@ -230,7 +230,7 @@ def _versions() -> _Found:
     agent = _installed("hyperpod-elastic-agent")
     if torch >= (2, 12) and agent and agent < (1, 2):
         message = "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later"
-        yield ERROR, message, "take a newer agent, or start with `titanlite run`"
+        yield ERROR, message, "take a newer agent, or start with `titanlite train`"
     if (2, 0) < torch < (2, 13):
         message = (
             "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: a save has 30 s after "
@@ -536,7 +536,7 @@ def _config(run: RunConfig) -> _Found:
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.start.preflight import machine_problems
-    from titanlite.tools.commands.run import count_gpus
+    from titanlite.tools.commands.train import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

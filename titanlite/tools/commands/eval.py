@@ -10,9 +10,20 @@ from titanlite.tools.commands.loading import add_arguments
 from titanlite.tools.parser import FLAGS, Commands, new_command, no_flags
 
 _TEXT = ("file", "nproc_per_node")
-_TASKS = (
-    *("device", "base", "dtype", "tokenizer", "context", "include_path", "num_fewshot"),
-    *("limit", "batch_size", "text_key", "ema"),
+_TASKS = tuple(
+    [
+        "device",
+        "base",
+        "dtype",
+        "tokenizer",
+        "context",
+        "include_path",
+        "num_fewshot",
+        "limit",
+        "batch_size",
+        "text_key",
+        "ema",
+    ]
 )
 
 

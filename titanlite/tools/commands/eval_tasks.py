@@ -19,7 +19,7 @@ from titanlite.features.tasks.entries import entry_problems, is_file
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, load_model
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.parser import Parser
 from titanlite.utils import Table, render, say
 

@@ -25,7 +25,7 @@ from titanlite.parallel.launch_env import read_launch_env
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_loaded
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.commands.train import check_ranks, start_ranks
 from titanlite.utils import Table, logger, render, require
 

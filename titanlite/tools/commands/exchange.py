@@ -8,14 +8,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.config import trust
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.parser import BASE, EMA, Commands, Parser, new_command
 from titanlite.utils import human_bytes, human_time, say
+
+if TYPE_CHECKING:
+    from titanlite.tools.hub.convert import ModelOf
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 DTYPE = "precision of the weights; as they are without it"
@@ -99,8 +104,21 @@ def convert_weights(
         report=report,
         trust_code=arguments.trust_code,
         base=arguments.base,
+        described=_model_of(arguments.config) if getattr(arguments, "config", None) else None,
     )
     size = sum(file.st_size for file in files_in(written).values())
     # A file holds no files.
     size = size or written.stat().st_size
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
+
+
+def _model_of(file: str) -> ModelOf:
+    """Return the model of a TOML file. Raises ConfigError."""
+    from titanlite.start.fit import check_config
+    from titanlite.tools.hub.convert import ModelOf
+
+    run = check_config([f"--job.config_file={file}"], training=False)[1]
+    tokenizer = run.model.tokenizer_path
+    return ModelOf(
+        run.spec, run.model_args(), None if tokenizer == BUNDLED_TOKENIZER_NAME else tokenizer
+    )

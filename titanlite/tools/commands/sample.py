@@ -21,7 +21,7 @@ from titanlite.config.errors import bad_flag
 from titanlite.tools import at_least
 from titanlite.tools.commands.checkpoint_folders import check_weights
 from titanlite.tools.commands.loading import LoadedModel, add_arguments, load_model
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.parser import Commands, Parser, new_command
 from titanlite.utils import Style, counted, escape, say
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +23,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.foreign import open_weights, our_tensors
-from titanlite.checkpoint.hf_files import HF_CONFIG, hf_form, holds_adapters, holds_weights
+from titanlite.checkpoint.hf_files import (
+    HF_CONFIG,
+    hf_form,
+    holds_adapters,
+    holds_weights,
+    is_torchtitan,
+)
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
     begin_folder,
@@ -68,6 +74,14 @@ Format = Literal["hf", "torch", "checkpoint", "peft"]
 STATE = "state_dict"
 MODEL = "model"
 STEP = "step"
+
+
+class ModelOf(NamedTuple):
+    """The model of weights, and where its tokenizer is, by a config."""
+
+    spec: ModelSpec
+    args: Any
+    tokenizer: str | None
 
 
 @dataclass(frozen=True)
@@ -127,18 +141,25 @@ def open_source(
     ema: bool = False,
     trust_code: bool = False,
     base: AnyPath | None = None,
+    described: ModelOf | None = None,
 ) -> Source:
     """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
     (`progress`).
 
     ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
     if the file names code; see `titanlite.config.trust`. base: the weights under adapters; None:
-    where the adapters say that they are.
+    where the adapters say that they are. described: the model of a checkpoint of torchtitan, which
+    does not tell it.
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it
     describes. Raises ConfigError when it names code that is not trusted.
     """
-    source = _any_source(path, progress, ema, foreign(trust_code), base)
+    if is_torchtitan(path):
+        source = _of_torchtitan(path, described)
+    elif described is not None:
+        raise CheckpointError(f"{path} is not of torchtitan: --config says nothing here")
+    else:
+        source = _any_source(path, progress, ema, foreign(trust_code), base)
     if base is not None and source.adapters is None:
         raise CheckpointError(f"{path} holds whole weights, no adapters: --base says nothing here")
     if ema and source.manifest is None:
@@ -293,6 +314,17 @@ def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> 
     )
 
 
+def _of_torchtitan(path: AnyPath, model: ModelOf | None) -> Source:
+    if model is None:
+        raise CheckpointError(
+            f"{path} is of torchtitan, and does not tell its model: give the TOML file of its run "
+            "as `titanlite checkpoint convert --config FILE`"
+        )
+    source = _foreign(path, model.spec, model.args)
+    step = step_of(path) or 0
+    return replace(source, step=step, tokenizer=model.tokenizer)
+
+
 def _torch_file(path: Path, origin: Origin) -> Source:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -325,6 +357,7 @@ def convert(  # noqa: PLR0913
     report: Callable[[str], None] | None = None,
     trust_code: bool = False,
     base: AnyPath | None = None,
+    described: ModelOf | None = None,
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
@@ -335,8 +368,9 @@ def convert(  # noqa: PLR0913
     dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
     the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
     both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
-    of texts. None: neither is compared. trust_code, base: as for `open_source`. Of a checkpoint of
-    adapters the merged weights are written, and with `to = "peft"` the adapters alone.
+    of texts. None: neither is compared. trust_code, base, described: as for `open_source`. Of a
+    checkpoint of adapters the merged weights are written, and with `to = "peft"` the adapters
+    alone.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """
@@ -348,7 +382,7 @@ def convert(  # noqa: PLR0913
                 f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
             )
         refuse_existing(target)
-    opened = open_source(path, progress, ema, trust_code, base)
+    opened = open_source(path, progress, ema, trust_code, base, described)
     if to == "peft":
         return _write_peft(opened, target, dtype)
     source = opened.converted(dtype, progress)

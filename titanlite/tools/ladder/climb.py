@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.ladder.files import POINTS
 from titanlite.tools.ladder.fit import fit
 from titanlite.tools.ladder.law import LadderError, Point, check_points

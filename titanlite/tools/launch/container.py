@@ -108,7 +108,9 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
     first host has rank 0.
     """
-    from titanlite.tools.commands.run import count_gpus  # 0.2 s, which other commands need not wait
+    from titanlite.tools.commands.train import (
+        count_gpus,  # 0.2 s, which other commands need not wait
+    )
 
     config = base / "input" / "config"
 

@@ -16,7 +16,7 @@ from titanlite.features.mup.checks import misfits
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.start.fit import check_config
 from titanlite.tools import at_least
-from titanlite.tools.commands.runs import to_json
+from titanlite.tools.commands.run_figures import to_json
 from titanlite.tools.mup.models import Models, models_of
 from titanlite.tools.mup.verdict import LIMIT, Line, as_json, verdict
 from titanlite.tools.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of

@@ -1,4 +1,4 @@
-"""`titanlite run`: what torchrun is given, and what is refused before."""
+"""`titanlite train`: what torchrun is given, and what is refused before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.parallel.process import TUNABLES
 from titanlite.tools.cli import main
-from titanlite.tools.commands import run
+from titanlite.tools.commands import train
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def start(*words: str) -> str | int:
         try:
-            return main(["run", *words])
+            return main(["train", *words])
         except Started as started:
             return str(started)
 
@@ -63,8 +63,9 @@ def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path: Path, when: s
     done = python(
         "-m",
         "titanlite",
-        "run",
+        "train",
         "debug_model.toml",
+        "--nproc=2",
         f"--job.dump_folder={tmp_path}/run",
         env=variables,
     )
@@ -150,16 +151,17 @@ def test_one_rank_per_visible_gpu(
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert "2 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run.count_gpus() == 0
+    assert train.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
-    [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 1")],
+    [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 0")],
 )
 def test_wrong_settings_are_named(
     start, monkeypatch: pytest.MonkeyPatch, capsys, name, value, text
 ) -> None:
+    monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv(name, value)
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert text in capsys.readouterr().err
@@ -197,6 +199,6 @@ def test_ranks_on_cpus_get_settings_of_malloc_unless_the_user_chose(
         if not k.startswith(("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES"))
     }
     monkeypatch.setattr(os, "environ", kept | own)
-    monkeypatch.setattr(run, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(train, "count_gpus", lambda: gpus)
     assert "--nproc_per_node" in start("debug_model.toml", "--nproc=1")
     assert os.environ.get("GLIBC_TUNABLES") == chosen

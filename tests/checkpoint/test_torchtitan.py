@@ -1,0 +1,289 @@
+"""Checkpoints as torchtitan 0.2.2 writes them: the model's tensors without a prefix, beside values
+of its own classes. q and k of Llama are in Meta's order of rows.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from tests.support.checkpoints import PRINTS, RUN, options
+from tests.support.harness import build_tiny, full
+from tests.support.pool import Pools
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.torchtitan import open_torchtitan
+from titanlite.models import LlamaArgs, get_spec
+from titanlite.models.args import as_record
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
+from titanlite.tools.hub.tensors import our_logits, quiet
+
+ARGS = LlamaArgs(
+    dim=48,
+    n_layers=2,
+    n_heads=6,
+    n_kv_heads=3,
+    vocab_size=96,
+    multiple_of=16,
+    rope_theta=1e4,
+    max_seq_len=64,
+)
+TOML = """
+[model]
+name = "llama3"
+flavor = "debugmodel"
+vocab_size = 96
+[model.overrides]
+dim = 48
+n_layers = 2
+n_heads = 6
+n_kv_heads = 3
+multiple_of = 16
+rope_theta = 10000.0
+[training]
+seq_len = 64
+"""
+#: torchtitan's name of each tensor of a MoE layer → its shape; 4 experts of width 8, dim 16.
+EXPERTS = {
+    "qwen3_moe": {"w1": (4, 8, 16), "w2": (4, 16, 8), "w3": (4, 8, 16)},
+    "llama4": {"w1": (4, 8, 16), "w2": (4, 16, 8), "w3": (4, 8, 16)},
+    "gpt_oss": {
+        "mlp1_weight": (4, 16, 16),
+        "mlp1_bias": (4, 16),
+        "mlp2_weight": (4, 16, 8),
+        "mlp2_bias": (4, 16),
+    },
+}
+
+
+def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The weight of that name, by a formula."""
+    phase = zlib.crc32(name.encode()) % 1000
+    wave = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).add(phase).mul(0.7).sin()
+    return (1 + 0.2 * wave if len(shape) == 1 else wave / shape[-1] ** 0.5).float().view(shape)
+
+
+def llama_weights(args: LlamaArgs = ARGS) -> dict[str, torch.Tensor]:
+    shapes = get_spec("llama3").build_on_meta(args).state_dict()
+    return {name: weight(name, tuple(tensor.shape)) for name, tensor in shapes.items()}
+
+
+def write(
+    folder: Path, weights: dict[str, Any], world: DistEnv | None = None, old: bool = False
+) -> Path:
+    """Save as torchtitan does, from several ranks in shards; old: as until 0.1."""
+    if world is not None:
+        mesh = init_device_mesh("cpu", (world.size,))
+        weights = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in weights.items()}
+    named = {"model": weights} if old else weights
+    moments = {f"state.{name}.exp_avg": tensor * 0 for name, tensor in weights.items()}
+    state = {
+        **named,
+        "optimizer": {**moments, "param_groups.norm.weight.betas": (0.9, 0.95)},
+        "lr_scheduler": {"last_epoch": 4},
+        "train_state": {"step": 4, "ntokens_seen": torch.tensor(100)},
+        "dataloader": {"dp_rank_0": b"state"},
+    }
+    with quiet():
+        dcp.save(state, checkpoint_id=str(folder), no_dist=world is None)
+    return folder
+
+
+def write_shards(world: DistEnv, folder: Path, args: LlamaArgs) -> None:
+    write(folder, llama_weights(args), world)
+
+
+def meta_logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Meta's model, by hand: pairs of neighbours are complex numbers."""
+    width = ARGS.dim // ARGS.n_heads
+    angles = torch.outer(
+        torch.arange(tokens.size(1)), ARGS.rope_theta ** -(torch.arange(0, width, 2) / width)
+    )
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    norm = partial(rms_norm, normalized_shape=(ARGS.dim,), eps=ARGS.norm_eps)
+
+    def heads(x: torch.Tensor, number: int, turn: bool = True) -> torch.Tensor:
+        x = x.unflatten(-1, (number, width))
+        if turn:
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+            x = torch.view_as_real(pairs * turns).flatten(-2)
+        return x.transpose(1, 2).repeat_interleave(ARGS.n_heads // number, 1)
+
+    x = weights["tok_embeddings.weight"][tokens]
+    for n in range(ARGS.n_layers):
+        w = {
+            name.removeprefix(f"layers.{n}.").removesuffix(".weight"): tensor
+            for name, tensor in weights.items()
+        }
+        h = norm(x, weight=w["attention_norm"])
+        q = heads(h @ w["attention.wq"].T, ARGS.n_heads)
+        k = heads(h @ w["attention.wk"].T, ARGS.kv_heads)
+        v = heads(h @ w["attention.wv"].T, ARGS.kv_heads, turn=False)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + mixed @ w["attention.wo"].T
+        h = norm(x, weight=w["ffn_norm"])
+        gated = silu(h @ w["feed_forward.w1"].T) * (h @ w["feed_forward.w3"].T)
+        x = x + gated @ w["feed_forward.w2"].T
+    return norm(x, weight=weights["norm.weight"]) @ weights["output.weight"].T
+
+
+def test_the_logits_are_those_of_metas_model(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(write_shards, tmp_path / "step-4", ARGS)
+    weights = open_torchtitan(tmp_path / "step-4", "llama3", replace(ARGS, vocab_size=None))
+    assert weights.args == ARGS
+    tokens = torch.arange(40)[None] * 7 % 96
+    found = our_logits("llama3", ARGS, weights.read, tokens)
+    expected = meta_logits(llama_weights(), tokens)
+    assert torch.linalg.norm(found - expected) < 1e-5 * torch.linalg.norm(expected)
+
+
+def load(world: DistEnv, source: Path, root: Path, tensor: int = 1, **fields: Any) -> Any:
+    """What a run of these ranks loads: name → tensor, and the notices; or why it does not."""
+    run = replace(RUN, tensor=tensor)
+    model, optimizer, _ = build_tiny(world, run)
+    about = {"model": as_record("llama3", run.args)}
+    start = options(root, initial_load_path=str(source), **fields)
+    checkpointer = Checkpointer(start, world, PRINTS, about)
+    try:
+        loaded = checkpointer.load(model, optimizer)
+        assert loaded is not None and loaded.step == 0
+        return {n: full(p) for n, p in model.named_parameters()}, loaded.notices
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tp"])
+def test_ranks_load_their_parts(pool: Pools, tmp_path: Path, tensor: int) -> None:
+    args = RUN.args
+    pool(2).run(write_shards, tmp_path / "step-4", args)
+    found, notices = pool(2).run(load, tmp_path / "step-4", tmp_path / "own", tensor)[0]
+    assert "torchtitan's optimizer, schedule and place in the text are left out" in notices
+    width = args.dim // args.n_heads
+    for name, expected in llama_weights(args).items():
+        if name.split(".")[-2] in ("wq", "wk"):
+            # Of each head the even rows first, then the odd ones.
+            heads = expected.view(-1, width, args.dim)
+            expected = torch.cat([heads[:, 0::2], heads[:, 1::2]], 1).view(-1, args.dim)
+        assert torch.equal(found[name], expected), name
+
+
+def test_what_does_not_fit_is_listed(pool: Pools, tmp_path: Path) -> None:
+    weights = llama_weights(RUN.args)
+    del weights["layers.1.attention.wk.weight"]
+    weights["layers.0.ffn_norm.weight"] = torch.ones(3)
+    weights["layers.9.attention.wo.weight"] = torch.ones(3, 3)
+    source = write(tmp_path / "step-4", weights)
+    said = pool(1).run(load, source, tmp_path / "own")[0]
+    assert "does not fit this model: 1 missing, 1 unexpected, 1 another shape" in said
+    for name in ("layers.1.attention.wk", "layers.0.ffn_norm", "layers.9.attention.wo"):
+        assert f"model.{name}.weight" in said
+    said = pool(1).run(load, source, tmp_path / "own", initial_load_model_only=False)[0]
+    assert "is of another program, of which weights alone are taken" in said
+    said = pool(1).run(load, tmp_path, tmp_path / "own")[0]
+    assert "step-4 is of torchtitan: name it alone as checkpoint.initial_load_path" in said
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_where_they_are_here(tmp_path: Path, family: str) -> None:
+    args = replace(next(iter(get_spec(family).flavors.values())), n_experts=4, vocab_size=8)
+    names = {f"layers.1.moe.experts.{n}": shape for n, shape in EXPERTS[family].items()}
+    names |= {"layers.1.moe.router.gate.weight": (4, 16), "tok_embeddings.weight": (8, 16)}
+    there = {name: weight(name, shape) for name, shape in names.items()}
+    there["layers.1.moe.expert_bias"] = torch.zeros(4)
+    weights = open_torchtitan(write(tmp_path / "step-1", there), family, args)
+    found = {name: weights.read(name) for name in weights.parts}
+    place = "layers.1.feed_forward."
+    assert torch.equal(found.pop(f"{place}gate.weight"), there["layers.1.moe.router.gate.weight"])
+    del found["tok_embeddings.weight"]
+    w = {name.rpartition(".")[2]: tensor for name, tensor in there.items()}
+    expected = {
+        "qwen3_moe": lambda: {"w1": w["w1"], "w2": w["w2"], "w3": w["w3"]},
+        "llama4": lambda: {
+            "gate_up": torch.cat([w["w1"].mT, w["w3"].mT], -1),
+            "down": w["w2"].mT,
+        },
+        "gpt_oss": lambda: {
+            "gate_up": w["mlp1_weight"].mT,
+            "gate_up_bias": w["mlp1_bias"],
+            "down": w["mlp2_weight"].mT,
+            "down_bias": w["mlp2_bias"],
+        },
+    }[family]()
+    assert found.keys() == {f"{place}experts.{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(found[f"{place}experts.{name}"], tensor)
+    # A bias that says something is not dropped.
+    there["layers.1.moe.expert_bias"] = torch.ones(4)
+    weights = open_torchtitan(write(tmp_path / "step-2", there), family, args)
+    assert any(name.endswith("expert_bias") for name in weights.parts)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["0.2", "0.1"])
+def test_convert_takes_the_model_from_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bool
+) -> None:
+    tables = {"freqs_cis": torch.ones(4, dtype=torch.complex64)} if old else {}
+    source = write(tmp_path / "step-4", llama_weights() | tables, old=old)
+    (tmp_path / "run.toml").write_text(TOML)
+    words = ["checkpoint", "convert", str(source)]
+    assert main([*words, str(tmp_path / "hf"), "--to", "hf"]) == 4
+    assert "give the TOML file of its run as" in capsys.readouterr().err
+    words += ["--config", str(tmp_path / "run.toml")]
+    assert main([*words, str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert main([*words, str(tmp_path / "own"), "--to", "checkpoint"]) == 0
+    assert (tmp_path / "own" / "step-4" / "manifest.json").is_file()
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokens = torch.arange(40)[None] * 7 % 96
+    with torch.no_grad():
+        found = theirs(tokens).logits
+        expected = meta_logits(llama_weights(), tokens)
+    assert torch.linalg.norm(found - expected) < 1e-5 * torch.linalg.norm(expected)
+
+
+class _Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("place", ["index", "tensor", "hole", "outside"])
+def test_files_of_somebody_else_run_no_code(tmp_path: Path, place: str) -> None:
+    source = write(tmp_path / "step-4", llama_weights())
+    index = pickle.loads((source / ".metadata").read_bytes())
+    at = next(key for key in index.storage_data if key.fqn == "norm.weight")
+    info = index.storage_data[at]
+    if place == "index":
+        index.planner_data = _Touch(tmp_path / "ran")
+    elif place == "tensor":
+        data = pickle.dumps(_Touch(tmp_path / "ran"))
+        (source / "__9_0.distcp").write_bytes(data)
+        index.storage_data[at] = replace(info, relative_path="__9_0.distcp", offset=0)
+        index.storage_data[at].length = len(data)
+    elif place == "hole":
+        del index.state_dict_metadata["norm.weight"].chunks[0]
+    else:
+        index.storage_data[at] = replace(info, relative_path="../step-4/__0_0.distcp")
+    (source / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"metadata cannot be used|norm.weight"):
+        open_torchtitan(source, "llama3", ARGS).read("norm.weight")
+    assert not (tmp_path / "ran").exists()

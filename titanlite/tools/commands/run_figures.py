@@ -1,0 +1,75 @@
+"""Figures of runs as cells of a table, and values as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from titanlite.runs.goodput import goodput_of
+from titanlite.runs.read import Row, Run
+from titanlite.utils import Table, human_time
+
+NONE = "–"
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """Return a row for each run."""
+    columns = (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "tokens/s",
+        "started",
+        "duration",
+        "goodput",
+    )
+    return Table(columns, [_cells(run) for run in runs], left=(0, 1))
+
+
+def _cells(run: Run) -> list[str]:
+    step = number(run.step, ",")
+    return [
+        str(run.folder),
+        state_words(run),
+        step if run.steps is None else f"{step} of {run.steps:,}",
+        number(last(run, "loss"), ".4f"),
+        number(last(run, "validation_loss"), ".4f"),
+        number(last(run, "total_tps"), ",.0f"),
+        NONE if run.started is None else f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}",
+        NONE if run.duration is None else human_time(run.duration),
+        number(goodput_of(run), ".1%"),
+    ]
+
+
+def state_words(run: Run) -> str:
+    """Return the state of a run as a table shows it."""
+    return "stopped by guard" if run.state == "stopped" else run.state
+
+
+def last(run: Run, name: str) -> float | None:
+    """Return the newest value of a figure."""
+    return next((row[name] for row in reversed(run.rows) if name in row), None)
+
+
+def finite(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the finite values of a figure."""
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def number(value: float | None, form: str) -> str:
+    """Return a figure in this form; a sign for none where it is None."""
+    return NONE if value is None else format(value, form)
+
+
+def to_json(value: Any) -> str:
+    """Return JSON.
+
+    Numbers that are not finite become strings, as in metrics.jsonl, and dates of a config too.
+    """
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: str(float(name)))
+    return json.dumps(plain, indent=1)
