@@ -6,10 +6,8 @@ A few tensors are in memory at a time.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -50,7 +47,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
+from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
@@ -64,16 +61,13 @@ from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.commands.checkpoint_folders import checkpoint_of
 from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
-from titanlite.utils import atomic_write, human_bytes, new_file, sync
+from titanlite.tools.hub.torch_file import MODEL, STATE, STEP, write_torch
+from titanlite.utils import atomic_write, human_bytes
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
 
 Format = Literal["hf", "torch", "checkpoint", "peft"]
-#: Entries of the dictionary in a file of torch's.
-STATE = "state_dict"
-MODEL = "model"
-STEP = "step"
 
 
 class ModelOf(NamedTuple):
@@ -395,7 +389,7 @@ def convert(  # noqa: PLR0913
         elif to == "hf":
             _write_hf(source, target, shard_bytes, report)
         elif isinstance(target, Path):
-            _write_torch(source, target)
+            write_torch(source, target)
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
@@ -447,54 +441,6 @@ def _write_hf(
         with suppress(OSError):
             remove_folder(folder)
         raise
-
-
-def _write_torch(source: Source, final: Path) -> None:
-    """Write the file's layout without content; then the tensors, one by one, each to its place."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    file = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
-    tied = get_spec(source.family).tied(source.args)
-    # Sorted: the same weights are the same file each time.
-    names = sorted(source.empty.keys() - tied.keys())
-    with FakeTensorMode():
-        state = {
-            name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype)
-            for name in names
-        }
-        for name, other in tied.items():
-            state[name] = state[other]  # one storage, as in the model
-    content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
-    try:
-        # As a stream: torch refuses to open a file whose name begins with a dot.
-        with (
-            torch.serialization.skip_data(materialize_fake_tensors=True),
-            new_file(file) as stream,
-        ):
-            torch.save(content, stream)
-        places = _places(file)
-        with open(file, "r+b") as stream:
-            # Not through the file mapped to memory: a full disk would end the process by a signal
-            # there.
-            for name in sorted(names, key=places.__getitem__):
-                stream.seek(places[name])
-                stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
-            sync(stream)
-        os.link(file, final)  # unlike a rename, it fails where there is a file
-        sync_folder(final.parent)
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _places(file: Path) -> dict[str, int]:
-    """Return tensor name → the byte where its values begin in a file of torch's."""
-    with FakeTensorMode():
-        state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)[STATE]
-    found: dict[str, int] = {}
-    for name, tensor in state.items():
-        place = tensor.untyped_storage()._checkpoint_offset
-        assert place, "torch has told no places"
-        found[name] = place
-    return found
 
 
 def _check_space(source: Source, target: Path) -> None:
