@@ -6,6 +6,7 @@ which lacks one fails there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -30,7 +31,8 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 def ranks_of(group: Any) -> int:
     """Return over how many ranks the gradients of a group of parameters are reduced."""
-    return int(group.mesh_info.mesh.mesh.numel())
+    # Not the mesh's tensor: a plan counts the operators of a step on fake tensors.
+    return math.prod(group.mesh_info.mesh.shape)
 
 
 def streams_of(model: nn.Module) -> Any:
