@@ -147,7 +147,7 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
     assert machine.installs() == []
     assert second.stderr == ""
     config = machine.root / "train_configs" / "debug_model.toml"
-    assert machine.calls() == [f"titanlite: run {config}"]
+    assert machine.calls() == [f"titanlite: train {config}"]
 
 
 @pytest.mark.slow
@@ -275,12 +275,12 @@ def test_what_the_command_is_given(machine: Machine) -> None:
     done = machine.run("run_llama_train.sh", "--job.description", "two words", FAKE_TRAIN="7")
     assert done.returncode == 7
     config = f"{machine.root}/train_configs/debug_model.toml"
-    assert machine.calls()[-1] == f"titanlite: run {config} --job.description two words"
+    assert machine.calls()[-1] == f"titanlite: train {config} --job.description two words"
     (machine.root / "of_root.toml").write_text("")
     machine.run("run_llama_train.sh", "--training.steps=3", CONFIG_FILE="of_root.toml")
-    assert machine.calls()[-1] == f"titanlite: run {machine.root}/of_root.toml --training.steps=3"
+    assert machine.calls()[-1] == f"titanlite: train {machine.root}/of_root.toml --training.steps=3"
     machine.run("run_llama_train.sh", "a.toml", "b.toml")
-    assert machine.calls()[-1] == "titanlite: run a.toml b.toml"
+    assert machine.calls()[-1] == "titanlite: train a.toml b.toml"
 
 
 def test_the_tiers_of_the_tests(machine: Machine) -> None:
