@@ -591,7 +591,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     assert not builtin
     assert dynamic == {
         "__init__.py",
-        "utils.py",
+        "config/resolve.py",
         # The name is one of a fixed list.
         "models/families.py",
         "parallel/agents.py",
