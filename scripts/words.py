@@ -4,7 +4,7 @@
 usage: python scripts/words.py [REPOSITORY]
 
 Words are those that `wc -w` counts: code and tables too. Sentences are those of `prose.py`, without
-code and tables. A long one has more than 20 words. The grade is the school year of Flesch and
+code and tables. A long one has more than 25 words. The grade is the school year of Flesch and
 Kincaid: 0.39 words per sentence + 11.8 syllables per word - 15.59 (Kincaid et al., 1975,
 "Derivation of new readability formulas for Navy enlisted personnel"). Code counts as one syllable.
 """

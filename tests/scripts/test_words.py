@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.processes import ROOT
 
-LONG = "The ranks " + "of a run " * 7 + "wait."
+LONG = "The ranks " + "of a run " * 8 + "wait."
 
 
 def rows(repository: Path) -> dict[str, list[str]]:
@@ -30,8 +30,8 @@ def test_a_page_is_counted_and_sums_leave_reference_and_log_out(tmp_path: Path) 
     (tmp_path / "docs" / "cli.md").write_text("The table tells each value.\n")
     (tmp_path / "docs" / "log.md").write_text("Left out.\n")
     found = rows(tmp_path)
-    # 2 of the heading, 3 and 24 of the sentences, 4 of the code
-    assert found["README.md"][:4] == ["33", "2", "1", "50.0"]
+    # 2 of the heading, 3 and 27 of the sentences, 4 of the code
+    assert found["README.md"][:4] == ["36", "2", "1", "50.0"]
     assert found["the rest"] == found["README.md"]
     assert found["reference"] == found["docs/cli.md"]
     assert "docs/log.md" not in found
