@@ -110,11 +110,11 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.config.model_sections import Optimizer
     from titanlite.config.sections import ActivationCheckpoint, Compile, Training
     from titanlite.data.loader import Batch, to_device
-    from titanlite.guard import FiniteGuard
+    from titanlite.dist.dist_env import DistEnv
     from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
+    from titanlite.optim.guard import FiniteGuard
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.step import PlainRunner, TrainStep
 

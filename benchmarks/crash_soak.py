@@ -42,7 +42,7 @@ from tests.support.ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E4
 from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
-from titanlite.metrics.jsonl import read_metrics  # noqa: E402
+from titanlite.runs.jsonl import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class Soak:
 
     def _compare(self, run: Path) -> None:
         """Count what is not as in the run that nothing happened to."""
-        from titanlite.tools.hub.tensors import Contents, compare
+        from titanlite.cli.hub.tensors import Contents, compare
 
         expected, found = records(self.reference), records(run)
         steps = range(1, self.steps + 1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.dist.dist_env import DistEnv
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ = 4, 8, 2, 48
 DIM, LAYERS, HEADS, KV_HEADS, MULTIPLE_OF, VOCAB = 64, 3, 4, 2, 32, 2304
@@ -151,12 +151,12 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after
     `CONFIG`.
     """
-    from titanlite.assembly import build
+    from titanlite.assembly.build import build
+    from titanlite.assembly.datasets import read_datasets
     from titanlite.data.rows import Row
-    from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama_hf import permute
-    from titanlite.start.fit import load_config
-    from titanlite.start.run_text import read_datasets
+    from titanlite.resolve.load import load_config
+    from titanlite.runs.jsonl import FILE, read_metrics
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"

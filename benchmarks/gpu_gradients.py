@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.assembly import build
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.assembly.build import build
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 
 ONE_STEP = (

@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.gpu_bench import ROOT, Bench, Failed, Result, last_line, out_of_memory
 from titanlite.config.errors import ConfigError
-from titanlite.metrics.jsonl import json_value
 from titanlite.models.counts import count_parameters, flops_per_token
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
+from titanlite.runs.jsonl import json_value
 
 CONFIGS = ROOT / "benchmarks" / "gpu"
 GIB = 2**30
@@ -168,7 +168,7 @@ def ladder_command(
     """`titanlite benchmark` on one rank."""
     steps, warmup = (6, 2) if bench.short else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
+        *(sys.executable, "-m", "titanlite.cli.main", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(repeats(bench, setting))),
         *(word for level in skip for word in ("--skip", level)),

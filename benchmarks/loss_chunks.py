@@ -28,11 +28,11 @@ import torch
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import Training
 from titanlite.data.loader import Batch, to_device
-from titanlite.guard import FiniteGuard
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
+from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.step import PlainRunner, TrainStep
 

@@ -34,7 +34,7 @@ from titanlite.plan.plan import make_plan  # noqa: E402
 from titanlite.plan.rates import CONSTANTS  # noqa: E402
 from titanlite.plan.speed import ERROR  # noqa: E402
 from titanlite.plan.step_sizes import StepSizes  # noqa: E402
-from titanlite.start.fit import check_config  # noqa: E402
+from titanlite.resolve.load import check_config  # noqa: E402
 
 PAGE = ROOT / "benchmarks/results/nullgpu.md"
 #: torchtitan's figures, and the flags of its runs: its own 8B on 8 ranks.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import sys
 
+from titanlite.cli.plan.trace import trace
 from titanlite.plan.memory import estimate
-from titanlite.start.fit import check_config
-from titanlite.tools.plan.trace import trace
+from titanlite.resolve.load import check_config
 
 GIB = 2**30
 _AC = {

@@ -22,8 +22,8 @@ import numpy as np
 from titanlite.plan.hardware import DEFAULT_NETWORK, GPUS, Cluster, Gpu
 from titanlite.plan.rates import CONSTANTS, Constants
 from titanlite.plan.speed import ERROR, predict
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 TITAN_2024 = "torchtitan, benchmarks/llama3_h100_202412"
 TITAN_2025 = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import Plan, make_plan
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 from titanlite.utils import human_count
 
 #: Config, GPUs, GPU.

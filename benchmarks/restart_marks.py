@@ -136,7 +136,7 @@ def main() -> None:
     if role == "launcher":
         launcher(file)
     RankMarks(file).watch()
-    from titanlite.tools.cli import main as titanlite
+    from titanlite.cli.main import main as titanlite
 
     sys.exit(titanlite())
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.launch.slurm_cluster import Cluster, cluster, missing  # noqa: E402
 from tests.launch.slurm_jobs import processes, read_log, submit, until_step  # noqa: E402
-from titanlite.metrics.jsonl import read_metrics  # noqa: E402
+from titanlite.runs.jsonl import read_metrics  # noqa: E402
 from titanlite.utils import read_lines  # noqa: E402
 
 #: Kind of job → its flags, and what the log says when it begins again.

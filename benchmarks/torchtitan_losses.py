@@ -90,7 +90,7 @@ def run_titanlite(cell: Cell, folder: Path) -> Rows:
 
 def inside(record: Path, dtype: str) -> None:
     """One rank of titanlite's side."""
-    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.dist.dist_env import DistEnv
 
     with DistEnv.open(device_type="cpu") as world:
         rows = equal_start.train_titanlite(

@@ -20,8 +20,8 @@ from typing import Any
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import TOMLDecodeError, loads
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import fitted, smallest_world
+from titanlite.resolve.load import fitted, smallest_world
+from titanlite.run.config import RunConfig
 
 REFUSED = 2
 #: What a file says of itself, and no key of a run.

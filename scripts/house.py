@@ -36,11 +36,14 @@ READING_TOKENS = 27_200
 MAY_TAKE_ALL = (
     "config.",
     "main",
-    "assembly",
-    "start.",
+    "assembly.",
+    "resolve.",
+    "run.",
     "features",
     "plan.",
-    "tools.",
+    "cli.",
+    "launch.",
+    "contrib.",
 )
 #: Annotations of parameters that take the whole config.
 WHOLE_CONFIG = {"Plans", "LoadedConfig", "Config", "RunConfig", "Derived"}
@@ -220,10 +223,10 @@ def density_figures(source: Source) -> list[Figure]:
 
 #: The order of rooms, from the top: a module imports from its own room and from those behind it.
 ROOMS = (
-    *("__main__", "__init__", "contrib", "tools", "main", "assembly", "torchrun", "start"),
-    *("trainer", "training", "features", "step", "guard", "callbacks", "checkpoint", "metrics"),
-    *("parallel", "plan", "models", "data", "optim", "runs", "loss", "config", "exit_codes"),
-    "utils",
+    *("__main__", "__init__", "contrib", "cli", "launch", "main", "torchrun", "assembly"),
+    *("trainer", "features", "validation", "plan", "resolve", "metrics", "checkpoint", "step"),
+    *("parallel", "run", "optim", "regularized_loss", "loss", "models", "data", "dist", "runs"),
+    *("callbacks", "config", "exit_codes", "utils"),
 )
 
 
@@ -258,8 +261,8 @@ def room_figures(source: Source) -> list[Figure]:
 
 def reader_figures(source: Source) -> list[Figure]:
     """Return how many names a reader meets: helpers, docstrings, commands, keys."""
+    from titanlite.cli.command_table import COMMANDS
     from titanlite.config.keys import keys
-    from titanlite.tools.command_table import COMMANDS
 
     private: Counter[str] = Counter()
     called: Counter[str] = Counter()
@@ -315,17 +318,17 @@ def is_long(node: ast.AST) -> bool:
 
 def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
     """Return the figures of a `traced_run`."""
-    tools = [name for name in run["imported"] if name.startswith("tools/")]
+    commands = [name for name in run["imported"] if name.startswith("cli/")]
     core = {
         "lines": source.count(run["imported"]),
         "files": len(run["imported"]),
-        "of tools/": len(tools),
+        "of cli/": len(commands),
     }
     frames = {"": len(run["frames"]), "files": len(set(run["frames"]))}
     saved = [name for name in run["save"] if name not in STAND_INS]
     text = f"{len(saved)}, and {len(run['save']) - len(saved)} called by torch alone"
     return [
-        Figure("core (imported by a run)", in_words(core), core, {"of tools/": 0}),
+        Figure("core (imported by a run)", in_words(core), core, {"of cli/": 0}),
         Figure(
             "frames to backward()",
             f"{frames['']} in {frames['files']} files",

@@ -23,11 +23,11 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.resolve import resolve
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record
 from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

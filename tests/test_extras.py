@@ -18,6 +18,9 @@ from fsspec.registry import _registry
 from tests.support.processes import ROOT
 from titanlite.checkpoint import paths
 from titanlite.checkpoint.paths import StoreError, to_path
+from titanlite.cli.hub.tensors import compare_ids
+from titanlite.cli.hub.tokenizer import fetch
+from titanlite.cli.plots import PlotsMissing, draw_png
 from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
 from titanlite.config.load import load
 from titanlite.config.text_names import hub_text
@@ -27,9 +30,6 @@ from titanlite.data.shards import hub_files, url_files
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
-from titanlite.tools.commands.plots import PlotsMissing, draw_png
-from titanlite.tools.hub.tensors import compare_ids
-from titanlite.tools.hub.tokenizer import fetch
 from titanlite.utils import EXTRAS, MissingPackageError, pip_install
 
 if sys.version_info >= (3, 11):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.pool import RankFailure, RankPool
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.parallel.init import use_deterministic
 from titanlite.utils import logger
 

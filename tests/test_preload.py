@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.pool import Pools
 from tests.support.preload import MODULES
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 
 def _imported(world: DistEnv) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import titanlite
 from titanlite import Callback, Checkpointer
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 
 ROOT = Path(titanlite.__file__).parents[1]
 

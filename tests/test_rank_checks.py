@@ -21,13 +21,13 @@ import torch
 from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import EIGHT_STEPS
+from titanlite.assembly.build import rank_checks
+from titanlite.assembly.rank_checks import Measured, Rank, RankCheckError, check_ranks
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.interfaces import interface_problem
 from titanlite.exit_codes import CONFIG
 from titanlite.metrics import throughput
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.interfaces import interface_problem
 from titanlite.runs import provenance
-from titanlite.start import rank_checks
-from titanlite.start.rank_checks import Measured, Rank, RankCheckError, check_ranks
 
 TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\n'
 #: Of an odd rank.

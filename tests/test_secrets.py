@@ -24,6 +24,7 @@ from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.words import listening
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.cli.main import main
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.key_types import inner_section, members
@@ -35,13 +36,12 @@ from titanlite.data.mixtures.mixed_rows import MixedRows, open_mixture
 from titanlite.data.remote import open_file
 from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.launch import kubernetes as launch_kubernetes
+from titanlite.launch import sagemaker as launch_sagemaker
+from titanlite.launch.launch import prepare, write
+from titanlite.resolve.load import check_config
 from titanlite.runs import provenance
 from titanlite.runs.read import read_run
-from titanlite.start.fit import check_config
-from titanlite.tools.cli import main
-from titanlite.tools.launch import kubernetes as launch_kubernetes
-from titanlite.tools.launch import sagemaker as launch_sagemaker
-from titanlite.tools.launch.launch import prepare, write
 from titanlite.utils import append_line, is_hidden, logger, public, public_tree
 
 #: In the user, the password, the signature and the key of the tests.

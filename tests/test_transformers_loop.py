@@ -16,7 +16,7 @@ from tests.support.pool import Pools
 from titanlite import Checkpointer
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.resolve import resolve
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "transformers_loop.py"
 BLOCKS = {

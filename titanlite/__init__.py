@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:  # for type checkers; the same names as below
-    from titanlite.assembly import TrainingComponents as TrainingComponents
-    from titanlite.assembly import build as build
+    from titanlite.assembly.build import TrainingComponents as TrainingComponents
+    from titanlite.assembly.build import build as build
+    from titanlite.assembly.datasets import Datasets as Datasets
+    from titanlite.assembly.datasets import read_datasets as read_datasets
+    from titanlite.assembly.rank_checks import check_ranks as check_ranks
     from titanlite.callbacks import Callback as Callback
     from titanlite.callbacks import RunEnd as RunEnd
     from titanlite.checkpoint.loaded import LoadedState as LoadedState
@@ -26,37 +29,34 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.config.sections import Checkpoint as Checkpoint
     from titanlite.data.loader import Batch as Batch
     from titanlite.data.loader import to_device as to_device
+    from titanlite.dist.dist_env import DistEnv as DistEnv
+    from titanlite.dist.signals import StopSignal as StopSignal
     from titanlite.features.context.attention import apply_cp as apply_cp
     from titanlite.features.float8.convert import apply_float8 as apply_float8
-    from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import Cost as Cost
     from titanlite.models.spec import Init as Init
     from titanlite.models.spec import ModelSpec as ModelSpec
     from titanlite.models.spec import Size as Size
     from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
+    from titanlite.optim.bad_steps import BadStepError as BadStepError
+    from titanlite.optim.guard import FiniteGuard as FiniteGuard
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
-    from titanlite.parallel.dist_env import DistEnv as DistEnv
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
     from titanlite.parallel.wrapping import groups_by_class as groups_by_class
-    from titanlite.start.derive import RunConfig as RunConfig
-    from titanlite.start.fit import load_config as load_config
-    from titanlite.start.rank_checks import check_ranks as check_ranks
-    from titanlite.start.run_text import Datasets as Datasets
-    from titanlite.start.run_text import read_datasets as read_datasets
-    from titanlite.start.signals import StopSignal as StopSignal
+    from titanlite.resolve.load import load_config as load_config
+    from titanlite.run.config import RunConfig as RunConfig
     from titanlite.step import PlainRunner as PlainRunner
     from titanlite.step import ReplicationFactors as ReplicationFactors
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
     from titanlite.trainer import Trainer as Trainer
-    from titanlite.training.bad_steps import BadStepError as BadStepError
-    from titanlite.training.validation import validate as validate
+    from titanlite.validation import validate as validate
 
 #: Module → its public names.
 _PUBLIC = {
-    "assembly": ["TrainingComponents", "build"],
+    "assembly.build": ["TrainingComponents", "build"],
     "callbacks": ["Callback", "RunEnd"],
     "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
@@ -65,24 +65,24 @@ _PUBLIC = {
     "data.loader": ["Batch", "to_device"],
     "features.context.attention": ["apply_cp"],
     "features.float8.convert": ["apply_float8"],
-    "start.derive": ["RunConfig"],
-    "start.fit": ["load_config"],
-    "guard": ["FiniteGuard"],
-    "training.bad_steps": ["BadStepError"],
+    "run.config": ["RunConfig"],
+    "resolve.load": ["load_config"],
+    "optim.guard": ["FiniteGuard"],
+    "optim.bad_steps": ["BadStepError"],
     "models.spec": ["Cost", "Init", "ModelSpec", "Size"],
     "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
-    "parallel.dist_env": ["DistEnv"],
+    "dist.dist_env": ["DistEnv"],
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
     "parallel.wrapping": ["groups_by_class"],
-    "start.rank_checks": ["check_ranks"],
-    "start.run_text": ["Datasets", "read_datasets"],
-    "start.signals": ["StopSignal"],
+    "assembly.rank_checks": ["check_ranks"],
+    "assembly.datasets": ["Datasets", "read_datasets"],
+    "dist.signals": ["StopSignal"],
     "step": ["PlainRunner", "ReplicationFactors", "StepResult", "TrainStep"],
     "trainer": ["Trainer"],
-    "training.validation": ["validate"],
+    "validation": ["validate"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = ["__version__", *_MODULES]

@@ -2,7 +2,7 @@
 
 import sys
 
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@
     Trainer(build(config, world, callbacks=[StopAtLoss()])).train()
 
 or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. The list of all
-that run is in `titanlite.start.callbacks`.
+that run is in `titanlite.assembly.callbacks`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanlite.utils import logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
-    from titanlite.start.signals import StopSignal
+    from titanlite.dist.signals import StopSignal
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """The training loss: cross-entropy summed over tokens, divided by the global number of valid
 tokens.
 
-`titanlite.features.loss_chunks` computes it piece by piece. `titanlite.training.regularized_loss`
+`titanlite.features.loss_chunks` computes it piece by piece. `titanlite.regularized_loss`
 adds label smoothing and the z-loss to its gradient.
 """
 

@@ -20,32 +20,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
+from titanlite.assembly.supported import system_problem
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Checkpoint
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.launch_env import read_launch_env
-from titanlite.start.fit import check_config
-from titanlite.start.signals import (
+from titanlite.dist import ParallelismError
+from titanlite.dist.launch_env import read_launch_env
+from titanlite.dist.signals import (
     SIGNALS,
     StopRequested,
     StopSignal,
     end_with_parent,
     exit_on_signals,
 )
-from titanlite.start.supported import system_problem
+from titanlite.resolve.load import check_config
 from titanlite.utils import MissingPackageError, escape, logger, require, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from titanlite.assembly import TrainingComponents
+    from titanlite.assembly.build import TrainingComponents
+    from titanlite.assembly.datasets import Datasets
     from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.parallel.dist_env import DistEnv
-    from titanlite.parallel.launch_env import LaunchEnv
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.run_text import Datasets
+    from titanlite.dist.dist_env import DistEnv
+    from titanlite.dist.launch_env import LaunchEnv
+    from titanlite.run.config import RunConfig
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are
     found before any process group or model exists. A signal before the first step ends the run at
-    once, a later one when a checkpoint is written. See `titanlite.start.signals`.
+    once, a later one when a checkpoint is written. See `titanlite.dist.signals`.
     """
     try:
         environment = read_launch_env()
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
     with _without_collector():
-        import titanlite.assembly  # noqa: F401
+        import titanlite.assembly.build  # noqa: F401
         from titanlite.trainer import Trainer
 
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
@@ -118,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
         try:
             with rank.components() as parts:
                 if config.checkpoint.create_seed_checkpoint:
-                    from titanlite.training.resume import save_seed
+                    from titanlite.checkpoint.resume import save_seed
 
                     save_seed(parts)
                 else:
@@ -199,9 +199,9 @@ class _Rank:
 
         All ranks call it together. Raises what ends the run before its first step.
         """
-        from titanlite.assembly import build
-        from titanlite.parallel.dist_env import connect_store
-        from titanlite.parallel.process import keep_freed_memory
+        from titanlite.assembly.build import build
+        from titanlite.dist.dist_env import connect_store
+        from titanlite.dist.process import keep_freed_memory
 
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
@@ -219,7 +219,7 @@ class _Rank:
         """Return what tells the other ranks when this one fails before the process group exists."""
         if self.store is None:
             return contextlib.nullcontext()
-        from titanlite.parallel.rendezvous import report_failure
+        from titanlite.dist.rendezvous import report_failure
 
         environment = self.environment
         return report_failure(self.store, environment.rank, environment.world_size)
@@ -228,7 +228,7 @@ class _Rank:
         """Return on all ranks what `make` returns on rank 0. name: of the key in the store."""
         if self.store is None:
             return make()
-        from titanlite.parallel.rendezvous import share_from_rank_0
+        from titanlite.dist.rendezvous import share_from_rank_0
 
         rank, size = self.environment.rank, self.environment.world_size
         patience = self.config.comm.init_timeout_seconds
@@ -236,8 +236,8 @@ class _Rank:
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
+        from titanlite.assembly.own_callbacks import load_callbacks
         from titanlite.metrics.console import setup_console
-        from titanlite.start.own_callbacks import load_callbacks
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
@@ -251,9 +251,9 @@ class _Rank:
 
         held: keeps the locks of the run's folders.
         """
-        from titanlite.start.folders import lock_folders, show_config
-        from titanlite.start.preflight import check_machine, check_model
-        from titanlite.start.run_text import read_datasets
+        from titanlite.assembly.datasets import read_datasets
+        from titanlite.assembly.folders import lock_folders, show_config
+        from titanlite.assembly.preflight import check_machine, check_model
 
         config = self.config
         check_machine(config)
@@ -274,11 +274,11 @@ class _Rank:
     @contextlib.contextmanager
     def opened(self) -> Iterator[DistEnv]:
         """Start the process group, this rank's log and the watchdog, and end them."""
+        from titanlite.assembly.folders import TRACES
+        from titanlite.dist.dist_env import DistEnv
         from titanlite.metrics.watchdog import HangWatchdog
-        from titanlite.parallel.dist_env import DistEnv
         from titanlite.runs.logs import FOLDER as LOGS
         from titanlite.runs.logs import rank_log
-        from titanlite.start.folders import TRACES
 
         comm = self.config.comm
         traces = str(self.folder / TRACES)
@@ -336,8 +336,8 @@ def _first_here(store: Store | None) -> bool:
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     """Return the message of an expected error, with advice. verdict: the watchdog's."""
+    from titanlite.optim.bad_steps import BadStepError
     from titanlite.parallel.compile import CompileError
-    from titanlite.training.bad_steps import BadStepError
 
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
@@ -370,7 +370,7 @@ def print_error(message: str, code: int, printer: int = 0) -> int:
         _tell_sagemaker(message, code)
         say(f"error: {message}")
     else:
-        from titanlite.parallel.process import has_ended
+        from titanlite.dist.process import has_ended
 
         until = time.monotonic() + PRINT_SECONDS
         while time.monotonic() < until and not (printer and has_ended(printer)):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.data.loader import Batch
-from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import (
     clip_divisor,
@@ -24,6 +23,7 @@ from titanlite.optim.gradients import (
     square_norm,
     square_norms,
 )
+from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
 from titanlite.parallel.fsdp import set_gradient_sync
 

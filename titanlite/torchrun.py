@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite import exit_codes
-from titanlite.parallel.process import raise_file_limit
-from titanlite.start.signals import exit_on_signals, line_break
+from titanlite.dist.process import raise_file_limit
+from titanlite.dist.signals import exit_on_signals, line_break
 from titanlite.utils import escape, say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -255,7 +255,7 @@ def main() -> NoReturn:
     gc.disable()
     from torch.distributed.run import main as torchrun
 
-    from titanlite.parallel.agents import Farewell
+    from titanlite.dist.agents import Farewell
 
     farewell = Farewell()
     gc.freeze()

@@ -17,15 +17,15 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
 from titanlite.data import file_stamps
 from titanlite.data.loader import Batch, gather_state, to_device
-from titanlite.parallel.dist_env import log_once
-from titanlite.start.signals import StopRequested, StopSignal
-from titanlite.training.anomalies import Fetched, check_weights, explain
-from titanlite.training.bad_steps import BadStepError
-from titanlite.training.validation import ValidationResult
+from titanlite.dist.dist_env import log_once
+from titanlite.dist.signals import StopRequested, StopSignal
+from titanlite.metrics.anomalies import Fetched, check_weights, explain
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.utils import human_time, logger
+from titanlite.validation import ValidationResult
 
 if TYPE_CHECKING:
-    from titanlite.assembly import TrainingComponents
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.checkpoint.loaded import LoadedState
     from titanlite.checkpoint.manager import Checkpointer
 
@@ -68,7 +68,7 @@ class Trainer:
 
         Raises BadStepError when the guard ends the run. Raises CheckpointError when the checkpoint
         is of another run or the last one cannot be written. Raises StopRequested when it was asked
-        to stop (see `titanlite.start.signals`) and has.
+        to stop (see `titanlite.dist.signals`) and has.
         """
         with self.stop:
             try:
@@ -96,7 +96,7 @@ class Trainer:
                         except BadStepError as bad:
                             self.roll_back(bad)
                 if self.stopping and (self.step < self.steps or self.owed):
-                    from titanlite.training.stopped import stopped
+                    from titanlite.dist.stopped import stopped
 
                     raise stopped(self)
             except BaseException as error:
@@ -125,7 +125,7 @@ class Trainer:
         self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
         if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
-            from titanlite.training.resume import begin_from
+            from titanlite.checkpoint.resume import begin_from
 
             begin_from(self, loaded)
         else:
@@ -139,7 +139,7 @@ class Trainer:
         if "validation" in self.owed:
             self.validate()
         if owed and loaded is not None:
-            from titanlite.training.resume import settle
+            from titanlite.checkpoint.resume import settle
 
             settle(self)
 
@@ -207,7 +207,7 @@ class Trainer:
         """
         if self.parts.train_step.guard.policy != "rollback" or self.parts.checkpointer is None:
             raise bad
-        from titanlite.training.resume import roll_back
+        from titanlite.checkpoint.resume import roll_back
 
         roll_back(self, bad)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config.sections import Checkpoint
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 HERE = Path(__file__).parent / "golden"
 STEP = 3

@@ -23,8 +23,8 @@ from tests.support.pool import Pools
 from titanlite.checkpoint import async_save, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
-from titanlite.parallel.dist_env import DistEnv, set_timeouts
-from titanlite.tools.hub.tensors import Contents
+from titanlite.cli.hub.tensors import Contents
+from titanlite.dist.dist_env import DistEnv, set_timeouts
 
 PINNED = "async_with_pinned_mem"
 REAL_SAVE = manager.dcp.save

@@ -18,8 +18,8 @@ from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
-from titanlite.tools.cli import main
-from titanlite.tools.hub.tensors import Contents, measure
+from titanlite.cli.hub.tensors import Contents, measure
+from titanlite.cli.main import main
 from titanlite.utils import escape_name, human_bytes
 
 
@@ -299,7 +299,7 @@ def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     code = (
         "import resource, sys\nfrom pathlib import Path\n"
-        "from titanlite.tools.commands.checkpoint_folders import remove\n"
+        "from titanlite.cli.checkpoint_folders import remove\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can "
         "hold a byte\n"
         "remove([Path(sys.argv[1])])\n"
@@ -311,7 +311,7 @@ def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
 
 def test_only_diff_and_convert_need_torch(written: Path) -> None:
     code = (
-        "import sys\nfrom titanlite.tools.cli import main\n"
+        "import sys\nfrom titanlite.cli.main import main\n"
         "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, "
         "sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"

@@ -24,14 +24,14 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.meta import args_from_meta
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import differences, read_model
+from titanlite.cli.checkpoint_folders import verify
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
 from titanlite.models.rope_scaling import DynamicScaling, YarnScaling
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
-from titanlite.tools.commands.checkpoint_folders import verify
-from titanlite.tools.hub.convert import convert
-from titanlite.tools.hub.tensors import Contents
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5
@@ -272,7 +272,7 @@ _LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.tools.hub.convert import convert
+from titanlite.cli.hub.convert import convert
 source, target, to = sys.argv[1:]
 convert(Path(source), Path(target + ".warm"), to)
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
@@ -354,7 +354,7 @@ import shutil, sys
 from collections import namedtuple
 from pathlib import Path
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.tools.hub import convert
+from titanlite.cli.hub import convert
 
 def tried(to):
     try:

@@ -12,7 +12,7 @@ import torch
 from tests.support.checkpoints import RUN, sign, train
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 FSDP: dict[str, Any] = {}
 TENSOR = {"tensor": 2}

@@ -12,7 +12,7 @@ from tests.support.checkpoints import options
 from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import FORMAT, read_manifest
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 
 def _load(world: DistEnv, folder: str) -> dict[str, Any]:

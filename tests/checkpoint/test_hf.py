@@ -34,14 +34,14 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.cli.hub.convert import convert, open_source
+from titanlite.cli.hub.tensors import Contents, our_logits
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.hub.convert import convert, open_source
-from titanlite.tools.hub.tensors import Contents, our_logits
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])
@@ -428,8 +428,8 @@ def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_pat
 def test_export_is_refused_when_the_logits_differ(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from titanlite.cli.main import main
     from titanlite.models import families
-    from titanlite.tools.cli import main
 
     pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
     step = str(tmp_path / "checkpoint" / "step-7")

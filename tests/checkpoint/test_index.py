@@ -26,10 +26,10 @@ from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
-from titanlite.tools.hub.convert import convert
-from titanlite.tools.hub.tensors import Contents
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
 
 GOOD = HERE / "format-4" / "step-3"
 

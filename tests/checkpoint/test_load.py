@@ -29,12 +29,12 @@ from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.selection import select
+from titanlite.cli.hub.tensors import Contents
 from titanlite.config.model_sections import Optimizer
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
+from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.hub.tensors import Contents
 
 Described = dict[str, list[object]]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.checkpoints import edit, sign, write
 from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, is_valid, steps_in
 from titanlite.checkpoint.retention import begin
-from titanlite.tools.commands.checkpoint_folders import list_checkpoints, remove
+from titanlite.cli.checkpoint_folders import list_checkpoints, remove
 
 
 @pytest.mark.parametrize(

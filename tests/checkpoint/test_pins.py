@@ -25,7 +25,7 @@ from titanlite.checkpoint.retention import (
     put_back_pinned,
     unpublish,
 )
-from titanlite.tools.commands.checkpoint_folders import list_checkpoints, remove
+from titanlite.cli.checkpoint_folders import list_checkpoints, remove
 
 #: Touches KEEP in checkpoint after checkpoint, a moment after each was named, and tells which
 #: touches succeeded.
@@ -157,7 +157,7 @@ def test_rm_leaves_what_is_pinned_meanwhile(
 ) -> None:
     """It reads another checkpoint in full before it deletes, which may take minutes."""
     write(tmp_path, 1, 2, 3)
-    from titanlite.tools.commands import checkpoint_folders
+    from titanlite.cli import checkpoint_folders
 
     real = checkpoint_folders._must_leave_one
 

@@ -16,7 +16,7 @@ from tests.support.whole_runs import losses_of, train_run
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.resume_check import FILE, ResumeCheck
 from titanlite.data.loader import TrainLoader
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 HERE = {"ranks": "2"}
 NEAR = float(torch.nextafter(torch.tensor(2.5), torch.tensor(3.0)))

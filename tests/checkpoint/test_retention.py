@@ -33,7 +33,7 @@ from titanlite.checkpoint.retention import (
     unpublish,
 )
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.tools.commands.checkpoint_folders import list_checkpoints, remove
+from titanlite.cli.checkpoint_folders import list_checkpoints, remove
 
 
 def _pruned(

@@ -48,9 +48,9 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.commands.checkpoint_folders import verify
-from titanlite.tools.hub.tensors import Contents
+from titanlite.cli.checkpoint_folders import verify
+from titanlite.cli.hub.tensors import Contents
+from titanlite.dist.dist_env import DistEnv
 
 PINNED = "async_with_pinned_mem"
 SLOW = ("disabled", "fused"), ("async", "foreach")

@@ -11,8 +11,8 @@ from tests.support.checkpoints import options, write
 from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.signals import GRACE_VARIABLE, grace_warning
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import GRACE_VARIABLE, grace_warning
 
 
 def _ask(

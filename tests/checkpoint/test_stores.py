@@ -15,12 +15,12 @@ from tests.support.locks import compete
 from tests.support.pool import free_port
 from tests.support.processes import python
 from titanlite import exit_codes
+from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
+from titanlite.cli.main import main
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
-from titanlite.start.folders import lock_folders
-from titanlite.tools.cli import main
 
 
 def test_paths() -> None:

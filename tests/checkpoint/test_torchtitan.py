@@ -24,11 +24,11 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.torchtitan import open_torchtitan
+from titanlite.cli.hub.tensors import our_logits, quiet
+from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.args import as_record
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
-from titanlite.tools.hub.tensors import our_logits, quiet
 
 ARGS = LlamaArgs(
     dim=48,

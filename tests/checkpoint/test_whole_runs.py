@@ -14,10 +14,10 @@ from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.checkpoint.resume import save_seed
+from titanlite.cli.hub.tensors import Contents
+from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.hub.tensors import Contents
-from titanlite.training.resume import save_seed
 
 SEED = "--checkpoint.create_seed_checkpoint"
 

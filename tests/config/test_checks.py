@@ -20,7 +20,7 @@ from titanlite.config.load import load
 from titanlite.config.rules import divisors
 from titanlite.config.text_names import BUNDLED_IDS
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.start.fit import check_config, fitted, load_config
+from titanlite.resolve.load import check_config, fitted, load_config
 
 RUN = """\
 [training]
@@ -552,7 +552,7 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
         for change in ("dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1")
     ]
     # There are no other ranks to wait for.
-    monkeypatch.setattr("titanlite.parallel.rendezvous._REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("titanlite.dist.rendezvous._REPORT_SECONDS", 0.0)
     words = [f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", KEPT_TOKENS]
     code = main.run([*words, *shape])
     assert code == exit_codes.CONFIG

@@ -20,11 +20,11 @@ import pytest
 
 import titanlite
 from tests.support.processes import python
+from titanlite.cli.command_table import COMMANDS
+from titanlite.cli.main import main
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
 from titanlite.models.families import SPECS
-from titanlite.tools.cli import main
-from titanlite.tools.command_table import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -248,7 +248,7 @@ def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
 
 _TIMED = """
 import sys
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
 main(sys.argv[1:])
 heavy = ("torch", "pydantic", "numpy", "titanlite.runs")
 print([name for name in heavy if name in sys.modules])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from titanlite.cli.migrate import migrate_text
 from titanlite.config.errors import Problem
 from titanlite.config.load import load_file, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.tools.commands.migrate import migrate_text
 
 ON = '[model]\nconverters = ["quantize.linear.mx"]\n'
 OFF = "[model]\nconverters = []\n"

@@ -8,9 +8,9 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, fitted, smallest_world
-from titanlite.start.length import with_length, with_steps
+from titanlite.resolve.load import check_config, fitted, smallest_world
+from titanlite.run.config import RunConfig
+from titanlite.run.length import with_length, with_steps
 
 T = "--training."
 E = "--experimental."

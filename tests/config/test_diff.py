@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.cli.config import differences, side
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.tools.cli import main
-from titanlite.tools.commands.config import differences, side
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

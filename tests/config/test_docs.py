@@ -8,7 +8,7 @@ from pathlib import Path
 
 import titanlite
 from tests.support.processes import ROOT
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
 
 PAGE_PATH = ROOT / "docs" / "config.md"
 PAGE = PAGE_PATH.read_text(encoding="utf-8")
@@ -48,8 +48,8 @@ def test_every_code_of_a_problem_is_listed():
     codes = {
         code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
     }
-    found = [package / "config/checks.py", package / "config/rules.py", package / "start/fit.py"]
-    found.append(package / "start/misfits.py")
+    found = [package / "config/checks.py", package / "config/rules.py", package / "resolve/load.py"]
+    found.append(package / "resolve/misfits.py")
     for path in package.glob("features/**/*.py"):
         # A file of the plan finds nothing: its tuples name tensors.
         if not path.name.startswith("plan_"):

@@ -16,7 +16,7 @@ from titanlite.config.load import load, read_text
 from titanlite.config.unsupported_keys import NAMES as OTHER_NAMES
 from titanlite.config.unsupported_keys import OTHER_TRAINERS
 from titanlite.models import SPECS
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 HERE = Path("run.toml")
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.cli.main import main
+from titanlite.cli.migrate import migrate_text
 from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.models import LlamaArgs
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.optim.schedule import learning_rate
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, fitted
-from titanlite.tools.cli import main
-from titanlite.tools.commands.migrate import migrate_text
+from titanlite.resolve.load import check_config, fitted
+from titanlite.run.config import RunConfig
 
 PAGE = Path(__file__).parent / "TORCHTITAN.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)

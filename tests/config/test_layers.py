@@ -7,7 +7,7 @@ import pytest
 from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
-from titanlite.start.fit import fitted
+from titanlite.resolve.load import fitted
 
 
 def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from titanlite.cli import migrate as module
+from titanlite.cli.aws_fsdp import migrate_arguments
+from titanlite.cli.main import main
+from titanlite.cli.migrate import migrate_file, migrate_text, write_in_place
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file, read_text
-from titanlite.start.fit import fitted
-from titanlite.tools.cli import main
-from titanlite.tools.commands import migrate as module
-from titanlite.tools.commands.aws_fsdp import migrate_arguments
-from titanlite.tools.commands.migrate import migrate_file, migrate_text, write_in_place
+from titanlite.resolve.load import fitted
 
 LLAMA_8B = (Path(__file__).parent / "snapshots" / "llama3_8b_of_2025.toml").read_text()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from titanlite.cli.migrate import migrate_text
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
 from titanlite.config.entries import file_entries
 from titanlite.config.key_types import base, members, names_beside_paths
@@ -17,7 +18,6 @@ from titanlite.config.keys import Key, fits, keys, table_of
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.tools.commands.migrate import migrate_text
 
 HERE = Path("run.toml")
 SKIPPED = ("job.config_file", "job.extends", "job.dialect")

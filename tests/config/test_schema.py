@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT
+from titanlite.cli.config_pages import json_schema, schema_text
 from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.toml import loads
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.tools.commands.config_pages import json_schema, schema_text
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 SCHEMA = json_schema()

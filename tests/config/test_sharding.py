@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from titanlite.assembly.preflight import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import fitted
-from titanlite.start.preflight import check_model
+from titanlite.resolve.load import fitted
+from titanlite.run.config import RunConfig
 
 
 def run_of(*flags: str) -> RunConfig:

@@ -7,10 +7,10 @@ import re
 from msgspec.structs import replace
 
 from tests.support.processes import ROOT
+from titanlite.cli.config_pages import markdown, template
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
-from titanlite.start.fit import fitted
-from titanlite.tools.commands.config_pages import markdown, template
+from titanlite.resolve.load import fitted
 
 PAGE = ROOT / "docs" / "config-keys.md"
 COMMAND = "titanlite config template --markdown > docs/config-keys.md"

@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.cli.migrate import migrate_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import fitted, smallest_world
-from titanlite.tools.commands.migrate import migrate_text
+from titanlite.resolve.load import fitted, smallest_world
+from titanlite.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "torchtitan_files.json").read_text())

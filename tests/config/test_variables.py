@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.assembly.folders import show_config
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file, read, read_text
 from titanlite.config.run_sections import Job
 from titanlite.main import _tell_sagemaker
-from titanlite.start.folders import show_config
-from titanlite.tools.cli import main
 
 TEXT = """\
 [job]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.support.processes import ROOT
-from titanlite.tools.command_table import COMMANDS
+from titanlite.cli.command_table import COMMANDS
 
 
 def test_the_core_names_contrib_in_the_table_of_commands_alone() -> None:

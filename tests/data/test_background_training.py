@@ -13,12 +13,12 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import EIGHT_STEPS
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
-from titanlite.start.signals import StopRequested
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import StopRequested
+from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 
 TINY = [

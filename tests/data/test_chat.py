@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.hf import bundled_as_json
 from tests.support.texts import LLAMA3
 from titanlite import exit_codes
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -27,8 +28,7 @@ from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.start.fit import load_config
-from titanlite.tools import cli
+from titanlite.resolve.load import load_config
 
 MARKED = (
     "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ "

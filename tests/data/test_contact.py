@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from tests.support.hub_server import HubServer
 from tests.support.pool import free_port
 from tests.support.shards import LINES, TEXTS
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, contact
@@ -29,7 +30,6 @@ from titanlite.data.text import TextReader
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import config_file
-from titanlite.tools import cli
 
 pytest.importorskip("aiohttp")
 

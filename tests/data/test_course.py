@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.sources import Numbers
+from titanlite.checkpoint.resume import load_text
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError
 from titanlite.data.course import FRESH, Course, Progress, StepSize
@@ -18,9 +19,8 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.phases import Phases
 from titanlite.data.rows import Row
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.metrics.anomalies import Fetched, skip_to, steps_text
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.training.anomalies import Fetched, skip_to, steps_text
-from titanlite.training.resume import load_text
 
 SEQ_LEN = 10
 

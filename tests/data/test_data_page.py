@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 PAGE = ROOT / "docs/data.md"
 PEEK = """
 import sys
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
 sys.exit(max(main(["data", "peek", *flags.split()]) for flags in sys.argv[1:]))
 """
 

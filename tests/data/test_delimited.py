@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tests.support.hub_server import HubServer
 from tests.support.same_batches import check_ranks_and_resumes
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -28,7 +29,6 @@ from titanlite.data.records import Columns
 from titanlite.data.text import build_dataset
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools import cli
 
 TOKENIZER = load_tokenizer()
 #: Texts that a field of CSV must quote, or that look like a border.

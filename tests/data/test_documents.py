@@ -15,12 +15,12 @@ from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.texts import write_texts
 from tests.support.tiny import TWO_LAYERS
+from titanlite.assembly.datasets import read_training_text
+from titanlite.cli import main as cli
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
-from titanlite.start.run_text import read_training_text
-from titanlite.tools import cli
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 
 FLAGS = [
     *TWO_LAYERS,

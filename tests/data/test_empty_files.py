@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import empty_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools import cli
 
 TOKENIZER = load_tokenizer()
 NO_ROWS = "it holds no rows, or empty lines alone"

@@ -21,11 +21,11 @@ import transformers
 from tests.support import tekken
 from tests.support.hf import bundled_as_json
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.cli.hub.tensors import compare_ids
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.files import hf_files
 from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json
-from titanlite.tools.hub.tensors import compare_ids
 
 TEXTS = (
     *SAMPLES,

@@ -23,6 +23,7 @@ from tests.support.foreign_tokens import (
 from tests.support.hub_server import HubServer
 from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
 from tests.support.train_runs import STEPS, flags, global_batches, saved, train
+from titanlite.cli.main import main
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -33,7 +34,6 @@ from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
-from titanlite.tools.cli import main
 
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
 BATCH = 12

@@ -19,7 +19,8 @@ from tests.support.pool import Pools
 from tests.support.same_batches import check_ranks_and_resumes
 from tests.support.texts import LLAMA3
 from tests.support.tiny import TWO_LAYERS
-from titanlite.assembly import build
+from titanlite.assembly.build import build
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -35,9 +36,8 @@ from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.text_report import file_lines
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
-from titanlite.tools import cli
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 
 TOKENIZER = load_tokenizer()
 

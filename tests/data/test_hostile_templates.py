@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from titanlite.cli.main import main
+from titanlite.cli.sample import make_rows
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, chat_process
 from titanlite.data.chat import ChatTemplate, load_template
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools.cli import main
-from titanlite.tools.commands.sample import make_rows
 
 CHAT = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}]
 TOKENIZER = load_tokenizer()

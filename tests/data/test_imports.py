@@ -19,7 +19,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 
 _CHECK = """
 import json, sys
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 check_config([], training=False)
 print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanlite.data"))))
 """

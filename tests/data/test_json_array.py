@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.same_batches import check_ranks_and_resumes
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -16,7 +17,6 @@ from titanlite.data.formats import iter_rows
 from titanlite.data.text import build_dataset
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools import cli
 
 TOKENIZER = load_tokenizer()
 TEXTS = ["", "a", 'é "\\', "日本\n" * 30, "🙂", "]", "},{", "x" * 500] * 3

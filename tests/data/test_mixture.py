@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.sources import Numbers
 from tests.support.texts import write_records
+from titanlite.assembly.datasets import phases_of, read_datasets
+from titanlite.checkpoint.resume import load_text
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.course import Course, StepSize
@@ -22,13 +24,11 @@ from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.skip_ranges import take
 from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.anomalies import AnomalyLog, Fetched, skip_to
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.start.fit import load_config
-from titanlite.start.run_text import phases_of, read_datasets
+from titanlite.resolve.load import load_config
 from titanlite.step import ReplicationFactors
-from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
-from titanlite.training.bad_steps import BadStepError
-from titanlite.training.resume import load_text
 
 #: Steps of 4 sequences of 2 tokens.
 STEADY = Course.steady(StepSize(4, 2, 4))

@@ -13,7 +13,7 @@ import torch
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
@@ -27,8 +27,8 @@ from titanlite.data.text import build_dataset
 from titanlite.data.text_files import BUNDLED, columns_of, iter_records, list_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 
 TOKENIZER = load_tokenizer()
 SFT = list_files(BUNDLED["sft_test"])

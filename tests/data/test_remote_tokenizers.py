@@ -22,7 +22,7 @@ TEXT = "In the beginning God created naïve cafés."
 #: Runs commands given as JSON; prints exit code and output of each.
 SCRIPT = """
 import contextlib, io, json, os, sys
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
 for words in json.loads(sys.argv[1]):
     os.environ["HF_TOKEN"] = words.pop(0) if words[0].startswith("hf_") else ""
     said = io.StringIO()

@@ -21,6 +21,7 @@ from tests.support.hub_server import HubServer
 from tests.support.processes import python
 from tests.support.s3 import new_bucket, serving
 from tests.support.shards import LINES, TEXTS, write_c4
+from titanlite.cli.main import main
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -28,7 +29,6 @@ from titanlite.data.records import Columns
 from titanlite.data.shards import Shards, url_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
 
@@ -264,8 +264,8 @@ def test_fetched_files_are_whole_and_a_part_is_continued(
     ]
     assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
     monkeypatch.setattr("titanlite.data.remote._MOST", 50_000)
-    monkeypatch.setattr("titanlite.tools.hub.fetch._PIECE", 10_000)
-    monkeypatch.setattr("titanlite.tools.hub.fetch.PATIENCE", 0.1)
+    monkeypatch.setattr("titanlite.cli.hub.fetch._PIECE", 10_000)
+    monkeypatch.setattr("titanlite.cli.hub.fetch.PATIENCE", 0.1)
     command = ["data", "fetch", folder, "--out", str(out)]
     server.fail("*/b.jsonl", status=503, after=2, times=None)
     assert main(command) == 2

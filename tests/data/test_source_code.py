@@ -22,7 +22,7 @@ from titanlite.data.local_files import list_text
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 
 TOKENIZER = load_tokenizer()
 

@@ -14,12 +14,12 @@ import torch
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixtures.figures import RowLosses
 from titanlite.data.mixtures.mixed_rows import MixedRows
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 
 BATCH = 12
 STEPS = 4

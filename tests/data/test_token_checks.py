@@ -17,14 +17,14 @@ import pytest
 from tests.support.processes import titanlite
 from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
 from titanlite.checkpoint.manifest import file_digest
+from titanlite.cli.main import main
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
 from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
+from titanlite.data.token_hashes import TokenHashes
 from titanlite.data.token_paths import INDEX
-from titanlite.start.signals import StopSignal
-from titanlite.tools.cli import main
-from titanlite.training.token_hashes import TokenHashes
+from titanlite.dist.signals import StopSignal
 
 LENGTHS = [[30, 20, 50]] * 3
 

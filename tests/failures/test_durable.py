@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.checkpoints import RUN, train
 from tests.support.pool import Pools
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 
 def _synced(world: DistEnv, folder: str) -> dict[str, int]:

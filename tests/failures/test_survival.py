@@ -14,8 +14,8 @@ from tests.support.faults import Fault
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
+from titanlite.cli.hub.tensors import Contents
 from titanlite.runs.attempts import read_entries
-from titanlite.tools.hub.tensors import Contents
 
 
 @pytest.fixture(scope="module")

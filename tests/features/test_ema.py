@@ -18,12 +18,12 @@ from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_
 from titanlite import exit_codes
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
-from titanlite.tools.commands.loading import add_arguments, load_model
-from titanlite.tools.hub.convert import convert
-from titanlite.tools.hub.tensors import Contents
-from titanlite.tools.parser import Parser
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.loading import add_arguments, load_model
+from titanlite.cli.main import main
+from titanlite.cli.parser import Parser
+from titanlite.dist.dist_env import DistEnv
 
 EMA = [
     "--optimizer.ema_decay=0.5",

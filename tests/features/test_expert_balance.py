@@ -14,14 +14,14 @@ from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
 from tests.support.watch import Calls, Operations
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.callbacks import Callback
+from titanlite.cli.hub.tensors import Contents
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.experts.balance import ExpertBalance
 from titanlite.models.experts.layer import MoE
 from titanlite.models.qwen3_moe import Qwen3MoeArgs
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
-from titanlite.tools.hub.tensors import Contents
+from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 
 #: Less than scores differ at the start: a larger one would turn all choices round.

@@ -19,7 +19,7 @@ from titanlite.config.sections import (
 )
 from titanlite.features import features_of
 from titanlite.features.feature import Feature
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 
 #: Flags that switch a feature on, by its folder.
 ON = {
@@ -39,7 +39,7 @@ ON = {
 }
 LOADED = """
 import sys
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 load_config("debug_model.toml", 2, sys.argv[1:])
 names = {name.split(".")[2] for name in sys.modules if name.startswith("titanlite.features.")}
 print(*sorted(names - {"feature", "interactions"}), "torch" in sys.modules)

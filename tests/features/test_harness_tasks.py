@@ -22,10 +22,10 @@ from tests.support.processes import ROOT, titanlite
 from tests.support.task_files import SHORT, evaluated, scores_of, task_run, with_and_without
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.tasks.harness import HarnessTask, load_problem
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
 
 pytestmark = [
     pytest.mark.slow,

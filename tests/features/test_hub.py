@@ -34,12 +34,12 @@ from titanlite.checkpoint import pin
 from titanlite.checkpoint.manifest import PIN, step_folder
 from titanlite.checkpoint.pin import _TEXT, pinned
 from titanlite.checkpoint.retention import delete, is_pinned, unpublish
+from titanlite.cli.checkpoint_folders import list_checkpoints
 from titanlite.config.errors import ConfigError
 from titanlite.features.hub import company, progress
 from titanlite.features.hub.branches import run_of
 from titanlite.features.hub.company import Company
-from titanlite.start.fit import check_config
-from titanlite.tools.commands.checkpoint_folders import list_checkpoints
+from titanlite.resolve.load import check_config
 
 INTERVAL = "--checkpoint.interval=4"
 HUB = "--checkpoint.hub=ada/tiny"

@@ -20,11 +20,11 @@ from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
 from titanlite.checkpoint.retention import republish
+from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves import manager, write
 from titanlite.features.local_saves.copies import keepers_of, places_of
 from titanlite.features.local_saves.manager import TieredCheckpointer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
 
 
 @pytest.mark.slow_after(1)

@@ -6,8 +6,8 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.features import local_saves_of
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 FOLDER = "--checkpoint.local_folder=/local/saves"
 

@@ -23,10 +23,10 @@ from titanlite.checkpoint import manager as checkpoint_manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import HashingWriter
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves import manager, write
 from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
 from titanlite.features.local_saves.past import Past, read_past, write_past
-from titanlite.parallel.dist_env import DistEnv
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main
-from titanlite.tools.hub.convert import convert, open_source
-from titanlite.tools.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.convert import convert, open_source
+from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
 
 
 @pytest.fixture(scope="module")

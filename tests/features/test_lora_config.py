@@ -7,16 +7,16 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.pool import Pools
+from titanlite.cli.plan.trace import trace
 from titanlite.config.errors import ConfigError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digest_of_tensor, digests_of
 from titanlite.features.lora.settings import Adapters, adapters_of
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.plan import make_plan
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
-from titanlite.tools.plan.trace import trace
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 NO_AC = "--activation_checkpoint.mode=none"
 BASE = ("--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=somewhere")

@@ -18,13 +18,13 @@ from tests.support.hf_compare import sizes_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from tests.support.whole_runs import outcome_of
-from titanlite.assembly import build
+from titanlite.assembly.build import build
+from titanlite.assembly.datasets import read_datasets
+from titanlite.cli.hub.convert import convert, open_source
+from titanlite.cli.hub.tensors import Contents, our_logits
 from titanlite.config.load import load_file as load_config_file
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import fitted
-from titanlite.start.run_text import read_datasets
-from titanlite.tools.hub.convert import convert, open_source
-from titanlite.tools.hub.tensors import Contents, our_logits
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import fitted
 from titanlite.trainer import Trainer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")

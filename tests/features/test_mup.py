@@ -18,8 +18,10 @@ from tests.support.harness import full
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
+from titanlite.cli.main import main
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Mup
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.mup import MupFeature, scales_of
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
@@ -28,10 +30,8 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.models import SPECS
 from titanlite.optim.groups import Scale
 from titanlite.optim.optimizer import build_optimizer, set_rates
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import init_weights
-from titanlite.start.fit import check_config
-from titanlite.tools.cli import main
+from titanlite.resolve.load import check_config
 
 FAMILIES = [name for name in SPECS if name != "hf"]
 

@@ -31,16 +31,16 @@ from tests.support.task_files import (
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalars, train_run
 from titanlite import exit_codes
+from titanlite.cli.runs import _as_json
 from titanlite.config.claims import config_claims
 from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
 from titanlite.data import DataError
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.tasks.own_files import ChoiceTask, read_own
 from titanlite.features.tasks.scoring import windows
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
-from titanlite.tools.commands.runs import _as_json
 
 
 @pytest.mark.slow_after(1)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.training.bad_steps import BadStepError
+from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.bad_steps import BadStepError
 
 NULL_GPU = "libnullgpu" in os.environ.get("LD_PRELOAD", "")
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM
 from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.context.attention import ContextAttention
 from titanlite.features.context.ranks import CPRank
 from titanlite.models.document_attention import document_mask
 from titanlite.models.layers import SdpaAttention
-from titanlite.parallel.dist_env import DistEnv
 
 SEQ = 1024
 DEGREE = 4

@@ -29,14 +29,14 @@ from tests.support.harness import (
 )
 from tests.support.stand_ins import ANY, at_step
 from titanlite.callbacks import RunEnd
+from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.loss_chunks.head import _chunked
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.profiler import Profiler
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.hub.tensors import Contents, compare
 
 BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.support.words import listening
-from titanlite.assembly import build
+from titanlite.assembly.build import build
+from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.runtime import memory_report
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 
 FLAGS = [

@@ -31,15 +31,15 @@ from tests.support.harness import (
 )
 from tests.support.reference import train_reference
 from tests.support.steps import train_step
+from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.models.spec import Init
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.init import ROWS, fill
-from titanlite.tools.hub.tensors import Contents, compare
-from titanlite.training.bad_steps import BadStepError
 
 SHAPE = (2 * ROWS + 5, 1000)
 KINDS = ("normal", "trunc_normal", "uniform")

@@ -19,7 +19,7 @@ import pytest
 from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.tools.launch.container import sagemaker_job
+from titanlite.launch.container import sagemaker_job
 from titanlite.utils import read_lines
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.toml import loads
-from titanlite.tools.launch import kubernetes as launch_kubernetes
-from titanlite.tools.launch import local as launch_local
-from titanlite.tools.launch import sagemaker as launch_sagemaker
-from titanlite.tools.launch import slurm as launch_slurm
-from titanlite.tools.launch.launch import Job, prepare
+from titanlite.launch import kubernetes as launch_kubernetes
+from titanlite.launch import local as launch_local
+from titanlite.launch import sagemaker as launch_sagemaker
+from titanlite.launch import slurm as launch_slurm
+from titanlite.launch.launch import Job, prepare
 
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
 #: Each of them ends or begins something in one of the languages; `touch` tells when a shell obeys

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from tests.launch.examples import EXAMPLES
 from tests.support.processes import ROOT
 from titanlite import exit_codes
+from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
-from titanlite.start.fit import check_config
-from titanlite.tools import cli
-from titanlite.tools.launch import kubernetes as launch_kubernetes
-from titanlite.tools.launch import sagemaker as launch_sagemaker
-from titanlite.tools.launch.launch import prepare
-from titanlite.tools.launch.pod_resources import pod_resources
+from titanlite.launch import kubernetes as launch_kubernetes
+from titanlite.launch import sagemaker as launch_sagemaker
+from titanlite.launch.launch import prepare
+from titanlite.launch.pod_resources import pod_resources
+from titanlite.resolve.load import check_config
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")

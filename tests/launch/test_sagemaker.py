@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
+from titanlite.launch import sagemaker as launch_sagemaker
+from titanlite.launch.launch import prepare
 from titanlite.metrics.step_line import aws_fsdp_line
-from titanlite.tools.cli import main
-from titanlite.tools.launch import sagemaker as launch_sagemaker
-from titanlite.tools.launch.launch import prepare
 
 EXAMPLE = ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py"
 FLAGS = [

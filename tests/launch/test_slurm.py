@@ -35,11 +35,11 @@ from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
+from titanlite.launch import slurm as launch_slurm
+from titanlite.launch.launch import limit_seconds, prepare
 from titanlite.runs.attempts import read_entries
-from titanlite.tools import cli
-from titanlite.tools.launch import slurm as launch_slurm
-from titanlite.tools.launch.launch import limit_seconds, prepare
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"
 

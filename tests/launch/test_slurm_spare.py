@@ -26,10 +26,10 @@ from tests.launch.slurm_jobs import (
 )
 from tests.support.tiny import TWO_LAYERS
 from titanlite import exit_codes
+from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
-from titanlite.tools import cli
-from titanlite.tools.launch import slurm as launch_slurm
-from titanlite.tools.launch.launch import prepare
+from titanlite.launch import slurm as launch_slurm
+from titanlite.launch.launch import prepare
 
 
 @pytest.mark.soak

@@ -14,12 +14,12 @@ import pytest
 from tests.metrics import terminal as pseudo
 from tests.support.processes import python
 from tests.support.whole_runs import make_trainer
+from titanlite.cli import main as cli
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.console import FIELD_COLORS, console_handler, folded, setup_console
 from titanlite.metrics.live import _COLUMNS
 from titanlite.metrics.step_line import aws_fsdp_line, titan_line
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.logs import rank_log
-from titanlite.tools import cli
 from titanlite.utils import Table, logger, render
 
 FIGURES = {

@@ -20,8 +20,8 @@ from tests.support.processes import ROOT, TORCHRUN, environment
 from tests.support.tiny import TWO_LAYERS
 from titanlite.metrics import live
 from titanlite.metrics.console import console_handler, setup_console, start_view
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import ROWS, LiveView
+from titanlite.runs.jsonl import read_metrics
 from titanlite.utils import logger
 
 TITLES = ["step", "loss", "grad norm", "lr", "tokens/s", "memory"]

@@ -15,12 +15,12 @@ from tests.support.harness import Run, batches, build_tiny, changed, full, micro
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.step import PlainRunner
-from titanlite.training.bad_steps import BadStepError
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)

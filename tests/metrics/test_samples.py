@@ -14,8 +14,8 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.config.errors import ConfigError
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
 
 STEPS = ["--training.steps=4", "--checkpoint.interval=2"]
 PROMPTS = [

@@ -12,9 +12,9 @@ import torch
 from tests.support.pool import Pools
 from tests.support.stand_ins import burn
 from tests.support.whole_runs import make_trainer
-from titanlite.metrics.jsonl import read_metrics
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.jsonl import read_metrics
 
 CPU = torch.device("cpu")
 #: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and

@@ -27,10 +27,10 @@ from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all, tags
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.trackers import open_trackers
 from titanlite.metrics.trackers.mlflow import metric_name
 from titanlite.metrics.trackers.tracker import TrackedRun
+from titanlite.runs.jsonl import read_metrics
 
 NAMES = ["mlflow", "comet", "trackio"]
 #: Where each service writes below a folder, without a network.

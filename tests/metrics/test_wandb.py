@@ -21,13 +21,13 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import boards as background_writer
 from titanlite.metrics.boards import tags
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.trackers.tracker import TrackedRun
 from titanlite.metrics.trackers.wandb import WandbTracker
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
+from titanlite.runs.jsonl import read_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -32,13 +32,13 @@ from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
 from titanlite import exit_codes, main
 from titanlite.config.run_sections import Comm, Stall
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
+from titanlite.metrics.run_callbacks import Watchdog
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.runs.attempts import read_entries
-from titanlite.training.bad_steps import BadStepError
-from titanlite.training.run_callbacks import Watchdog
 from titanlite.utils import note_progress, progress_at
 
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)

@@ -12,11 +12,11 @@ from torch import nn
 
 from tests.support.llamas import SCALED, relative, tokens_of
 from titanlite.models.block_ropes import BlockRopes
+from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
 from titanlite.models.llama_args import AttentionKind, LlamaArgs, Rotary
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import DynamicScaling, Scaling
-from titanlite.training.generate import Sampling, generate
 
 
 @dataclass(frozen=True)

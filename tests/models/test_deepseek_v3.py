@@ -22,9 +22,9 @@ from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.deepseek_args import DeepSeekV3Args
 from titanlite.models.families import family_of
+from titanlite.models.generate import Sampling, generate
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import ShapeError
-from titanlite.training.generate import Sampling, generate
 
 SPEC = get_spec("deepseek_v3")
 #: All that DeepSeek-V3 has, small: a latent of queries, groups of experts, a dense first block.

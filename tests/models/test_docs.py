@@ -15,7 +15,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.models import SPECS, LlamaArgs, get_spec
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.spec import ModelSpec
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 from titanlite.utils import human_count
 
 ROOT = Path(__file__).parents[2]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.llamas import VARIANTS, built, relative, tokens_of
 from tests.support.processes import ROOT
 from tests.support.watch import Watch
+from titanlite.assembly.preflight import mask_problems
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
@@ -24,7 +25,6 @@ from titanlite.models.attention import document_positions
 from titanlite.models.layers import SdpaAttention
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
-from titanlite.start.preflight import mask_problems
 
 LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
 

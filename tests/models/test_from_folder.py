@@ -18,13 +18,13 @@ from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build
+from titanlite.assembly.datasets import read_datasets
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.cli.hub.convert import convert
 from titanlite.config.errors import ConfigError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import SPECS, get_spec
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import check_config
-from titanlite.start.run_text import read_datasets
-from titanlite.tools.hub.convert import convert
+from titanlite.resolve.load import check_config
 from titanlite.trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -344,7 +344,8 @@ def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(
         ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"], 1
     )[1]
     monkeypatch.setattr(
-        "titanlite.start.run_text.read_training_text", lambda *_: pytest.fail("the text was read")
+        "titanlite.assembly.datasets.read_training_text",
+        lambda *_: pytest.fail("the text was read"),
     )
     with pytest.raises(ConfigError, match=r"model\.vocab_size is 2304 here, 4096 there"):
         read_datasets(run)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.training.generate import KVCache, Sampling, TextStream, generate, probabilities
+from titanlite.models.generate import KVCache, Sampling, TextStream, generate, probabilities
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, max_seq_len=80

@@ -20,12 +20,12 @@ from tests.support.processes import python
 from tests.support.words import listening
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import Init, ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import materialize
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 from titanlite.trainer import Trainer
 
 SPEC = get_spec("hf")
@@ -385,7 +385,7 @@ def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> 
             {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
         )
     program = (
-        "import sys; from titanlite.start.fit import check_config; "
+        "import sys; from titanlite.resolve.load import check_config; "
         "check_config(['--job.config_file=debug_model.toml'], 2); assert not {'torch', "
         "'transformers'} & set(sys.modules)"
     )

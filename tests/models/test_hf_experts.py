@@ -35,18 +35,18 @@ from tests.support.steps import train_rows
 from tests.support.tiny import KEPT_TOKENS
 from tests.support.watch import Operations, Watch
 from titanlite import load_config
+from titanlite.assembly.model import build_model
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf import open_hf
 from titanlite.config.errors import ConfigError
 from titanlite.data.loader import Batch
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import SPECS, ShapeError, get_spec
 from titanlite.models.families import builtin_family
 from titanlite.models.hf import args_from_hf
 from titanlite.models.hf.args import read_args
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import check_config
-from titanlite.start.model import build_model
+from titanlite.resolve.load import check_config
 
 SPEC = get_spec("hf")
 EP = "parallelism__expert_parallel_degree"

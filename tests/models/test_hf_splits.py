@@ -23,7 +23,7 @@ from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.models import get_spec
 from titanlite.models.hf import args_from_hf
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 CHUNKS = {"training__loss_chunks": 3}
 MASKS = {"data__mask_documents": "true"}

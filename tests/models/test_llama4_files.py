@@ -20,11 +20,11 @@ from tests.support.pool import Pools
 from titanlite import build
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.foreign import open_weights
+from titanlite.cli.hub.convert import convert
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.models.families import family_of
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import check_config
-from titanlite.tools.hub.convert import convert
+from titanlite.resolve.load import check_config
 
 SPEC = get_spec("llama4")
 #: Experts in every second layer, the last one without RoPE; a chunk is shorter than 32 tokens.

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.assembly.fingerprints import weights_fingerprints
 from titanlite.checkpoint.source_model import differences, from_hf
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.experts.layer import MoE, MoEDecoder
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.models.spec import ShapeError
-from titanlite.start.fingerprints import weights_fingerprints
 
 SPEC = get_spec("mixtral")
 ARGS = MixtralArgs(

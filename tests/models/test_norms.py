@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models.gelu import gelu_mul
 from titanlite.models.norms import OffsetRMSNorm, WholeNorm
-from titanlite.parallel.dist_env import DistEnv
 
 
 def test_one_plus_weight_is_computed_in_fp32() -> None:

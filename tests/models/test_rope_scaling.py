@@ -19,8 +19,10 @@ from tests.models.test_families import theirs_of
 from tests.models.test_mixtral import as_transformers
 from tests.support.llamas import built, tokens_of
 from tests.support.refusals import refusal
+from titanlite.cli.main import main
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record, resolve_args
+from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.mixtral import MixtralArgs
@@ -28,9 +30,7 @@ from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import KINDS, Scaling
 from titanlite.models.spec import ShapeError
-from titanlite.start.fit import check_config
-from titanlite.tools.cli import main
-from titanlite.training.generate import Sampling, generate
+from titanlite.resolve.load import check_config
 
 #: The original length of all scalings here.
 ORIGINAL = 64

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from tests.models.test_ops import DTYPES, gradients, kept_bytes
 from tests.plan.measured import config_of
 from tests.support.llamas import SMALL, built, relative, tokens_of
+from titanlite.assembly.fingerprints import weights_fingerprints
+from titanlite.assembly.saves import _check_hf_form
+from titanlite.cli.plan.trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.config.model_sections import Model
 from titanlite.features.loss_chunks.head import chunk_head
@@ -28,11 +31,8 @@ from titanlite.models.softcap import soft_cap
 from titanlite.models.spec import ShapeError
 from titanlite.plan.memory import estimate
 from titanlite.plan.rank_sizes import head_memory
-from titanlite.start.fingerprints import weights_fingerprints
-from titanlite.start.fit import check_config
-from titanlite.start.saves import _check_hf_form
-from titanlite.tools.plan.trace import trace
-from titanlite.training.regularized_loss import regularized
+from titanlite.regularized_loss import regularized
+from titanlite.resolve.load import check_config
 
 CAP = 1.5
 #: Fingerprint of the model without a cap.

@@ -12,8 +12,8 @@ from titanlite.config.load import load_file
 from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters
 from titanlite.plan.plan import kept_at_once
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import fitted
+from titanlite.resolve.load import fitted
+from titanlite.run.config import RunConfig
 
 FOLDER = ROOT / "train_configs"
 SIZES = {

@@ -62,13 +62,13 @@ def main() -> None:
 
 def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
     """Train as the flags say until all steps are counted, and return the counts."""
-    from titanlite.assembly import build
+    from titanlite.assembly.build import build
+    from titanlite.assembly.datasets import read_datasets
+    from titanlite.assembly.own_callbacks import load_callbacks
+    from titanlite.assembly.preflight import check_machine
     from titanlite.callbacks import Callback
-    from titanlite.parallel.dist_env import DistEnv
-    from titanlite.start.fit import check_config
-    from titanlite.start.own_callbacks import load_callbacks
-    from titanlite.start.preflight import check_machine
-    from titanlite.start.run_text import read_datasets
+    from titanlite.dist.dist_env import DistEnv
+    from titanlite.resolve.load import check_config
     from titanlite.trainer import Trainer
 
     class Counter(Callback):
@@ -99,11 +99,11 @@ def no_waiting() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from titanlite.assembly.build import rank_checks
     from titanlite.checkpoint import manager
+    from titanlite.dist import dist_env, rendezvous, run_store
     from titanlite.features.experts import exchange
-    from titanlite.guard import FiniteGuard
-    from titanlite.parallel import dist_env, rendezvous, run_store
-    from titanlite.start import rank_checks
+    from titanlite.optim.guard import FiniteGuard
 
     read = FiniteGuard._read
 

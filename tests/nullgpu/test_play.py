@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.nullgpu.counts import nobody_else, set_ranks
 from tests.nullgpu.play import no_waiting
 set_ranks(3, 8, Path(sys.argv[1]))
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 with nobody_else(), no_waiting(), DistEnv.open("cpu") as world:
     print(world.rank, world.size, world.build_mesh(dp_shard=4, tp=2).size(), flush=True)
     os._exit(0)

@@ -20,9 +20,9 @@ from tests.support.whole_runs import poisoned_run as run_poisoned
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local import local
 from titanlite.optim.in_backward import StepInBackward
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.local import local
 
 RUN = Run(*batches(3, 8, 16, 192), [3e-3] * 3)
 GROUPS = Optimizer(

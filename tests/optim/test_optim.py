@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.cli.aws_fsdp import migrate_arguments
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
 from titanlite.optim.optimizer import build_optimizer, divides_gradients, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
-from titanlite.start.derive import derive
-from titanlite.tools.commands.aws_fsdp import migrate_arguments
+from titanlite.run.derive import derive
 
 
 def schedule_of(**numbers: Any) -> Schedule:

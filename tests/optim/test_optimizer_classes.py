@@ -17,7 +17,7 @@ from titanlite.config.extensions import load_functions
 from titanlite.config.load import load
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.optim.optimizer import build_optimizer, gated_step
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 CPU = torch.device("cpu")
 OWN = '''

@@ -17,16 +17,16 @@ from tests.support.checkpoints import assert_equal, two_and_two
 from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, train
 from tests.support.pool import Pools
+from titanlite.assembly.preflight import optimizer_problems
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_of, nearest_codes
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.state_bytes import state_bytes
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.preflight import optimizer_problems
 
 CPU = torch.device("cpu")
 PURE_BF16 = Training(dtype="bfloat16", mixed_precision_reduce="bfloat16")

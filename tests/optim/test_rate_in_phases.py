@@ -14,7 +14,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.data.course import Progress
 from titanlite.data.phases import Phases
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.start.fit import check_config, load_config
+from titanlite.resolve.load import check_config, load_config
 
 #: Steps of 10, 10, 20, 20, 20 and 20 tokens.
 RAMP = Phases([DataPhase(step=3, global_batch_size=2)], {}, 1, 10)

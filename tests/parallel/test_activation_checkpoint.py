@@ -19,14 +19,14 @@ from tests.support.harness import EVERY_2, FULL, MODES, NONE, OP, full_precision
 from tests.support.pool import Pools
 from tests.support.recompute import BLOCKS, CPU, FOUR, RUN, TOKENS, assert_equal, build, traced
 from tests.support.watch import GATHER, Operators, Watch, count_collectives
+from titanlite.assembly.model import _check_policy
 from titanlite.config.load import load
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.policy_check import check_policy
-from titanlite.start.fit import fitted
-from titanlite.start.model import _check_policy
+from titanlite.resolve.load import fitted
 
 
 @pytest.mark.slow_after(1)

@@ -31,11 +31,13 @@ from tests.support.pool import Pools
 from tests.support.processes import python
 from tests.support.steps import train_step
 from titanlite import exit_codes, main
+from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8
 from titanlite.data.loader import Batch
-from titanlite.guard import FiniteGuard
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.compile import (
     CACHE_VARIABLE,
     CompileWatch,
@@ -45,13 +47,11 @@ from titanlite.parallel.compile import (
     use_cache_folder,
     watch_compilation,
 )
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import load_config
-from titanlite.start.preflight import check_machine
+from titanlite.resolve.load import load_config
+from titanlite.run.config import RunConfig
 from titanlite.step import PlainRunner
-from titanlite.training.validation import validate
 from titanlite.utils import logger
+from titanlite.validation import validate
 
 
 class Counting:

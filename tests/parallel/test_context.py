@@ -16,13 +16,13 @@ from tests.support.harness import TINY
 from tests.support.pool import Pools
 from tests.support.watch import Watch
 from titanlite.data.loader import Batch
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.context.attention import ContextAttention, apply_cp
 from titanlite.features.context.loader import split_batch
 from titanlite.features.context.ranks import CPRank
 from titanlite.models import get_spec
 from titanlite.models.rope import Rope
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
 
 SPEC = get_spec("llama3")
 

@@ -22,10 +22,10 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from tests.support import processes
 from tests.support.pool import Pools, free_port
 from tests.support.processes import ROOT, python
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
-from titanlite.parallel.launch_env import LaunchEnv, read_launch_env
-from titanlite.parallel.process import KERNELS, TUNABLES, kernel_order
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv, patience, set_timeouts
+from titanlite.dist.launch_env import LaunchEnv, read_launch_env
+from titanlite.dist.process import KERNELS, TUNABLES, kernel_order
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -185,8 +185,8 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
 
 _LIMITS = """
 import json, os, resource
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import allow_files
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import allow_files
 soft, hard = 64, 5000
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 allow_files(512)
@@ -210,7 +210,7 @@ def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on
 
 _FAULTS = """
 import json, resource, torch
-from titanlite.parallel.process import keep_freed_memory
+from titanlite.dist.process import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -244,7 +244,7 @@ def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
 @pytest.mark.slow
 def test_an_environment_that_is_left_open_ends_quietly() -> None:
     program = """
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 import atexit, torch.distributed as dist
 atexit.register(lambda: print("group at the end:", dist.is_initialized()))
 print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
@@ -259,7 +259,7 @@ print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
 
 _OWN_LOOP = """
 import os, sys
-import titanlite.start.fingerprints
+import titanlite.assembly.fingerprints
 from titanlite import DistEnv, build, load_config
 
 def fail(*_):
@@ -267,7 +267,7 @@ def fail(*_):
 
 if os.environ["RANK"] == "1":
     # Before the checkpoints' process group is made.
-    titanlite.start.fingerprints.fingerprints = fail
+    titanlite.assembly.fingerprints.fingerprints = fail
 with DistEnv.open() as world:
     build(load_config("debug_model.toml", world.size, sys.argv[1:]), world)
 """

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support.allocated import peak_bytes
 from tests.support.compare import relative
 from tests.support.pool import Pools
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.training.regularized_loss import regularized
+from titanlite.regularized_loss import regularized
 
 IGNORE = -100
 ROWS = 3

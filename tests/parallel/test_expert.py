@@ -40,15 +40,15 @@ from tests.support.reference import Curve
 from tests.support.watch import Operations, Watch
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.experts.sharding import apply_ep, expert_mesh
 from titanlite.models import mixtral
 from titanlite.models.experts.layer import MoE
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import load_config, smallest_world
+from titanlite.resolve.load import load_config, smallest_world
+from titanlite.run.config import RunConfig
 
 #: Without the loss that balances experts: it depends on how sequences are cut into calls.
 SIZE = {
@@ -454,7 +454,7 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
 
 def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replace(mixtral.SPEC, whole_activations=True)
-    monkeypatch.setattr("titanlite.start.derive.get_spec", lambda _: whole)
+    monkeypatch.setattr("titanlite.run.derive.get_spec", lambda _: whole)
     with pytest.raises(ConfigError) as caught:
         config_of(4, **{EP: 2, TP: 2})
     (problem,) = caught.value.problems

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from titanlite.parallel import flight_recorder
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.flight_recorder import recording
+from titanlite.dist import flight_recorder
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.flight_recorder import recording
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
 ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"

@@ -40,6 +40,7 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.choice import choose_linears, converted_names, too_small
 from titanlite.features.float8.convert import apply_float8
 from titanlite.features.float8.gathered import ScalePrecompute
@@ -47,7 +48,6 @@ from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.own_linear import weights_replaced
 
 SPEC = get_spec("llama3")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
@@ -16,9 +17,8 @@ from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Size
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import load_config
-from titanlite.start.preflight import check_machine
+from titanlite.resolve.load import load_config
+from titanlite.run.config import RunConfig
 
 F8 = "--float8."
 ON = "--float8.enable_float8_linear"

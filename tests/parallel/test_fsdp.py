@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from tests.support.pool import Pools
 from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
-from titanlite.guard import FiniteGuard
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
 from titanlite.step import PlainRunner, TrainStep

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.pool import Pools
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.parallel.fsdp_private import (
     FSDPParam,
     ReduceScatter,

@@ -12,8 +12,8 @@ from torch import nn
 from tests.support.checkpoints import assert_equal
 from tests.support.harness import TINY, Degrees, Run, initial_weights
 from tests.support.pool import Pools
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import Init
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators
 
 RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * ROWS + 1))

@@ -27,13 +27,13 @@ from tests.support.pool import Pools
 from tests.support.watch import Watch
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.choice import choose_linears, converted_names
 from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.features.mx.convert import apply_mx
 from titanlite.models import get_spec
 from titanlite.models.linears import linears_of
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
 
 RECIPES = ("mxfp8", "mxfp8_floor")
 BLOCK = 32

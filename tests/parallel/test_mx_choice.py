@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from tests.support.mx_runs import MX
+from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
+from titanlite.dist import ParallelismError
 from titanlite.features import float8_of
 from titanlite.features.float8.choice import Float8Choice
 from titanlite.features.mx import package
 from titanlite.features.mx.convert import apply_mx
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
-from titanlite.parallel import ParallelismError
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import load_config
-from titanlite.start.preflight import check_machine
+from titanlite.resolve.load import load_config
+from titanlite.run.config import RunConfig
 
 LLAMA = get_spec("llama3")
 ON = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]

@@ -18,11 +18,11 @@ from tests.support.mx_runs import FLOOR, MX
 from tests.support.pool import Pools
 from tests.support.whole_runs import outcome_of
 from titanlite import exit_codes
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import resolve_args
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.parallel import ParallelismError, needs_torch
+from titanlite.dist import ParallelismError
+from titanlite.parallel import needs_torch
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

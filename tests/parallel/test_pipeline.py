@@ -26,6 +26,8 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from tests.support.reference import Curve
 from tests.support.watch import GATHER, REDUCE, Wire
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.pipeline.split import split_stages
 from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
@@ -33,8 +35,6 @@ from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters, flops_per_token, pipeline_costs
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Cost
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)

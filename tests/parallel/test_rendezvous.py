@@ -19,16 +19,16 @@ import torch.distributed as dist
 from tests.support.pool import free_port
 from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
-from titanlite.parallel import rendezvous
-from titanlite.parallel.launch_env import LaunchEnv
-from titanlite.parallel.rendezvous import (
+from titanlite.dist import rendezvous
+from titanlite.dist.launch_env import LaunchEnv
+from titanlite.dist.rendezvous import (
     RendezvousError,
     barrier,
     connect,
     report_failure,
     share_from_rank_0,
 )
-from titanlite.parallel.run_store import near_processes, register
+from titanlite.dist.run_store import near_processes, register
 from titanlite.runs.lock import RunLock
 
 HOST = socket.gethostname()
@@ -182,8 +182,8 @@ def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_text(tmp_path: P
 #: A rank that waits for the others, and says why it ends.
 WAITS = """
 import sys
-from titanlite.parallel.rendezvous import barrier, share_from_rank_0
-from titanlite.parallel.run_store import register
+from titanlite.dist.rendezvous import barrier, share_from_rank_0
+from titanlite.dist.run_store import register
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = register(rank, 3, ("127.0.0.1", port), is_master=rank == 0)
 print("up", flush=True)

@@ -15,13 +15,13 @@ from tests.support.compare import LABELS, TOKENS, WARM
 from tests.support.harness import Run, build_tiny, micro_batches, stepper
 from tests.support.pool import Pools
 from titanlite.config.sections import Compile
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.async_tp.memory import check_async
 from titanlite.loss import cross_entropy_sum
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors
-from titanlite.training.validation import validate
+from titanlite.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.support.harness import TINY
+from titanlite.dist import ParallelismError
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups, groups_by_class, groups_by_size
 
 SPEC = get_spec("llama3")

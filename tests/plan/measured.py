@@ -10,13 +10,13 @@ from typing import Any
 
 from tests.support.allocated import peak_bytes
 from tests.support.tiny import KEPT_TOKENS
-from titanlite.assembly import build
+from titanlite.assembly.build import build
+from titanlite.cli.plan.memory_meter import MemoryMeter
 from titanlite.data.loader import Batch, to_device
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config, load_config
-from titanlite.tools.plan.memory_meter import MemoryMeter
+from titanlite.resolve.load import check_config, load_config
+from titanlite.run.config import RunConfig
 
 _BASE = {
     "model.vocab_size": 2304,

@@ -8,7 +8,7 @@ import torch
 from tests.support.block_trace import trace_block
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.plan.memory import kept_activations, with_vocabulary
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 #: The trace takes all blocks for equal.
 DEEPSEEK = [

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.cli import main as cli
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
-from titanlite.start.fit import check_config
-from titanlite.tools import cli
+from titanlite.resolve.load import check_config
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 #: Page → examples in it.

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from titanlite.cli.main import main
 from titanlite.plan.goodput import best_interval, useful_share
-from titanlite.tools.cli import main
 
 MINUTE = 60.0
 HOUR = 3600.0

@@ -1,11 +1,11 @@
-"""Memory by formula, against peaks that `titanlite.tools.plan.trace` found."""
+"""Memory by formula, against peaks that `titanlite.cli.plan.trace` found."""
 
 import pytest
 
 from tests.plan.measured import config_of
+from titanlite.cli.plan.trace import trace
 from titanlite.plan.memory import NoFormula, estimate, worst_rank
-from titanlite.start.fit import check_config
-from titanlite.tools.plan.trace import trace
+from titanlite.resolve.load import check_config
 
 GIB = 2**30
 BLOCKS_6 = (

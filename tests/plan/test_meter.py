@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlite.tools.plan.memory_meter import MemoryMeter
+from titanlite.cli.plan.memory_meter import MemoryMeter
 
 KB = 1024
 

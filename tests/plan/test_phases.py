@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from titanlite import exit_codes
+from titanlite.cli import main as cli
 from titanlite.config.load import load_file
 from titanlite.plan.memory import estimate
-from titanlite.start.fit import fitted
-from titanlite.tools import cli
+from titanlite.resolve.load import fitted
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]
 SMALL = ["--training.batch_size=1", "--training.global_batch_size=8"]

@@ -20,8 +20,8 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan
 from titanlite.plan.text import verdict
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:
@@ -223,7 +223,7 @@ def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
 
 
 def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
-    from titanlite.tools.plan.trace import trace
+    from titanlite.cli.plan.trace import trace
 
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")

@@ -14,7 +14,7 @@ from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import CONTEXT, RESERVED_SHARDED, RESERVED_WHOLE, Reserved
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.plan.text import plan_text
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 from titanlite.utils import Style
 
 

@@ -16,11 +16,11 @@ from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite.callbacks import CallbackError, Callbacks
 from titanlite.data import DataError
+from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
 from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan import start_rows as rows_module
 from titanlite.plan.hardware import GPUS, cluster_of
 from titanlite.plan.memory import estimate
@@ -30,8 +30,8 @@ from titanlite.plan.remedies import remedies
 from titanlite.plan.runtime import memory_report
 from titanlite.plan.speed import predict
 from titanlite.plan.start_rows import start_rows
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(

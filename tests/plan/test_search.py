@@ -12,15 +12,15 @@ import pytest
 from benchmarks import plan_tables
 from tests.support.processes import ROOT
 from titanlite import exit_codes
+from titanlite.cli.main import main
+from titanlite.cli.plan.candidates import SearchResult
+from titanlite.cli.plan.search import LEAST_GAIN, MARGIN, search
+from titanlite.cli.plan.search_text import lines, overlay
 from titanlite.config.keys import sections
 from titanlite.plan.hardware import Cluster, find_gpu
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, make_plan
-from titanlite.start.fit import check_config
-from titanlite.tools.cli import main
-from titanlite.tools.plan.candidates import SearchResult
-from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, search
-from titanlite.tools.plan.search_text import lines, overlay
+from titanlite.resolve.load import check_config
 from titanlite.utils import Style
 
 CONFIGS = ROOT / "train_configs"
@@ -210,7 +210,7 @@ def test_the_command_writes_the_best_settings(
 
 @pytest.mark.slow
 def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
-    from titanlite.tools.plan.trace import trace
+    from titanlite.cli.plan.trace import trace
 
     found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
     best = found.ranked[0]

@@ -38,8 +38,8 @@ from titanlite.plan.rates import CONSTANTS
 from titanlite.plan.speed import Speed, predict
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import sharding, tensor_traffic
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 H100 = GPUS["h100-80g"]
 #: Every share of a peak is reached in whole.

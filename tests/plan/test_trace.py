@@ -12,13 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, planned
 from tests.support.pool import Pools
+from titanlite.cli.plan import trace as plan_trace
+from titanlite.cli.plan.trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
-from titanlite.tools.plan import trace as plan_trace
-from titanlite.tools.plan.trace import trace
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 #: Whole runs in a second each; the benchmark compares all.
 QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]

@@ -13,13 +13,13 @@ from tests.support.hf_compare import flags_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
+from titanlite.cli.plan.trace import trace
 from titanlite.data.loader import to_device
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import RankMemory
 from titanlite.plan.plan import make_plan
-from titanlite.start.fit import check_config
-from titanlite.tools.plan.trace import trace
+from titanlite.resolve.load import check_config
 
 SIZES = {"model__vocab_size": 2304, "training__seq_len": 128, "training__batch_size": 2}
 TP = {"training__tensor_parallel_degree": 2}

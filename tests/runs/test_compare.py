@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_folders import Start, change_start, training_row, write_metrics
+from titanlite.cli.comparison import compare, compare_json, read_runs, steady
+from titanlite.cli.main import main
+from titanlite.cli.pictures import COLORS, DARK_COLORS
+from titanlite.cli.run_figures import to_json
 from titanlite.runs.read import read_run
-from titanlite.tools.cli import main
-from titanlite.tools.commands.comparison import compare, compare_json, read_runs, steady
-from titanlite.tools.commands.run_figures import to_json
-from titanlite.tools.pictures import COLORS, DARK_COLORS
 
 
 @pytest.fixture

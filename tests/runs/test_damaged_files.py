@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.run_folders import Start, training_row, write_metrics
+from titanlite.cli.main import main
 from titanlite.config.toml import TOMLDecodeError, loads
-from titanlite.metrics.jsonl import MetricsLog
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
+from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import read_run
-from titanlite.tools.cli import main
 from titanlite.utils import parse_json
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -14,19 +14,19 @@ import pytest
 from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT, titanlite
 from titanlite import exit_codes
+from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
 from titanlite.checkpoint.pin import pinned
+from titanlite.cli.push.stage import locked
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.metrics.jsonl import MetricsLog
 from titanlite.metrics.trackers.tracker import TrackedRun, Tracker
+from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import Start, begin
-from titanlite.start.folders import lock_folders
-from titanlite.tools.push.stage import locked
 from titanlite.utils import LinkError, append_line, atomic_write, logger, new_file
 
 #: Files of runs with other settings than those of the golden one.
@@ -69,11 +69,11 @@ BY_NAME = Counter(
         "features/lora/peft.py": 2,
         "main.py": 2,
         "runs/lock.py": 6,
-        "start/rank_checks.py": 1,
-        "tools/commands/migrate.py": 1,
-        "tools/hub/convert.py": 1,
-        "tools/hub/torch_file.py": 1,
-        "tools/launch/launch.py": 2,
+        "assembly/rank_checks.py": 1,
+        "cli/migrate.py": 1,
+        "cli/hub/convert.py": 1,
+        "cli/hub/torch_file.py": 1,
+        "launch/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,
     }

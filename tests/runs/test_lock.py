@@ -23,12 +23,15 @@ from tests.support.pool import Pools
 from tests.support.processes import environment
 from tests.support.words import listening
 from titanlite import exit_codes
+from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,
@@ -40,9 +43,6 @@ from titanlite.runs.lock import (
     RunLock,
     last_sign_of_life,
 )
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_config
-from titanlite.start.folders import lock_folders
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"

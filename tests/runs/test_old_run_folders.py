@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.ranks import train
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools.cli import main
+from titanlite.cli.main import main
+from titanlite.runs.jsonl import read_metrics
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.

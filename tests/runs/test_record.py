@@ -16,13 +16,13 @@ from tests.support.run_folders import Start, training_row, write_metrics
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.cli.main import main
 from titanlite.config.load import load_file
+from titanlite.resolve.load import check_config
 from titanlite.runs import ATTEMPTS, logs, provenance
 from titanlite.runs.attempts import read_attempts, read_entries
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import CONFIG
-from titanlite.start.fit import check_config
-from titanlite.tools.cli import main
 from titanlite.utils import logger
 
 

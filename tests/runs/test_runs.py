@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_folders import Start, change_start, training_row, write_metrics
+from titanlite.cli.main import main
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import find_runs, read_run
-from titanlite.tools.cli import main
 
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -18,8 +18,8 @@ if __name__ == "__main__":  # the folder of a script is the first to look in, no
 from tests.support.commands import commands
 from tests.support.processes import ROOT
 from titanlite import exit_codes
-from titanlite.tools.cli import main
-from titanlite.tools.command_table import make_parser
+from titanlite.cli.command_table import make_parser
+from titanlite.cli.main import main
 
 DOCS = ROOT / "docs"
 ROWS = {
@@ -116,7 +116,7 @@ def test_every_command_that_the_docs_name_is_there() -> None:
             assert name in known, f"{page.name}: titanlite {name}"
 
 
-#: They need torch or a package, or take no file; tests/tools/test_cli.py has them.
+#: They need torch or a package, or take no file; tests/cli/test_cli.py has them.
 ELSEWHERE = {"checkpoint convert", "eval", "export", "import", "completion", "help"}
 
 

@@ -19,7 +19,7 @@ import benchmarks.gpu_ladder as gpu_ladder
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench
 from tests.support.processes import ROOT
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
 
 ABOUT = {
     "device": "NVIDIA H200",
@@ -46,7 +46,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.tools.commands.benchmark_levels import LEVELS
+    from titanlite.cli.benchmark_levels import LEVELS
 
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 

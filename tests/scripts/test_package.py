@@ -18,10 +18,10 @@ import titanlite
 assert len(set(sys.modules) - before) < 30
 from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
-import titanlite.tools.cli
-import titanlite.tools.commands.runs, titanlite.tools.commands.compare_page
-import titanlite.tools.commands.plots
-from titanlite.start.fit import check_config
+import titanlite.cli.main
+import titanlite.cli.runs, titanlite.cli.compare_page
+import titanlite.cli.plots
+from titanlite.resolve.load import check_config
 titanlite.models.resolve_args("llama3", "8B")
 check_config(["--job.config_file=debug_model.toml"], 2, training=False)
 heavy = {"torch", "numpy", "rich", "tomlkit", "fsspec", "matplotlib", "filelock"}
@@ -75,7 +75,7 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     assert (installed / "titanlite" / "py.typed").is_file()
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
     assert [(e.name, e.value) for e in distribution.entry_points] == [
-        ("titanlite", "titanlite.tools.cli:main")
+        ("titanlite", "titanlite.cli.main:main")
     ]
 
 

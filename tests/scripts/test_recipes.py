@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT, environment
-from titanlite.tools.cli import main, split_flags
-from titanlite.tools.command_table import make_parser
+from titanlite.cli.command_table import make_parser
+from titanlite.cli.main import main, split_flags
 
 PAGES = ROOT / "docs" / "recipes"
 NAMES = sorted(page.stem for page in PAGES.glob("*.md"))

@@ -18,9 +18,9 @@ from tests.scripts.test_recipes import Done, follow, lay_out, read_recipe, refus
 from tests.support.hub_uploads import Uploads
 from tests.support.processes import ROOT
 from tests.support.pushes import leaks, make_hub, uploads_of, variables
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools.commands.loading import add_arguments, load_model
-from titanlite.tools.parser import Parser
+from titanlite.cli.loading import add_arguments, load_model
+from titanlite.cli.parser import Parser
+from titanlite.runs.jsonl import read_metrics
 from titanlite.utils import read_lines
 
 QUIZ = ROOT / "examples" / "continuations.jsonl"

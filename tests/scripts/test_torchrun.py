@@ -257,7 +257,7 @@ LATE = """
 import sys, time
 import torch.distributed.elastic.utils.store as store
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from titanlite.parallel import agents
+from titanlite.dist import agents
 agents.GOOD_SECONDS = agents.BAD_SECONDS = 300.0
 Handler = dynamic_rendezvous.DynamicRendezvousHandler
 from titanlite.torchrun import main
@@ -327,8 +327,8 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(
 MEETS = """
 import os, signal, sys, time
 from titanlite.exit_codes import GUARD, LOST_PEER, end_process
-from titanlite.parallel.rendezvous import barrier
-from titanlite.parallel.run_store import register
+from titanlite.dist.rendezvous import barrier
+from titanlite.dist.run_store import register
 rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
 store = register(rank, size, (os.environ["MASTER_ADDR"], port), limit=20)
 barrier(store, rank, size, patience=20, limit=20)
@@ -433,7 +433,7 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
 #: A worker that says that it was asked to stop, and its launcher.
 WORKER = """
 import os, signal, time
-from titanlite.start.signals import end_with_parent
+from titanlite.dist.signals import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
 end_with_parent(signal.SIGTERM)
 os.write(1, b"ready")
@@ -458,7 +458,7 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
 
 def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
     late = (
-        "from titanlite.start.signals import end_with_parent; end_with_parent(9, 2**22 + 1); "
+        "from titanlite.dist.signals import end_with_parent; end_with_parent(9, 2**22 + 1); "
         "print('goes on')"
     )
     assert python("-c", late).returncode == -9
@@ -478,7 +478,7 @@ while True:
 #: Stops as a rank does that has the terminal to itself.
 RANK = """
 import time
-from titanlite.start.signals import StopSignal
+from titanlite.dist.signals import StopSignal
 with StopSignal() as stop:
     print("working", flush=True)
     while not stop.requested:

@@ -17,10 +17,10 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
+from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.sections import Checkpoint
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.gathered import ScalePrecompute
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.hub.tensors import Contents, compare
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)

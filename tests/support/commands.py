@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.commands.checkpoint_folders import checkpoint_of
-from titanlite.tools.commands.eval_text import config_of, evaluate, read_texts
-from titanlite.training.validation import ValidationResult
+from titanlite.cli.checkpoint_folders import checkpoint_of
+from titanlite.cli.eval_text import config_of, evaluate, read_texts
+from titanlite.dist.dist_env import DistEnv
+from titanlite.validation import ValidationResult
 
 
 def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:

@@ -118,7 +118,9 @@ def inject(fault: Fault) -> None:
     elif fault.event == "step":
         before_steps(look)
     elif fault.event == "build":
-        call_before(importlib.import_module("titanlite.start.rank_checks"), "check_ranks", _run_out)
+        call_before(
+            importlib.import_module("titanlite.assembly.rank_checks"), "check_ranks", _run_out
+        )
     elif fault.event == "validation":
         call_before(ValidationLoader, "__iter__", count)
     else:

@@ -17,9 +17,9 @@ from tests.support.harness import TINY, Run, build_tiny, changed, micro_batches,
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.error import Float8Error, measure_float8_error
 from titanlite.features.float8.gathered import ScalePrecompute
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

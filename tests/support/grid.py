@@ -26,8 +26,8 @@ from tests.support.compare import (
 )
 from tests.support.harness import Degrees, Run
 from titanlite.parallel.schedules import SCHEDULES
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import load_config
+from titanlite.resolve.load import load_config
+from titanlite.run.config import RunConfig
 
 #: Two blocks of grouped queries, as small as four ranks can share.
 MODEL = {

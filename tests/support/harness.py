@@ -18,19 +18,19 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.reference import Curve
 from tests.support.steps import train_step
+from titanlite.assembly.loaders import data_parallel_rank
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.gathered import ScalePrecompute, plain
 from titanlite.features.pipeline.runner import Pipeline
 from titanlite.features.pipeline.stages import PipelineModel
-from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.models import LlamaArgs, get_spec
+from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.start.loaders import data_parallel_rank
 from titanlite.step import ReplicationFactors, StepResult
 
 TINY = LlamaArgs(

@@ -16,7 +16,7 @@ from tests.support.texts import LLAMA3
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 
 def bundled_as_json() -> tokenizers.Tokenizer:

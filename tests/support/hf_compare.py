@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.hf import TOML
 from titanlite import load_config
+from titanlite.assembly.loaders import data_parallel_rank
+from titanlite.assembly.model import build_model
 from titanlite.data.loader import Batch
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models import Init
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import fill_part
-from titanlite.start.loaders import data_parallel_rank
-from titanlite.start.model import build_model
 
 VOCABULARY = 192
 ROWS = 4

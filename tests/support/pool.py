@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import start_fork_server
-from titanlite.start.signals import end_with_parent
+from titanlite.dist.signals import end_with_parent
 
 #: Seconds of one wait for answers.
 _WAIT = 1.0
@@ -90,7 +90,7 @@ def _serve(
     import torch.distributed.device_mesh
 
     from tests.support.process_state import ProcessState
-    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.dist.dist_env import DistEnv
 
     # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a
     # hundred times a second.

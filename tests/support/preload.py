@@ -26,9 +26,9 @@ MODULES = (
     "titanlite.plan.start_rows",
     "titanlite.runs.lock",
     "titanlite.runs.logs",
-    "titanlite.start.rank_checks",
-    "titanlite.start.saves",
-    "titanlite.training.verify_resume",
+    "titanlite.assembly.rank_checks",
+    "titanlite.assembly.saves",
+    "titanlite.checkpoint.verify_resume",
 )
 
 _set_preload = forkserver.set_forkserver_preload

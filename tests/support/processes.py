@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.ranks import start_fork_server
-from titanlite.tools import cli
+from titanlite.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Words for Python that start a script on two ranks.

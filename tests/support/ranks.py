@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tests.support.faults import NO_FAULT, Fault, inject
-from titanlite.start.signals import end_with_parent
-from titanlite.tools.processes import search_path
+from titanlite.cli.processes import search_path
+from titanlite.dist.signals import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -48,7 +48,7 @@ def start_fork_server() -> None:
     os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path())
     try:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["titanlite.assembly", "titanlite.trainer", __name__])
+        server.set_forkserver_preload(["titanlite.assembly.build", "titanlite.trainer", __name__])
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -61,7 +61,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     As a context manager it kills all ranks at its end.
 
     arguments: of `train.py`. console: file to which the output of all ranks is appended. main:
-    module with the function `main` to call, such as "titanlite.tools.cli" for a command of
+    module with the function `main` to call, such as "titanlite.cli.main" for a command of
     `titanlite`.
     """
 

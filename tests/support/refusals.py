@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 
 def refusals(flags: Sequence[str], ranks: int = 1) -> Sequence[Problem]:

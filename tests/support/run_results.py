@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import check
-from titanlite.metrics.jsonl import read_metrics
+from titanlite.runs.jsonl import read_metrics
 
 
 def differing(left: Path, right: Path) -> list[str]:
     """Return the tensors of two checkpoints that are not equal bit for bit."""
     # It imports torch.
-    from titanlite.tools.hub.tensors import Contents, compare
+    from titanlite.cli.hub.tensors import Contents, compare
 
     found = compare(Contents(left), Contents(right))
     return [one.name for one in found if one.elements or one.left != one.right]

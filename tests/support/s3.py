@@ -17,7 +17,7 @@ from tests.support.pool import RankPool
 from titanlite.checkpoint.paths import AnyPath, StorePath, _filesystem
 
 if TYPE_CHECKING:
-    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.dist.dist_env import DistEnv
 
 
 @dataclass(frozen=True)

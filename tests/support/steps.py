@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.assembly import build
+from titanlite.assembly.build import build
 from titanlite.data.loader import Batch
-from titanlite.guard import FiniteGuard
+from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
+from titanlite.optim.guard import FiniteGuard
+from titanlite.resolve.load import load_config
+from titanlite.runs.jsonl import read_metrics
 from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
 from titanlite.trainer import Trainer
 

@@ -27,7 +27,7 @@ def main() -> NoReturn:
     from titanlite import trainer
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.step import TrainStep
-    from titanlite.training.validation import ValidationSet
+    from titanlite.validation import ValidationSet
 
     (folder,) = (
         word.partition("=")[2] for word in sys.argv if word.startswith("--job.dump_folder=")

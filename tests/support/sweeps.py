@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny import size
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools.members import Member
+from titanlite.contrib.lab.members import Member
+from titanlite.runs.jsonl import read_metrics
 
 CALLBACKS = Path(__file__).with_name("slow_steps.py")
 STEPS = 8

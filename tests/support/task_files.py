@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_run
+from titanlite.cli.main import main as command
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.tasks.run import TaskRun
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.cli import main as command
 from titanlite.trainer import Trainer
 
 TEXTS = ["The first of all", "Some words that go on " * 12, "Naïve – 日本", "a b c"]

@@ -13,17 +13,17 @@ from tests.support.harness import W2
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
 from titanlite import exit_codes
-from titanlite.assembly import build
+from titanlite.assembly.build import build
+from titanlite.assembly.datasets import read_datasets
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
 from titanlite.data.rows import Rows
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import fitted
-from titanlite.start.run_text import read_datasets
-from titanlite.start.signals import StopRequested
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import StopRequested
+from titanlite.optim.bad_steps import BadStepError
+from titanlite.resolve.load import fitted
+from titanlite.runs.jsonl import read_metrics
 from titanlite.trainer import Trainer
-from titanlite.training.bad_steps import BadStepError
 
 
 def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:

@@ -18,17 +18,17 @@ from tests.support.processes import python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from titanlite import exit_codes
+from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.resolve import resolve
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import StopRequested
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.runs.attempts import read_entries
-from titanlite.start.own_callbacks import load_callbacks
-from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
-from titanlite.training.bad_steps import BadStepError
 
 FLAGS = [
     "--training.steps=4",

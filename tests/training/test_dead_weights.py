@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback, Callbacks, RunEnd
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
+from titanlite.metrics import dead_weights
 from titanlite.trainer import Trainer
-from titanlite.training import dead_weights
 from titanlite.utils import logger
 
 LOST = "layers.0.feed_forward.w1.weight"

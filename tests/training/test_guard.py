@@ -15,12 +15,12 @@ import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
-from titanlite.guard import FiniteGuard
+from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.guard import FiniteGuard
+from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.training.bad_steps import BadStepError
-from titanlite.training.nonfinite import find_nonfinite
 
 CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)

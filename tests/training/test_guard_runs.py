@@ -28,17 +28,17 @@ from tests.support.whole_runs import (
     scalars,
 )
 from titanlite import exit_codes
+from titanlite.assembly.datasets import read_datasets
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
+from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.sections import Checkpoint
+from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.optim.bad_steps import WeightsError
+from titanlite.resolve.load import load_config
 from titanlite.runs.attempts import read_entries
-from titanlite.start.fit import load_config
-from titanlite.start.run_text import read_datasets
-from titanlite.tools.hub.tensors import Contents, compare
-from titanlite.training.bad_steps import WeightsError
 
 NAN = float("nan")
 

@@ -14,9 +14,9 @@ from tests.support.golden_run import GoldenRun
 from tests.support.harness import Run, batches, full, stepper
 from tests.support.pool import Pools
 from tests.support.whole_runs import scalars
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.optim.gradients import layer_of, square_norms
-from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)

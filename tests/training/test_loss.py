@@ -22,12 +22,12 @@ from tests.support.harness import TINY, Run, full_precision, stepper, train, tra
 from tests.support.pool import Pools
 from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
 from titanlite.config.sections import Compile
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum
 from titanlite.models.layers import Llama
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.training.regularized_loss import objective_of, regularized
+from titanlite.regularized_loss import objective_of, regularized
 
 IGNORE = -100
 BATCH = 4

@@ -13,7 +13,7 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 FLAGS = [
     *TWO_LAYERS,

@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 
 from tests.support.train_runs import TINY, flags, global_batches, rows, saved, train, unequal
+from titanlite.assembly.datasets import read_datasets
+from titanlite.assembly.resize import Resizer
+from titanlite.cli import main as cli
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.hashes import add_hashes
 from titanlite.data.phases import Phases
+from titanlite.dist import dist_env
 from titanlite.features import moe_layers_of
+from titanlite.metrics import run_callbacks
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.parallel import dist_env
-from titanlite.start.fit import load_config
-from titanlite.start.resize import Resizer
-from titanlite.start.run_text import read_datasets
-from titanlite.tools import cli
-from titanlite.training import run_callbacks
+from titanlite.resolve.load import load_config
 from titanlite.utils import read_lines
 
 #: Sequences of each of eight steps, and tokens of one.

@@ -14,7 +14,7 @@ from tests.support.steps import train_rows
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.watch import Calls, Operations
 from titanlite.callbacks import Callback
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 FLAGS = [

@@ -12,7 +12,7 @@ from tests.support.grid import DEEPSEEK
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback, Callbacks
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 SHORT = ("--training.steps=1", "--no-validation.enable", "--no-checkpoint.enable_checkpoint")

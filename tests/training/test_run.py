@@ -23,9 +23,9 @@ from titanlite import build, exit_codes, load_config
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
+from titanlite.runs.jsonl import read_metrics
 from titanlite.runs.read import read_run
 
 #: The flags with which a resumed `golden` run trains as it did.

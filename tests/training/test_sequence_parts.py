@@ -14,7 +14,7 @@ from tests.support.whole_runs import make_trainer
 from titanlite.data.loader import Batch
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequence_parts import SequenceParts
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 FLAGS = [
     "--validation.enable",

@@ -13,6 +13,9 @@ import pytest
 from torch import nn
 
 from tests.support.golden_run import GoldenRun
+from titanlite.assembly.build import report_rows as report
+from titanlite.assembly.build import start_report as opening
+from titanlite.assembly.report_rows import Setup
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
@@ -30,9 +33,7 @@ from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
-from titanlite.start import opening, report
-from titanlite.start.derive import MeshSizes
-from titanlite.start.report import Setup
+from titanlite.run.config import MeshSizes
 
 CPU = "CPU (some model)"
 H100 = "NVIDIA H100"

@@ -21,8 +21,8 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from tests.support.watch import GATHER, REDUCE, SUM, count_collectives
 from titanlite.config.sections import Training
+from titanlite.dist.dist_env import DistEnv
 from titanlite.optim.gradients import square_norm
-from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 

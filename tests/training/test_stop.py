@@ -25,12 +25,12 @@ from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.cli.hub.tensors import Contents
+from titanlite.dist import signals
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import SIGNALS, StopRequested, StopSignal
 from titanlite.runs.attempts import read_entries
-from titanlite.start import signals
-from titanlite.start.signals import SIGNALS, StopRequested, StopSignal
-from titanlite.tools.hub.tensors import Contents
+from titanlite.runs.jsonl import read_metrics
 from titanlite.trainer import Trainer
 
 #: No save but for a signal, and at the end.
@@ -325,7 +325,7 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
 def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
     code = (
         "import os, signal, time\n"
-        "from titanlite.start.signals import StopSignal\n"
+        "from titanlite.dist.signals import StopSignal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with StopSignal():\n"
         "    try:\n"
@@ -343,7 +343,7 @@ def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path
 def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
     code = (
         "import os, signal, subprocess, sys, time\n"
-        "from titanlite.start.signals import StopSignal\n"
+        "from titanlite.dist.signals import StopSignal\n"
         "with StopSignal() as stop:\n"
         "    with stop.shield_children():\n"
         "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1); "

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.equal_start import train_titanlite
 from tests.support.pool import Pools
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
 
 GOLDEN = json.loads((Path(__file__).parent / "torchtitan_losses.json").read_text())
 #: Nats per token. When stored, the largest difference was 1e-6: one rounding of a float32 of that

@@ -13,16 +13,16 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.texts import make_corpus, write_texts
 from tests.support.whole_runs import make_trainer, outcome_of, train_run
+from titanlite import validation
+from titanlite.assembly.datasets import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.fit import load_config
-from titanlite.start.run_text import read_held_out
-from titanlite.training import validation
-from titanlite.training.validation import HeldOutLoss, ValidationResult
+from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import load_config
+from titanlite.validation import HeldOutLoss, ValidationResult
 
 #: A full pass over each text.
 FULL = ["--validation.enable", "--validation.steps=-1", "--validation.batch_size=2"]

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, in_words, new_group
-from titanlite.parallel.dist_env import gather_objects
-from titanlite.parallel.local import plain_local
-from titanlite.training.bad_steps import WeightsError
+from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.local import plain_local
+from titanlite.optim.bad_steps import WeightsError
 from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.

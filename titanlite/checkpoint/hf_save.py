@@ -32,9 +32,9 @@ from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
 from titanlite.checkpoint.safetensors_header import header
 from titanlite.checkpoint.weights import total_bytes
+from titanlite.dist.dist_env import gather_objects
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel.dist_env import gather_objects
 from titanlite.utils import note_progress, sync
 
 #: Bytes of tensors in one file, unless one tensor is larger.

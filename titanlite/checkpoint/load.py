@@ -32,9 +32,9 @@ from titanlite.checkpoint.storage import (
     share,
     verify_files,
 )
+from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.training.nonfinite import find_nonfinite
+from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.utils import counted
 
 if TYPE_CHECKING:

@@ -51,11 +51,11 @@ from titanlite.checkpoint.storage import (
     rng_state,
     verify_files,
 )
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.bad_steps import WeightsError
+from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
-from titanlite.training.bad_steps import WeightsError
-from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

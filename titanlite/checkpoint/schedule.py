@@ -20,7 +20,7 @@ from titanlite.checkpoint.paths import to_path
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
-    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.dist.dist_env import DistEnv
     from titanlite.trainer import Trainer
 
 #: How often in an interval rank 0 tells the others the time.

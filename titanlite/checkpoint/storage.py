@@ -47,7 +47,7 @@ from titanlite.checkpoint.manifest import (
     progress,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
+from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
 from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger, note_progress
 

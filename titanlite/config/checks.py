@@ -2,7 +2,7 @@
 are missing.
 
 The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the
-model (`titanlite.start.fit`). No torch here.
+model (`titanlite.resolve.load`). No torch here.
 """
 
 from __future__ import annotations

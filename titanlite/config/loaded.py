@@ -46,8 +46,8 @@ class LoadedConfig:
     #: Values with environment variables as they were written, by key, for machines that replace
     #: them themselves.
     deferred: Mapping[str, Any] = field(default_factory=dict)
-    #: Values out of a foreign file that run code when they are used; `titanlite.start.fit` asks for
-    #: leave.
+    #: Values out of a foreign file that run code when they are used; `titanlite.resolve.load`
+    #: asks for leave.
     claims: tuple[Claim, ...] = ()
     #: Who wrote the file of the claims.
     origin: Origin = Origin.OWN

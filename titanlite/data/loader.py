@@ -19,7 +19,7 @@ from titanlite.data.course import Course, StepSize
 from titanlite.data.rows import Row, Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.data.state import check_loader
-from titanlite.parallel.dist_env import gather_objects
+from titanlite.dist.dist_env import gather_objects
 from titanlite.utils import counted
 
 

@@ -8,7 +8,7 @@
         float8.convert(model, linears)
 
 A feature that is off is None, and its folder is not imported. Rules that concern two features are
-in `titanlite.features.interactions`. The keys are in `titanlite.config.sections`.
+in `titanlite.run.interactions`. The keys are in `titanlite.config.sections`.
 """
 
 from __future__ import annotations

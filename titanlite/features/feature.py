@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class Feature:

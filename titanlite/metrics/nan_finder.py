@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.local import local
 from titanlite.loss import LossFunction, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import local_gradients
-from titanlite.parallel.dist_env import gather_objects
-from titanlite.parallel.local import local
 from titanlite.step import PlainRunner
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.signals import grace_warning
 from titanlite.metrics.console import start_view
-from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import (
     Reading,
@@ -26,8 +27,7 @@ from titanlite.metrics.throughput import (
     read_memory,
     reset_peak,
 )
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.start.signals import grace_warning
+from titanlite.runs.jsonl import FILE, MetricsLog
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 

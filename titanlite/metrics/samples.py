@@ -12,9 +12,9 @@ from titanlite.callbacks import Callback
 from titanlite.config.errors import unfit
 from titanlite.config.run_sections import Sample
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.metrics.jsonl import MetricsLog
+from titanlite.models.generate import Sampling, generate
+from titanlite.runs.jsonl import MetricsLog
 from titanlite.step import do_nothing
-from titanlite.training.generate import Sampling, generate
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -44,12 +44,12 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
+from titanlite.dist.process import has_ended
+from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, table, verdict
-from titanlite.parallel.process import has_ended
-from titanlite.start.signals import StopRequested
-from titanlite.training.bad_steps import BadStepError
+from titanlite.optim.bad_steps import BadStepError
 from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.

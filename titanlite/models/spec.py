@@ -124,7 +124,7 @@ class ModelSpec:
     #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the
     #: vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    #: For `titanlite.features.interactions.compiles_halves`. Names of the parts of each block,
+    #: For `titanlite.run.interactions.compiles_halves`. Names of the parts of each block,
     #: each compiled as one.
     sublayer_names: Callable[[Any], list[str]] | None = None
     #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start
@@ -159,7 +159,7 @@ class ModelSpec:
     #: the kinds of `titanlite.parallel.tensor_whole`.
     whole_activations: bool = False
     #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
-    #: "": it can. Asked of the keys of `titanlite.start.misfits.refused_keys`.
+    #: "": it can. Asked of the keys of `titanlite.resolve.misfits.refused_keys`.
     why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
 
     def moe_layers(self, args: Any) -> dict[str, int]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from titanlite.dist.local import local
 from titanlite.optim.gated import GatedOptimizer
-from titanlite.parallel.local import local
 
 #: Keys of `[optimizer]` with the dtype of a state each.
 STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titanlite.dist.local import local
 from titanlite.optim.adamw import AnyPrecisionAdamW
-from titanlite.parallel.local import local
 
 #: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)

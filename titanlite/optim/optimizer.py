@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from titanlite.config.model_sections import Optimizer
+from titanlite.dist.local import local
 from titanlite.optim.groups import Scales, parameter_groups
-from titanlite.parallel.local import local
 from titanlite.utils import is_dotted
 
 

@@ -7,18 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from titanlite import exit_codes
+from titanlite.dist import ParallelismError
 
 if TYPE_CHECKING:
     from titanlite.models.spec import ModelSpec
-
-
-class ParallelismError(ValueError):
-    """A setting of this package does not fit the model, the machine or the ranks; the message says
-    why.
-    """
-
-    exit_code = exit_codes.CONFIG
 
 
 def needs_torch(version: str, what: str) -> None:

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import exit_codes
 from titanlite.config.errors import nearest
+from titanlite.dist import ParallelismError
 from titanlite.loss import LossFunction
-from titanlite.parallel import ParallelismError
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:

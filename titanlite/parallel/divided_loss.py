@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titanlite.data.rows import IGNORE
-from titanlite.training.regularized_loss import Objective
+from titanlite.regularized_loss import Objective
 
 
 def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective) -> Tensor:

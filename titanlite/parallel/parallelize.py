@@ -30,6 +30,7 @@ from titanlite.config.sections import (
     Mup,
     Training,
 )
+from titanlite.dist.local import parts_of
 from titanlite.features import (
     async_tp_of,
     context_of,
@@ -40,13 +41,12 @@ from titanlite.features import (
     mup_of,
     pipeline_of,
 )
-from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.spec import Init, ModelSpec
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
-from titanlite.parallel.local import parts_of
+from titanlite.run.interactions import compiles_halves
 
 if TYPE_CHECKING:
     from titanlite.features.experts import ExpertParallel
@@ -263,7 +263,7 @@ class ModelBuilder:
         z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
         if not z_loss and not smoothing:
             return cross_entropy_sum
-        from titanlite.training.regularized_loss import regularized
+        from titanlite.regularized_loss import regularized
 
         return regularized(z_loss, smoothing)
 

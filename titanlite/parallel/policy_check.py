@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 from titanlite.parallel.activation_checkpoint import kind_of
 
 

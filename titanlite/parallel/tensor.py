@@ -38,11 +38,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from titanlite.dist import ParallelismError
 from titanlite.loss import LossFunction
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.divided_loss import divided_cross_entropy
 from titanlite.parallel.own_linear import OwnLinear
-from titanlite.training.regularized_loss import objective_of
+from titanlite.regularized_loss import objective_of
 
 #: Dimension of the sequence in activations [batch, seq, …].
 _SEQUENCE = Shard(1)

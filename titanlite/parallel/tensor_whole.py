@@ -29,7 +29,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 from titanlite.parallel.own_linear import OwnLinear
 from titanlite.parallel.tensor import check_all_divided, shared_parameters, tie
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 
 FSDPGroup = tuple[str, ...]
 

@@ -1,1 +1,1 @@
-"""Needs of a run before it starts: memory, time, disk. The command is in `titanlite.tools.plan`."""
+"""Needs of a run before it starts: memory, time, disk. The command is in `titanlite.cli.plan`."""

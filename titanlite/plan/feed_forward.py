@@ -14,7 +14,7 @@ from titanlite.plan.lifetimes import Op
 if TYPE_CHECKING:
     from titanlite.plan.blocks import Shape
     from titanlite.plan.weights import Weight
-    from titanlite.start.derive import MeshSizes
+    from titanlite.run.config import MeshSizes
 
 
 @dataclass(frozen=True)

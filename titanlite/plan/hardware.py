@@ -16,7 +16,7 @@ from titanlite.plan.parts import GIB
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 @dataclass(frozen=True)

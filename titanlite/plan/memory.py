@@ -3,7 +3,7 @@
 No torch here. `StepEvents` lists when tensors begin and end, `replay` adds them up, and
 `lifetimes.measure` does the same inside of a module.
 
-FORMULAS.md derives each formula. `titanlite.tools.plan.trace` runs the real code instead.
+FORMULAS.md derives each formula. `titanlite.cli.plan.trace` runs the real code instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from titanlite.plan.loss_ops import Loss
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.plan.rank_sizes import RankSizes, block_memory
 from titanlite.plan.step_events import StepEvents
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 
 
 class NoFormula(ValueError):
-    """A model or setting without formulas; `titanlite.tools.plan.trace` can plan it."""
+    """A model or setting without formulas; `titanlite.cli.plan.trace` can plan it."""
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:

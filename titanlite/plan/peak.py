@@ -9,7 +9,7 @@ from titanlite.callbacks import SLOW_PHASES, Callback
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import GIB
 from titanlite.plan.start_rows import planned_word
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

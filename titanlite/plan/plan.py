@@ -26,7 +26,7 @@ from titanlite.plan.parts import (
 )
 from titanlite.plan.speed import Speed, predict
 from titanlite.plan.weights import Weight
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
 #: libraries.
@@ -244,7 +244,7 @@ def make_plan(
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
     rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place
-    of the formulas', as `titanlite.tools.plan.trace` measures it.
+    of the formulas', as `titanlite.cli.plan.trace` measures it.
 
     Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that
     does not exist.

@@ -17,7 +17,7 @@ from titanlite.plan.lifetimes import ModuleMemory, measure
 from titanlite.plan.loss_ops import Loss, head_ops
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.plan.weights import Weight, groups_of, position
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.features.experts import MoELayers

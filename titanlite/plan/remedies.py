@@ -15,8 +15,8 @@ from titanlite.config.toml import quote
 from titanlite.plan.hardware import Gpu, cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import needed_bytes
-from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_loaded
+from titanlite.resolve.load import check_loaded
+from titanlite.run.config import RunConfig
 
 #: Most remedies, and the least share of the peak that each saves.
 _MOST = 3

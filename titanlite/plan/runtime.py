@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
+from titanlite.dist.dist_env import ALLOCATOR
 from titanlite.exit_codes import memory_error_of
-from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.parts import PARTS, Moment, RankMemory, needed_bytes
 from titanlite.plan.peak import APART, APART_BYTES, OTHER_PHASES
 from titanlite.plan.process_memory import memory_figures, this_gpu
 from titanlite.plan.remedies import Remedy, remedies
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 from titanlite.utils import Table, human_bytes, render
 
 _SAVE = "Any of these saves memory, by the plan:"

@@ -20,7 +20,7 @@ from titanlite.plan.traffic import (
     sharding_traffic,
     tensor_traffic,
 )
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titanlite.plan.memory import KeptActivations, NoFormula, estimate, kept_activations
 from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 from titanlite.utils import human_bytes
 
 

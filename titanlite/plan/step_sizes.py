@@ -17,7 +17,7 @@ from titanlite.plan.other_products import OtherProducts, Sharded
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
 from titanlite.plan.rates import Constants, Rates
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 
 
 class StepSizes:

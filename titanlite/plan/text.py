@@ -12,7 +12,7 @@ from titanlite.metrics.terminal import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
 from titanlite.plan.plan import Disk, Leg, Plan, make_plan
-from titanlite.start.derive import RunConfig
+from titanlite.run.config import RunConfig
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
     from titanlite.plan.rank_sizes import RankSizes
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.links import read_own
 from titanlite.utils import parse_json, read_lines, tell
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.metrics.jsonl import FILE as METRICS
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
+from titanlite.runs.jsonl import FILE as METRICS
+from titanlite.runs.jsonl import read_metrics
 from titanlite.runs.links import read_own
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values

@@ -13,7 +13,7 @@ import yaml
 
 from tests.contrib.lab.test_sweep import HEAD
 from tests.support.processes import ROOT, environment, titanlite
-from titanlite.start.fit import check_config
+from titanlite.resolve.load import check_config
 
 PAGE = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
 RATES = '"optimizer.lr" = [0.0001, 0.0003, 0.001, 0.003, 0.01]\n'

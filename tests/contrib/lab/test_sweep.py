@@ -14,13 +14,13 @@ import pytest
 from tests.support.processes import ROOT, titanlite
 from tests.support.sweeps import CALLBACKS, STEPS, attempts, rows
 from titanlite import exit_codes
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read
+from titanlite.contrib.lab.members import MemberResult
 from titanlite.contrib.lab.picture import Row, picture
 from titanlite.contrib.lab.sweep import labelled, members_of, points_of, report
 from titanlite.runs.lock import RunLock
-from titanlite.tools.cli import main
-from titanlite.tools.members import MemberResult
 
 HEAD = f"""
 [job]

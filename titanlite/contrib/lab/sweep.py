@@ -22,24 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
+from titanlite.cli import at_least, refuse_keys
+from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.processes import Stopped
+from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
 from titanlite.config.entries import Entry
 from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import join, quote, quote_key
-from titanlite.contrib.lab.picture import Row, Values, picture, shown
-from titanlite.runs.record import CONFIG
-from titanlite.tools import at_least, refuse_keys
-from titanlite.tools.commands.run_figures import to_json
-from titanlite.tools.members import (
+from titanlite.contrib.lab.members import (
     Member,
     MemberError,
     MemberResult,
     check_members,
     run_members,
 )
-from titanlite.tools.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.tools.processes import Stopped
+from titanlite.contrib.lab.picture import Row, Values, picture, shown
+from titanlite.runs.record import CONFIG
 from titanlite.utils import (
     Table,
     atomic_write,

@@ -6,8 +6,8 @@
     figures.py      share and loss of each source, a callback; the loss that keeps those of rows
 
 1. The text of a run is opened: `titanlite.data.text` calls `open_mixture`.
-2. The model is built: `titanlite.start.model` gives the loss to `RowLosses`.
-3. Callbacks are made: `titanlite.start.callbacks` adds `SourceFigures`.
+2. The model is built: `titanlite.assembly.model` gives the loss to `RowLosses`.
+3. Callbacks are made: `titanlite.assembly.callbacks` adds `SourceFigures`.
 
 All else asks the rows of a run: those of a single text answer in `titanlite.data.rows`. A run
 without `[[data.source]]` imports nothing of this. The keys are `DataSource` and `DataPhase` in

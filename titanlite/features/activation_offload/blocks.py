@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.dist.local import plain_local
 from titanlite.features.activation_offload.host_memory import HostMemory, OffloadedTensor
-from titanlite.parallel.local import plain_local
 
 #: Smaller tensors stay: a copy of any size costs some microseconds.
 LEAST_BYTES = 1 << 16

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, broken_rules, contains
+from titanlite.dist import ParallelismError
 from titanlite.features.feature import Feature
-from titanlite.parallel import ParallelismError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 KEY = "experimental.enable_async_tensor_parallel"
@@ -55,8 +55,8 @@ class AsyncTensorParallel(Feature):
             return
         import torch
 
+        from titanlite.dist.launch_env import this_rank
         from titanlite.features.async_tp.memory import check_async
-        from titanlite.parallel.launch_env import this_rank
 
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 
 
 def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titanlite.plan.blocks import Shape
     from titanlite.plan.lifetimes import Op
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 class ContextParallel(Feature):
@@ -62,7 +62,7 @@ class ContextParallel(Feature):
 
         return CPRank.of(mesh).part(tensor, dim)
 
-    # The text: `titanlite.start.loaders` calls this
+    # The text: `titanlite.assembly.loaders` calls this
 
     def loader(self, whole: Any, mesh: DeviceMesh) -> CPLoader:
         """Return a loader of this rank's part of the batches of a training or validation loader."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titanlite.dist import ParallelismError
 from titanlite.features.context.ranks import CPRank
 from titanlite.models.attention import attend, band, document_positions
-from titanlite.parallel import ParallelismError
 
 #: Name of the module in each block that a model lets be replaced.
 _REPLACED = "inner_attention"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.
 _all_gather: Any = (

@@ -7,9 +7,9 @@ The key is `optimizer.ema_decay`. `validation.ema` and `checkpoint.export_ema` n
 hold where it is off, so `titanlite.config.checks` has them. average.py needs torch and is imported
 where it is used.
 
-What `begin` returns is handed on: `titanlite.start.callbacks` lets it follow the weights,
-`titanlite.start.loaders` applies it while held-out texts are measured, and `titanlite.checkpoint`
-saves and loads its tensors.
+What `begin` returns is handed on: `titanlite.assembly.callbacks` lets it follow the weights,
+`titanlite.assembly.loaders` applies it while held-out texts are measured, and
+`titanlite.checkpoint` saves and loads its tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WeightAveraging(Feature):
     def __init__(self, decay: float) -> None:
         self.decay = decay
 
-    # The model: `titanlite.assembly` and `titanlite eval` call it
+    # The model: `titanlite.assembly.build` and `titanlite eval` call it
 
     def begin(self, model: nn.Module) -> WeightAverage:
         """Return averages that begin with the weights of a model, as a callback."""

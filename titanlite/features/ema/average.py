@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
+from titanlite.dist.local import local, parts_of
 from titanlite.features.ema.names import average_of
 from titanlite.parallel.fsdp import free_gathered
-from titanlite.parallel.local import local, parts_of
 from titanlite.parallel.own_linear import weights_replaced
 
 if TYPE_CHECKING:

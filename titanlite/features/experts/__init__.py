@@ -14,10 +14,10 @@ The layers as modules, their arguments and names are in `titanlite.models.expert
 files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
 that need torch are imported where they are used.
 
-Elsewhere are rules about two features (`titanlite.features.interactions`, `titanlite.features.mup`)
+Elsewhere are rules about two features (`titanlite.run.interactions`, `titanlite.features.mup`)
 and tables that name experts among others: the operators of
 `titanlite.parallel.activation_checkpoint`, the biases that `titanlite.checkpoint.loaded` never
-rounds, the degrees of `titanlite.start.derive`.
+rounds, the degrees of `titanlite.run.derive`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, divisors
+from titanlite.dist import ParallelismError
 from titanlite.features.experts import checks
 from titanlite.features.feature import Feature
-from titanlite.parallel import ParallelismError
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from titanlite.models.spec import ModelSpec
     from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MoELayers:
         """Find what does not fit, whether ranks share experts or not."""
         return checks.reshard_misfits(run, self.experts)
 
-    # The model: `titanlite.start.model` calls this, and `titanlite.start.resize`
+    # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.resize`
 
     def set_step_tokens(self, model: nn.Module, tokens: int) -> None:
         """Tell each layer the tokens of a step, by which the losses of routers are divided."""

@@ -10,7 +10,7 @@ from titanlite.config.rules import Finding, divisors
 from titanlite.features.experts.ranks import expert_shards, in_words, most_ranks
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 DEGREE = "parallelism.expert_parallel_degree"
 _TP = "training.tensor_parallel_degree"

@@ -20,7 +20,7 @@ from titanlite.plan.weights import Weight
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
     from titanlite.plan.blocks import Shape
-    from titanlite.start.derive import MeshSizes, RunConfig
+    from titanlite.run.config import MeshSizes, RunConfig
 
 
 @dataclass(frozen=True)

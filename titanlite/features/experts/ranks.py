@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import MeshSizes
+    from titanlite.run.config import MeshSizes
 
 
 def most_ranks(mesh: MeshSizes) -> int:

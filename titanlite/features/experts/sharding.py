@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titanlite.dist import ParallelismError
+from titanlite.dist.dist_env import MESH_DIMS
 from titanlite.features.experts.exchange import Exchange
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import MESH_DIMS
 from titanlite.parallel.meshes import fsdp_mesh
 
 #: The dimension of the mesh whose ranks share the experts.

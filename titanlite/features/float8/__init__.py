@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class Float8Feature(Feature):

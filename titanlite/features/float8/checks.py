@@ -12,14 +12,14 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, contains, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
+from titanlite.dist import ParallelismError
 from titanlite.features.float8.choice import Float8Choice, name_filters
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ShapeError
-from titanlite.parallel import ParallelismError
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 ENABLE = "float8.enable_float8_linear"
 FILTERS = "float8.filter_fqns"
@@ -154,7 +154,7 @@ def wide_filters(run: RunConfig) -> Iterator[str]:
     try:
         spec = run.spec
         names = "\n".join(spec.linears(run.model_args(1)) if spec.linears else ())
-    except ShapeError:  # `titanlite.start.fit.misfits` reports it
+    except ShapeError:  # `titanlite.resolve.load.misfits` reports it
         return
     for part in parts:
         others = re.findall(rf"^.*?{re.escape(part)}\d+", names, re.MULTILINE)

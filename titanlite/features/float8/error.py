@@ -13,8 +13,8 @@ from torch import nn
 from titanlite.callbacks import Callback
 from titanlite.features.float8.exact import high_precision, uncompiled
 from titanlite.step import ReplicationFactors, Runner
-from titanlite.training.validation import validate
 from titanlite.utils import logger
+from titanlite.validation import validate
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titanlite.dist.local import plain_local
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.local import plain_local
 from titanlite.parallel.meshes import fsdp_mesh
 
 

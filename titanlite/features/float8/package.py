@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.parallel import ParallelismError
+from titanlite.dist import ParallelismError
 
 #: The first with float8 products: Ada and Hopper.
 _CAPABILITY = (8, 9)

@@ -10,7 +10,7 @@ from titanlite.features.float8.choice import Float8Choice
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.start.report import Row, Setup
+    from titanlite.assembly.report_rows import Row, Setup
 
 
 def float8_rows(

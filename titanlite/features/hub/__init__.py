@@ -24,15 +24,15 @@ from titanlite.features.feature import Feature
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly import Built
+    from titanlite.assembly.build import Built
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class HubFeature(Feature):
@@ -71,7 +71,7 @@ class HubFeature(Feature):
         except ValueError as error:
             yield Problem("", self.key, str(error), "train without it")
 
-    # The run: `titanlite.start.callbacks` calls this
+    # The run: `titanlite.assembly.callbacks` calls this
 
     def callback(self, built: Built) -> Callback | None:
         """Return what uploads checkpoints from rank 0, and what waits for it on other machines."""
@@ -110,9 +110,9 @@ def _contact_problem(repository: str, folder: str, root: str) -> str:
     folder: of the run. root: of its checkpoints. Asked once in a process.
     """
     from titanlite.checkpoint.paths import StoreError, to_path
+    from titanlite.dist.launch_env import this_rank
     from titanlite.features.hub.branches import refuse_used
     from titanlite.features.hub.contact import HubError, check_access
-    from titanlite.parallel.launch_env import this_rank
 
     if this_rank().rank != 0:
         return ""

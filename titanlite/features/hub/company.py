@@ -15,7 +15,7 @@ from titanlite.callbacks import Callback
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from titanlite.start.signals import StopSignal
+    from titanlite.dist.signals import StopSignal
 
 ALIVE = "titanlite_hub/alive"
 DONE = "titanlite_hub/done"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from titanlite.config.sections import Checkpoint
-    from titanlite.start.signals import StopSignal
+    from titanlite.dist.signals import StopSignal
     from titanlite.trainer import Trainer
 
 #: Seconds until a failed upload is tried again; doubled each time, up to the second.

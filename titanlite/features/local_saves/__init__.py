@@ -34,12 +34,12 @@ from titanlite.features.local_saves import checks
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
     from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.start.report import Row, Setup
 
 
 class LocalSaves(Feature):
@@ -61,7 +61,7 @@ class LocalSaves(Feature):
             f"{section.local_keep_latest_k} kept",
         )
 
-    # The checkpoints: `titanlite.start.saves` calls it
+    # The checkpoints: `titanlite.assembly.saves` calls it
 
     def parts(self) -> tuple[type[TieredCheckpointer], type[LocalSchedule]]:
         """Return the classes that save and resume with both kinds, and that say when."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import FAST_HASH, SAFE_HASH, Manifest, file_digest, new_hash
+from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.features.local_saves.copies import BLOCK, read_block
 from titanlite.features.local_saves.folder import (
     GENERATORS,
@@ -25,7 +26,6 @@ from titanlite.features.local_saves.folder import (
     part_path,
 )
 from titanlite.features.local_saves.survey import Offer
-from titanlite.parallel.dist_env import DistEnv, gather_objects
 from titanlite.utils import counted, new_file, sync
 
 #: Copies that the start report names.

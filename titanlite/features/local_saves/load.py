@@ -19,13 +19,13 @@ from titanlite.checkpoint.manifest import Found, Manifest, digest_of, step_folde
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.selection import Selection
 from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank, on_rank_0
+from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.local import plain_local
 from titanlite.features.local_saves.collect import Collector
 from titanlite.features.local_saves.folder import ABOUT, LocalFolder
 from titanlite.features.local_saves.part import layout, read_part
 from titanlite.features.local_saves.past import Past, read_past
 from titanlite.features.local_saves.survey import Offer, survey
-from titanlite.parallel.dist_env import gather_objects
-from titanlite.parallel.local import plain_local
 from titanlite.utils import logger
 
 

@@ -14,9 +14,9 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, to_path, write_new
 from titanlite.checkpoint.storage import on_each_rank, on_rank_0
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.launch_env import this_rank
 from titanlite.features.local_saves.folder import RUN_ID
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.launch_env import this_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint

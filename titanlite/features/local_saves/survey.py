@@ -11,9 +11,9 @@ import torch.distributed as dist
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import on_each_rank, on_rank_0
+from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
 from titanlite.features.local_saves.past import Past
-from titanlite.parallel.dist_env import DistEnv, gather_objects
 from titanlite.utils import counted
 
 

@@ -18,6 +18,8 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manager import Save, check_finite
 from titanlite.checkpoint.manifest import FAST_HASH, Manifest, digest_of, file_digest
 from titanlite.checkpoint.storage import RNG, Tensors, Written, on_each_rank, on_rank_0
+from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.dist.local import plain_local
 from titanlite.features.local_saves.copies import Copies
 from titanlite.features.local_saves.folder import (
     ABOUT,
@@ -31,8 +33,6 @@ from titanlite.features.local_saves.folder import (
 )
 from titanlite.features.local_saves.part import bytes_of, write_part
 from titanlite.features.local_saves.past import LINE, SHARED, Past
-from titanlite.parallel.dist_env import DistEnv, gather_objects
-from titanlite.parallel.local import plain_local
 from titanlite.utils import human_bytes, sync
 
 #: Beside a part: manifest and generators.

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Checkpoint, Lora
+    from titanlite.dist.dist_env import DistEnv
     from titanlite.features.lora.base import FrozenBase
     from titanlite.features.lora.plan_memory import LoraMemory
     from titanlite.models.spec import Init, ModelSpec
-    from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class LoraFeature(Feature):
@@ -98,7 +98,7 @@ class LoraFeature(Feature):
 
         return rule
 
-    # Checkpoints: `titanlite.start.saves` and `titanlite eval` call these
+    # Checkpoints: `titanlite.assembly.saves` and `titanlite eval` call these
 
     def base(
         self,

@@ -12,9 +12,9 @@ from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, gather
+from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digests_of, together
 from titanlite.features.lora.settings import BASE, RECORD, Adapters
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import logger, public
 
 if TYPE_CHECKING:

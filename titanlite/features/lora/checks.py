@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, Rule, is_set
 from titanlite.config.toml import quote
+from titanlite.dist import ParallelismError
 from titanlite.features.lora.settings import (
     ALL,
     COLUMNS_OR_ROWS,
@@ -20,10 +21,9 @@ from titanlite.features.lora.settings import (
 )
 from titanlite.models.linears import kind_of
 from titanlite.models.spec import names_like
-from titanlite.parallel import ParallelismError
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 RANK = "lora.rank"
 TARGETS = "lora.targets"

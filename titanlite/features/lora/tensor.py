@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from titanlite.dist import ParallelismError
 from titanlite.features.lora.products import dropped
 from titanlite.features.lora.settings import DOWN, TOKENS, UP
-from titanlite.parallel import ParallelismError
 
 #: Kind of a linear → how A and B are divided.
 _PLACEMENTS: dict[str, tuple[Placement, Placement]] = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 class LossChunks(Feature):

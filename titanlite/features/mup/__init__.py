@@ -5,7 +5,7 @@ it, moment by moment.
     checks.py    other keys, model    table.py   the rules in numbers, for `config explain`
 
 The keys are `titanlite.config.sections.Mup`. No torch here: muP changes initial values, rates and
-epsilons, and no forward pass. `titanlite mup check` is in `titanlite.tools.mup`.
+epsilons, and no forward pass. `titanlite mup check` is in `titanlite.contrib.lab.mup`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from titanlite.features.mup.rules import Rules
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Mup
     from titanlite.models.spec import ModelSpec
     from titanlite.optim.groups import Scales
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class MupFeature(Feature):
@@ -55,7 +55,7 @@ class MupFeature(Feature):
         """Return the rules of a model."""
         return Rules(spec, args, base_args(args, self.section.base_dim, self.section.base))
 
-    # The optimizer: `titanlite.start.model` calls it
+    # The optimizer: `titanlite.assembly.model` calls it
 
     def scales(self, spec: ModelSpec, args: Any) -> Scales:
         """Return the scale of each parameter's rate and epsilon."""

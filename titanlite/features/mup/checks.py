@@ -14,7 +14,7 @@ from titanlite.models.spec import ShapeError
 from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 KEY = "mup.base_dim"
 TABLE = "mup.base"

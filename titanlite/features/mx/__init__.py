@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from titanlite.features.mx.plan_speed import MXSpeed
     from titanlite.models.linears import Linears
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 
 class MXFeature(Float8Feature):

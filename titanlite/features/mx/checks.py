@@ -13,7 +13,7 @@ from titanlite.features.float8.choice import Float8Choice
 from titanlite.models.linears import Linears
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 DTYPE = "training.mixed_precision_param"
 #: Numbers that share a scale, along the dimension that a product sums over (OCP Microscaling

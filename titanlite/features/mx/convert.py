@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from titanlite.dist import ParallelismError
 from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.features.mx.checks import DIVIDED
 from titanlite.features.mx.package import Product, product
-from titanlite.parallel import ParallelismError
 
 
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from titanlite.config.errors import Problem
 from titanlite.config.sections import Float8
+from titanlite.dist import ParallelismError
 from titanlite.features.float8.checks import ENABLE, RECIPE
 from titanlite.features.float8.package import release, torchao
 from titanlite.features.mx.checks import BLOCK
-from titanlite.parallel import ParallelismError
 
 #: The first torchao with `moe_training.mxfp8_linear`.
 _TORCHAO = (0, 18)

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.rules import Finding
+from titanlite.dist import ParallelismError
 from titanlite.features.feature import Feature
 from titanlite.features.pipeline import checks
 from titanlite.features.pipeline.cut import Cut, cut_run
 from titanlite.features.pipeline.split import StageLayout, split_stages
-from titanlite.parallel import ParallelismError, needs_torch, offered
+from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.sections import Config, Experimental
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.loss import LossFunction
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
     from titanlite.plan.events import Event
     from titanlite.plan.step_events import StepEvents
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.start.derive import BatchSizes, MeshSizes, RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import BatchSizes, MeshSizes, RunConfig
 
 
 class PipelineParallel(Feature):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.rules import Finding, divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
-from titanlite.features.interactions import needs_whole_backward
+from titanlite.dist import ParallelismError
 from titanlite.features.pipeline.split import split_stages
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
+from titanlite.run.interactions import needs_whole_backward
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import RunConfig
+    from titanlite.run.config import RunConfig
 
 DEGREE = "experimental.pipeline_parallel_degree"
 SCHEDULE = "experimental.pipeline_parallel_schedule"

@@ -16,7 +16,7 @@ from titanlite.features.pipeline.split import stage_count
 from titanlite.parallel.schedules import find_schedule
 
 if TYPE_CHECKING:
-    from titanlite.start.derive import BatchSizes, MeshSizes
+    from titanlite.run.config import BatchSizes, MeshSizes
 
 
 class Cut(NamedTuple):

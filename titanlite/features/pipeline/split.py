@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlite.config.errors import nearest
+from titanlite.dist import ParallelismError
 from titanlite.models.spec import Cost
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.schedules import SCHEDULES
 
 

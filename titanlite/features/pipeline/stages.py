@@ -13,8 +13,8 @@ from typing import cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.dist import ParallelismError
 from titanlite.features.pipeline.split import StageLayout
-from titanlite.parallel import ParallelismError
 
 
 def cut_stages(
@@ -87,7 +87,7 @@ class PipelineModel(nn.Module):
             )
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the modules that this rank runs, see `titanlite.parallel.local.parts_of`."""
+        """Return the modules that this rank runs, see `titanlite.dist.local.parts_of`."""
         return list(self.stages.values())
 
     def train(self, mode: bool = True) -> PipelineModel:

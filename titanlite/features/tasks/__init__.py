@@ -23,15 +23,15 @@ from titanlite.features.tasks import entries
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly import Built
+    from titanlite.assembly.build import Built
+    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.run_sections import Eval
     from titanlite.data.text import Share
     from titanlite.features.tasks.harness import HarnessTask
     from titanlite.features.tasks.run import Task, TaskRun
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.start.derive import RunConfig
-    from titanlite.start.report import Row, Setup
+    from titanlite.run.config import RunConfig
 
 
 class TaskEvaluation(Feature):
@@ -68,7 +68,7 @@ class TaskEvaluation(Feature):
         )
         yield "conflict", self.key, message, "evaluate checkpoints by `titanlite eval`"
 
-    # The tasks: `titanlite.start.run_text` calls this
+    # The tasks: `titanlite.assembly.datasets` calls this
 
     def load(self, run: RunConfig, share: Share) -> Sequence[Task]:
         """Read files and load tasks, on rank 0 alone; others get none.
@@ -98,7 +98,7 @@ class TaskEvaluation(Feature):
         for entry in section.tasks:
             yield by_name[entry]
 
-    # The run: `titanlite.start.callbacks` calls this
+    # The run: `titanlite.assembly.callbacks` calls this
 
     def begin(self, built: Built, write: Callable[[int, Mapping[str, float]], object]) -> TaskRun:
         """Return what runs the tasks on this rank. write: takes a step and figures."""

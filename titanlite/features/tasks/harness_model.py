@@ -17,7 +17,7 @@ from lm_eval.models.utils import (
 
 from titanlite.config.errors import unfit
 from titanlite.features.tasks.scoring import Likelihood, Request, Scorer, Writing
-from titanlite.training.generate import Sampling
+from titanlite.models.generate import Sampling
 
 #: New tokens of a task that names no number, as in the harness's own models.
 _MAX_NEW = 256

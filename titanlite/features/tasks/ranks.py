@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.data.loader import Batch
+from titanlite.dist.signals import StopSignal
 from titanlite.features.tasks.scoring import (
     Row,
     Scorer,
@@ -29,7 +30,6 @@ from titanlite.features.tasks.scoring import (
     Writing,
     evaluating,
 )
-from titanlite.start.signals import StopSignal
 from titanlite.step import Runner, do_nothing
 from titanlite.utils import note_progress
 

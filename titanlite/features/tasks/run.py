@@ -64,7 +64,7 @@ class TaskRun(Callback):
         """Run the tasks that an earlier attempt has left."""
         if NAME not in trainer.owed:
             return
-        from titanlite.training.resume import note_done
+        from titanlite.checkpoint.resume import note_done
 
         self._run(trainer)
         note_done(trainer)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.data.loader import Batch, to_device
 from titanlite.data.rows import IGNORE
+from titanlite.models.generate import Sampling, TextStream, generate
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.step import Runner
-from titanlite.training.generate import Sampling, TextStream, generate
 
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer

@@ -1,0 +1,298 @@
+"""`titanlite ladder` trains a tiny ladder in real processes, goes on after a kill, and predicts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
+from tests.cli.ladder.test_rungs import target
+from tests.cli.ladder.tiny import FLAGS, NAMES, PARAMETERS, TARGET, written
+from tests.support.processes import ROOT, ended, environment, titanlite
+from tests.support.sweeps import CALLBACKS, attempts, rows
+from titanlite import exit_codes
+from titanlite.cli.main import main
+from titanlite.config.load import read
+from titanlite.contrib.lab.ladder.files import as_entries
+from titanlite.contrib.lab.ladder.rungs import rungs
+
+SLOW = f"--job.callbacks={CALLBACKS}:SlowSteps"
+
+#: Tokens of the bundled text, by titanlite/data/assets/README.md.
+TEXT = 2_368_073
+
+
+def ladder(*words: object) -> int:
+    return main(["ladder", *map(str, words)])
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A ladder that was killed in its second trunk and started again: folder, and the records of
+    the runs that were done before.
+    """
+    folder = tmp_path_factory.mktemp("ladder")
+    words = ["ladder", str(written(folder)), "--folder", str(folder / "out"), SLOW, *FLAGS]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", *words],
+        cwd=ROOT,
+        env=environment(STEP_SECONDS="0.1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    second = folder / "out" / NAMES[2]
+    wait_for(second / "checkpoint" / "step-7" / "manifest.json")
+    holder = int(json.loads((second / "run.lock").read_text())["process"]["id"])
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert ended(holder)
+    before = [attempts(folder / "out" / NAMES[0])]
+    code = subprocess.run(
+        [sys.executable, "-m", "titanlite", *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=(folder / "said").open("w"),
+        stderr=subprocess.STDOUT,
+        check=False,
+    ).returncode
+    assert code == 0, (folder / "said").read_text()
+    return folder, before
+
+
+@pytest.fixture(scope="module")
+def result(climbed: tuple[Path, list[str]]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((climbed[0] / "out" / "points.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_ladder_goes_on_where_it_was(climbed: tuple[Path, list[str]]) -> None:
+    folder, before = climbed
+    assert attempts(folder / "out" / NAMES[0]) == before[0]
+    steps = [dict(row)["step"] for row in rows(folder / "out" / NAMES[2]) if "loss" in dict(row)]
+    assert steps == list(range(1, 28))
+    assert "resumed from step" in (folder / "out" / NAMES[2] / "console.log").read_text()
+
+
+@pytest.mark.slow
+def test_all_runs_give_points_with_their_last_validation(
+    climbed: tuple[Path, list[str]], result: dict[str, Any]
+) -> None:
+    points = result["points"]
+    assert [point["name"] for point in points] == list(NAMES)
+    for point in points:
+        figures = rows(climbed[0] / "out" / point["name"])
+        last = dict(figures[-1])
+        assert point["loss"] == last["validation_loss"]
+        seen = [row["tokens_seen"] for row in map(dict, figures) if "tokens_seen" in row]
+        assert point["tokens"] == seen[-1]
+        assert point["trunk"] == point["name"].partition("-t")[0] + "-t0.04"
+        assert point["passes"] == pytest.approx(point["tokens"] / TEXT, rel=1e-9)
+    assert result["missing"] == []
+    sizes = [point["parameters"] for point in points]
+    assert sizes == [size for size in PARAMETERS for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
+    climbed: tuple[Path, list[str]],
+) -> None:
+    folder, _ = climbed
+    own = folder / "out" / NAMES[1]
+    (flags,) = [rung.flags for rung in rungs(target(folder, SLOW)) if rung.name == NAMES[1]]
+    kept = [flag for flag in flags if "initial_load" not in flag and "checkpoint.start" not in flag]
+    config = [str(written(folder)), *FLAGS, *kept, f"--job.dump_folder={folder / 'whole'}"]
+    done = titanlite("train", *config)
+    assert done.returncode == 0, done.stderr
+    whole = rows(folder / "whole")
+    branch = rows(own)
+    assert dict(branch[0])["step"] == 8
+    assert branch == whole[-len(branch) :]
+    assert "validation_loss" in dict(branch[-1])
+
+
+@pytest.mark.slow
+def test_the_report_predicts_the_file_and_checks_itself(
+    climbed: tuple[Path, list[str]], result: dict[str, Any]
+) -> None:
+    said = (climbed[0] / "said").read_text()
+    found = result["prediction"]
+    assert (found["parameters"], found["tokens"]) == (TARGET, 25600)
+    assert found["low"] <= found["loss"] <= found["high"]
+    line = next(line for line in said.splitlines() if line.startswith("this file: "))
+    assert re.fullmatch(
+        r"this file: 201\.0K parameters, 25\.6K tokens, loss \d\.\d+ ± \d+\.\d+ \(90%\)", line
+    )
+    assert "fewer than 9 points" in said
+    assert "no check by leaving the largest model out" in said
+    for name in NAMES:
+        assert name in said
+
+
+@pytest.mark.slow
+def test_the_picture_has_each_point_in_both_colours(climbed: tuple[Path, list[str]]) -> None:
+    text = (climbed[0] / "out" / "ladder.svg").read_text()
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    spots = [one for one in root.iter(f"{space}circle") if one.find(f"{space}title") is not None]
+    assert len(spots) == 6
+    said = (climbed[0] / "said").read_text()
+    (number,) = re.findall(r"tokens, loss (\S+ ± \S+) \(90%\)", said)
+    assert f">{number}</text>" in text
+    assert "prefers-color-scheme:dark" in text
+    places = {(spot.get("cx"), spot.get("cy")) for spot in spots}
+    assert len(places) == 6
+
+
+@pytest.mark.slow
+def test_the_same_command_makes_no_run_twice(
+    climbed: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = climbed
+    before = [attempts(folder / "out" / name) for name in NAMES]
+    code = ladder(folder / "target.toml", "--folder", folder / "out", SLOW, *FLAGS, "--json")
+    assert code == 0
+    assert [attempts(folder / "out" / name) for name in NAMES] == before
+    assert json.loads(capsys.readouterr().out)["prediction"]["parameters"] == TARGET
+
+
+def test_a_run_reads_none_of_the_table_and_says_so(tmp_path: Path) -> None:
+    from titanlite.run.derive import derive
+
+    config, problems = read([f"--job.config_file={written(tmp_path)}"])
+    assert problems == []
+    notes = [note for note in derive(config, 1).notes if "[ladder]" in note]
+    assert notes == ["[ladder] is for `titanlite ladder`; a run reads none of it"]
+
+
+@pytest.mark.slow
+def test_runs_that_fail_are_named_and_too_few_end_with_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path)
+    breaks = f"--job.callbacks={CALLBACKS}:Breaks"
+    code = ladder(file, "--folder", tmp_path / "out", breaks, *FLAGS)
+    out = capsys.readouterr().out
+    assert code == exit_codes.ERROR
+    assert f"missing: {NAMES[0]}: failed" in out
+    assert f"{NAMES[1]} was not started, since its trunk {NAMES[0]} is not done" in out
+    assert "no law: 0 sizes of models" in out
+    assert not (tmp_path / "out" / "points.json").exists()
+
+
+# Without runs
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "points.json"
+    file.write_text(json.dumps(as_entries(made_up())))
+    yield file
+
+
+def test_points_of_a_file_predict_two_numbers(
+    points: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ladder("--fit", points, "--at", "1B:20B") == 0
+    out = capsys.readouterr().out
+    loss = TRUE.loss(1e9, 2e10)
+    assert (
+        f"that run: 1.0B parameters without embedding, 20.0B tokens, loss {loss:.5f} ± 0.0000"
+        in out
+    )
+    assert "L(N, D) = 1.8 + 480 / N^0.350 + 2100 / D^0.370" in out
+    assert "check: without its runs, the loss of the largest model" in out
+    assert out.count("+0.00") + out.count("-0.00") >= len(SIZES) * len(HORIZONS)
+
+
+def test_a_config_is_predicted_with_time_and_price(
+    points: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["llama3_2_1b.toml", "--fit", points, "--training.steps=20000"]
+    hardware = ["--gpus", 8, "--gpu", "h100-80g"]
+    assert (
+        ladder(*words, *hardware, "--price-per-gpu-hour", 2, "--validation.enable", "--json") == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", *map(str, (words[0], words[3], *hardware)), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert found["plan"]["hours"] == plan["hours"]
+    assert found["plan"]["price"] == pytest.approx(2 * 8 * plan["hours"])
+    assert found["prediction"]["tokens"] == 20000 * plan["tokens_per_step"]
+    assert found["prediction"]["parameters"] == 1235814400
+    assert ladder(*words, *hardware, "--price-per-gpu-hour", 2, "--validation.enable") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"this file: 1\.2B parameters, \d+\.\dB tokens, loss \d\.\d+ ± \d\.\d+ \(90%\), "
+        r"[\d.]+ (hours|days) on 8 x h100-80g, \$[\d,.]+",
+        line,
+    )
+    assert ladder(*words, "--validation.enable") == 0
+    assert "$" not in capsys.readouterr().out
+
+
+def test_what_is_too_far_needs_a_word(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder("--fit", points, "--at", "70B:1.4T") == exit_codes.CONFIG
+    err = capsys.readouterr().err
+    assert "too far to predict" in err
+    assert "times the FLOPs" in err
+    assert ladder("--fit", points, "--at", "70B:1.4T", "--far") == 0
+    assert "70.0B parameters" in capsys.readouterr().out
+
+
+def test_a_far_target_is_refused_before_a_run_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path)
+    code = ladder(file, "--folder", tmp_path / "out", *FLAGS, "--training.steps=20000")
+    assert code == exit_codes.CONFIG
+    assert "too far to predict" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "CONFIG: none is given"),
+        (["x.toml", "--at", "1B:2B"], "--at: goes with --fit FILE"),
+        (["--fit", "p.json", "--dry-run"], "--dry-run: is for runs, and --fit makes none"),
+        (["--fit", "p.json", "x.toml", "--at", "1B:2B"], "--at: a config is given, too"),
+        (["--fit", "p.json", "--at-once", "2"], "--at-once: is for runs"),
+        (["--fit", "p.json", "--at", "1B:2B", "--gpu", "h100-80g"], "--gpu: is for the time"),
+        (["x.toml", "--dry-run", "--json"], "--json: is for results"),
+        (["debug_model.toml", "--training.tokens=5000"], "write it into the file"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert ladder(*words) == exit_codes.CONFIG
+    assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_runs_and_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ladder(written(tmp_path), "--dry-run", *FLAGS) == 0
+    out = capsys.readouterr().out
+    assert f"continues {NAMES[4]} at step 8" in out
+    assert "All runs together take 13 % of its FLOPs" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["target.toml"]

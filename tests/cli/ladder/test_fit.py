@@ -1,0 +1,256 @@
+"""The fit finds the law of made-up points, and its intervals hold what they say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cli.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
+from titanlite.contrib.lab.ladder.fit import CONFIDENCE, DELTA, KNOWN_TOKEN_EXPONENT, fit
+from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points
+from titanlite.contrib.lab.ladder.passes import passes_note, with_passes
+from titanlite.contrib.lab.ladder.predict import (
+    check_distance,
+    horizon_note,
+    leave_largest_out,
+    predict,
+)
+from titanlite.contrib.lab.ladder.report import Report, report_text
+from titanlite.utils import Style
+
+#: Four times the largest of the ladder.
+TARGET = (4.0 * SIZES[-1], 20 * 4.0 * SIZES[-1])
+
+
+def test_exact_points_give_back_their_law() -> None:
+    found = fit(made_up(), replicates=50)
+    for name in ("irreducible", "size_factor", "size_exponent", "token_factor", "token_exponent"):
+        assert getattr(found.law, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+        low, high = found.interval(name)
+        assert high - low < 1e-4 * high
+    assert max(map(abs, found.residuals)) < 1e-9
+    assert predict(found, *TARGET).loss == pytest.approx(TRUE.loss(*TARGET), rel=1e-9)
+    assert predict(found, *TARGET).error < 1e-6
+    assert found.notes == ()
+
+
+def test_another_law_with_other_exponents_is_found_too() -> None:
+    law = Law(0.7, 30.0, 0.6, 9000.0, 0.55)
+    points = [Point(n, t * n, law.loss(n, t * n)) for n in (1e4, 3e4, 9e4) for t in (20, 60, 180)]
+    found = fit(points, replicates=0)
+    assert found.law.size_exponent == pytest.approx(0.6, rel=1e-5)
+    assert found.law.token_exponent == pytest.approx(0.55, rel=1e-5)
+    assert found.law.irreducible == pytest.approx(0.7, rel=1e-5)
+
+
+def objective(law: torch.Tensor, points: list[Point]) -> torch.Tensor:
+    """The sum that appendix D.2 of Hoffmann et al. 2022 minimises, written with torch."""
+    e, a, b, alpha, beta = law
+    n, d, loss = (
+        torch.tensor([getattr(p, key) for p in points], dtype=torch.float64).log()
+        for key in ("parameters", "tokens", "loss")
+    )
+    terms = torch.stack([a - alpha * n, b - beta * d, e.expand_as(n)])
+    found = torch.logsumexp(terms, dim=0)
+    return torch.nn.functional.huber_loss(found, loss, reduction="sum", delta=DELTA)
+
+
+def test_no_search_by_lbfgs_finds_a_lower_objective() -> None:
+    points = made_up(noise=0.005, generator=np.random.default_rng(2))
+    law = fit(points, replicates=0).law
+    ours = torch.tensor(
+        [
+            math.log(law.irreducible),
+            math.log(law.size_factor),
+            math.log(law.token_factor),
+            law.size_exponent,
+            law.token_exponent,
+        ],
+        dtype=torch.float64,
+    )
+    least = float(objective(ours, points))
+    for start in ([0.0, 5.0, 5.0, 0.5, 0.5], [0.5, 10.0, 10.0, 0.5, 0.5], ours.tolist()):
+        free = torch.tensor(start, dtype=torch.float64, requires_grad=True)
+        search = torch.optim.LBFGS([free], max_iter=400, line_search_fn="strong_wolfe")
+
+        def closure(free: torch.Tensor = free, search: torch.optim.Optimizer = search) -> float:
+            search.zero_grad()
+            # Scaled, so that the tolerances of the search do not end it early.
+            value = objective(free, points) * 1e4
+            value.backward()
+            return float(value.detach())
+
+        for _ in range(5):
+            search.step(closure)
+        assert float(objective(free.detach(), points)) >= least * (1 - 1e-6)
+
+
+def test_one_wrong_point_moves_the_law_little() -> None:
+    points = made_up(noise=0.001, generator=np.random.default_rng(0))
+    before = fit(points, replicates=0).law.loss(*TARGET)
+    points[7] = replace(points[7], loss=points[7].loss * 1.1)
+    after = fit(points, replicates=0)
+    assert after.law.loss(*TARGET) == pytest.approx(before, rel=0.01)
+    assert after.residuals[7] == pytest.approx(math.log(1.1), abs=0.01)
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    generator = np.random.default_rng(5)
+    noise = 0.003
+    count = 60
+    names = ("size_exponent", "token_exponent")
+    held = dict.fromkeys((*names, "loss"), 0)
+    for _ in range(count):
+        found = fit(made_up(noise=noise, generator=generator), replicates=60)
+        one = predict(found, *TARGET)
+        run = TRUE.loss(*TARGET) * math.exp(noise * generator.standard_normal())
+        held["loss"] += one.low <= run <= one.high
+        for name in names:
+            low, high = found.interval(name)
+            held[name] += low <= getattr(TRUE, name) <= high
+    # Three standard deviations of the share that a sound interval holds.
+    slack = 3 * math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / count)
+    for name, number in held.items():
+        assert CONFIDENCE - slack <= number / count, name
+    assert held["loss"] < count
+
+
+@pytest.mark.slow
+def test_intervals_hold_a_run_where_trunks_have_luck_of_their_own() -> None:
+    generator = np.random.default_rng(1)
+    noise = 0.003
+    count = 40
+    held = 0
+    held_alone = 0
+    for _ in range(count):
+        points = made_up(noise=noise, generator=generator, luck=0.8)
+        run = TRUE.loss(*TARGET) * math.exp(noise * generator.standard_normal())
+        one = predict(fit(points, replicates=40), *TARGET)
+        held += one.low <= run <= one.high
+        alone = [replace(point, trunk="") for point in points]
+        other = predict(fit(alone, replicates=40), *TARGET)
+        held_alone += other.low <= run <= other.high
+        assert other.loss == one.loss
+        assert one.error > 1.2 * other.error
+    slack = 3 * math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / count)
+    assert held / count >= CONFIDENCE - slack
+    assert held > held_alone
+
+
+def test_more_noise_gives_a_wider_interval() -> None:
+    errors = []
+    for noise in (0.001, 0.01):
+        points = made_up(noise=noise, generator=np.random.default_rng(1))
+        errors.append(predict(fit(points, replicates=100), *TARGET).error)
+    assert errors[1] > 4 * errors[0]
+
+
+def test_few_points_take_the_known_exponent_of_tokens_and_say_so() -> None:
+    points = made_up(SIZES[:3], HORIZONS[:2])
+    found = fit(points, replicates=20)
+    assert found.law.token_exponent == KNOWN_TOKEN_EXPONENT
+    assert found.law.size_exponent == pytest.approx(TRUE.size_exponent, rel=0.01)
+    assert "fewer than 9 points" in found.notes[0]
+
+
+def test_sizes_that_are_nearly_equal_are_one_size_with_several_horizons() -> None:
+    points = []
+    for size in SIZES[:3]:
+        for place, ratio in enumerate((20, 5, 10)):
+            # The smallest one has the longest run.
+            points += made_up((round(size * (1 + 0.001 * place)),), (ratio,))
+    check_points(points)
+
+
+def test_the_same_points_give_the_same_intervals() -> None:
+    points = made_up(noise=0.004, generator=np.random.default_rng(3))
+    assert fit(points, replicates=30) == fit(points, replicates=30)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (made_up(SIZES[:1], (5, 10, 15, 20, 25, 30)), "1 sizes of models: a law needs 3"),
+        (made_up(SIZES[:2], (5, 10, 20)), "2 sizes of models"),
+        (made_up(SIZES, (20,)), "one horizon each"),
+        (made_up(SIZES[:3], (10, 20))[:5], "5 points: a law needs 6"),
+        ([*made_up()[:-1], Point(1e8, 1e9, math.nan, "bad")], "loss of bad is nan"),
+        ([*made_up()[:-1], Point(1e8, 0.0, 3.0)], "tokens is 0: expected a positive number"),
+        (made_up([1e6, 1e8, 1e10], (20, 20.5)), "tokens follow from parameters almost exactly"),
+    ],
+)
+def test_degenerate_ladders_are_refused_with_the_reason(points: list[Point], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        check_points(points)
+    with pytest.raises(LadderError, match=message):
+        fit(points)
+
+
+def test_sizes_that_differ_by_rounding_count_as_one() -> None:
+    with pytest.raises(LadderError, match="1 sizes"):
+        check_points(made_up([1e7, 1.01e7, 1.015e7]))
+
+
+def test_the_best_size_for_a_compute_has_the_least_loss() -> None:
+    compute = 1e20
+    best = TRUE.best_size(compute)
+    least = TRUE.loss(best, compute / 6 / best)
+    for factor in (0.8, 1.25):
+        size = best * factor
+        assert TRUE.loss(size, compute / 6 / size) > least
+
+
+def test_leaving_the_largest_model_out_predicts_its_points() -> None:
+    left = leave_largest_out(made_up())
+    assert [one.point.parameters for one in left] == [SIZES[-1]] * 3
+    assert max(abs(one.error) for one in left) < 1e-6
+    points = made_up()
+    points[-1] = replace(points[-1], loss=points[-1].loss * 1.05)
+    assert leave_largest_out(points)[-1].error == pytest.approx(1 / 1.05 - 1, abs=1e-6)
+    assert leave_largest_out(made_up(SIZES[:3])) == []
+
+
+def test_a_run_a_hundred_times_beyond_the_largest_is_refused() -> None:
+    points = made_up()
+    n, d = SIZES[-1], SIZES[-1] * 20.0
+    check_distance(points, 10 * n, 10 * d)
+    check_distance(points, n, 100 * d)
+    with pytest.raises(LadderError, match=r"121 times the FLOPs .* the limit is 100.*--far"):
+        check_distance(points, 11 * n, 11 * d)
+    with pytest.raises(LadderError, match="101 times the parameters"):
+        check_distance(points, 101 * n, d / 101)
+    with pytest.raises(LadderError, match="101 times the tokens"):
+        check_distance(points, n / 101, 101 * d)
+
+
+def test_tokens_for_each_parameter_that_no_run_had_are_told() -> None:
+    points = made_up()
+    for ratio in (4, 5, 20, 29):
+        assert horizon_note(points, 1e9, ratio * 1e9) is None
+    for ratio in (2, 40):
+        note = horizon_note(points, 1e9, ratio * 1e9)
+        assert note is not None
+        assert f"{ratio} tokens for each parameter, and the runs have 5 to 20" in note
+
+
+def test_texts_that_are_read_more_than_once_are_told() -> None:
+    largest = SIZES[-1] * 20
+    points = with_passes(made_up(), largest / 2)
+    assert points[-1].passes == 2
+    note = passes_note(points, 3 * largest, largest / 2)
+    assert note is not None
+    assert "the text has 1.6B tokens" in note
+    # Sizes double, and so do horizons: one run reads 2 times, two read it once, not more.
+    assert "by 1 of 15 runs, at most 2 times and this file, 6 times" in note
+    assert passes_note(with_passes(made_up(), largest), largest, largest) is None
+    assert passes_note(with_passes(made_up(), None), largest, None) is None
+    table = report_text(Report(fit(points, replicates=10), []), Style(False))
+    assert "tokens/N  passes" in table.splitlines()[0]
+    assert "    2.00  " in table.splitlines()[15]
+    once = report_text(Report(fit(made_up(), replicates=10), []), Style(False))
+    assert "passes" not in once.splitlines()[0]

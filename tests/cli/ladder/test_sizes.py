@@ -1,0 +1,135 @@
+"""Models of a ladder have the proportions of the target, and N is what is counted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from titanlite.contrib.lab.ladder.law import LadderError
+from titanlite.contrib.lab.ladder.sizes import shapes
+from titanlite.models.counts import count_multiplied_parameters
+from titanlite.models.families import get_spec
+
+
+def test_sizes_of_an_8b_keep_heads_and_proportions() -> None:
+    target = get_spec("llama3").flavors["8B"]
+    found = shapes(target, [])
+    # Without the head.
+    whole = count_multiplied_parameters(target) - 128256 * 4096
+    for step, shape in enumerate(found):
+        args = shape.args
+        wanted = whole / 8 / 2 ** (4 - step)
+        assert abs(math.log(shape.in_blocks / wanted)) < math.log(1.25)
+        assert args.head_dim == 128
+        assert args.dim == 128 * args.n_heads
+        # 128 wide for each block, 3.5 times as wide inside.
+        assert 128 / 1.5 <= args.dim / args.n_layers <= 128 * 1.5
+        assert args.ffn_width == pytest.approx(3.5 * args.dim, rel=0.03)
+        assert args.n_heads / args.kv_heads == pytest.approx(4, rel=0.5)
+        assert (args.vocab_size, args.rope_theta) == (target.vocab_size, target.rope_theta)
+    assert [shape.parameters for shape in found] == sorted(shape.parameters for shape in found)
+    assert found[-1].name == "d2048-l16"
+
+
+def test_n_is_the_count_of_the_real_modules_without_the_embedding() -> None:
+    spec = get_spec("llama3")
+    for shape in shapes(spec.flavors["8B"], []):
+        assert not shape.args.tied
+        model = spec.build_on_meta(shape.args)
+        counted = 0
+        for name, parameter in model.named_parameters():
+            if not name.startswith("tok_embeddings"):
+                counted += parameter.numel()
+        assert shape.parameters == counted
+
+
+def test_of_experts_n_counts_those_that_a_token_meets() -> None:
+    spec = get_spec("mixtral")
+    target = spec.flavors["8x7B"]
+    for shape in shapes(target, []):
+        args = shape.args
+        model = spec.build_on_meta(args)
+        counted = 0.0
+        for name, parameter in model.named_parameters():
+            if name.startswith("tok_embeddings"):
+                continue
+            share = args.top_k / args.n_experts if ".experts." in name else 1.0
+            counted += share * parameter.numel()
+        assert shape.parameters == counted
+        assert (args.n_experts, args.top_k) == (target.n_experts, target.top_k)
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize(
+    ("family", "flavor"),
+    [
+        ("qwen3", "8B"),
+        ("qwen3_moe", "30B-A3B"),
+        ("gemma3", "4B"),
+        ("olmo3", "7B"),
+        ("deepseek_v3", "16B"),
+        ("gpt_oss", "20B"),
+    ],
+)
+def test_each_family_has_smaller_models_that_can_be_built(family: str, flavor: str) -> None:
+    spec = get_spec(family)
+    target = spec.flavors[flavor]
+    found = shapes(target, [])
+    assert len({shape.name for shape in found}) == 5
+    for shape in found:
+        model = spec.build_on_meta(shape.args)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert whole == spec.count_parameters(shape.args)
+    assert found[-1].in_blocks == pytest.approx(
+        (count_multiplied_parameters(target) - target.n_vocab * target.dim) / 8, rel=0.3
+    )
+
+
+def test_parts_of_deepseek_follow_the_width() -> None:
+    target = get_spec("deepseek_v3").flavors["236B"]
+    found = shapes(target, [])[-1].args
+    share = found.n_heads / target.n_heads
+    for name in ("q_lora_rank", "kv_lora_rank", "expert_width", "ffn_dim"):
+        assert getattr(found, name) == pytest.approx(share * getattr(target, name), rel=0.05), name
+    assert (found.qk_nope_head_dim, found.v_head_dim) == (128, 128)
+    assert found.n_dense_layers == 1
+    assert found.n_layers / found.dim == pytest.approx(target.n_layers / target.dim, rel=0.5)
+
+
+def test_wanted_sizes_give_the_nearest_models() -> None:
+    target = get_spec("llama3").flavors["8B"]
+    small, large = shapes(target, [900_000_000, 110_000_000])
+    assert small.parameters == pytest.approx(1.1e8, rel=0.25)
+    assert large.parameters == pytest.approx(9e8, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("heads", "layers", "found"),
+    [
+        (16, 6, ["d12-l2", "d16-l2", "d20-l2", "d28-l2", "d32-l3"]),
+        (4, 6, ["d16-l2", "d16-l3", "d32-l2", "d32-l3"]),
+    ],
+)
+def test_default_sizes_of_a_narrow_target_are_different_models(
+    heads: int, layers: int, found: list[str]
+) -> None:
+    target = replace(
+        get_spec("llama3").flavors["debugmodel"],
+        dim=64,
+        n_heads=heads,
+        n_layers=layers,
+        vocab_size=2304,
+    )
+    assert [shape.name for shape in shapes(target, [])] == found
+    with pytest.raises(LadderError, match="needs 3 sizes, and .* 1 smaller one of its"):
+        shapes(replace(target, n_heads=1), [])
+
+
+def test_sizes_without_a_model_and_equal_ones_are_refused() -> None:
+    target = get_spec("llama3").flavors["8B"]
+    with pytest.raises(LadderError, match="no model of this file's proportions is near 1.0K"):
+        shapes(target, [1000])
+    with pytest.raises(LadderError, match="two sizes give the same model, d640-l5"):
+        shapes(target, [108_000_000, 110_000_000])

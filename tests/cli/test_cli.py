@@ -1,0 +1,284 @@
+"""The command line as people type it: words in any order, wrong words, help, completion, and no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, environment, python
+from titanlite import exit_codes
+from titanlite.cli.command_table import COMMANDS
+from titanlite.cli.main import main, split_flags
+from titanlite.config.entries import value_words
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
+    """Run a command that must end with `code`; return what it printed."""
+    try:
+        ended = main(words)
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert ended == code, err
+    return out if code == 0 else err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (
+            "debug_model.toml --training.steps 5 --optimizer.name Adam --no-training.compile "
+            "--debug.deterministic"
+        ),
+        (
+            "--training.steps 5 --optimizer.name Adam debug_model.toml --no-training.compile "
+            "--debug.deterministic"
+        ),
+        (
+            "--debug.deterministic --no-training.compile debug_model.toml --optimizer.name Adam "
+            "--training.steps 5"
+        ),
+        "--debug.deterministic true --training.steps=5 --strict debug_model.toml --world-size 1",
+    ],
+)
+def test_flags_stand_before_and_behind_the_file(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "config", "check", *words.split(), code=0)
+    assert "  steps          5, " in text
+    assert "files          train_configs/debug_model.toml" in text
+
+
+def test_words_that_belong_to_a_flag() -> None:
+    assert value_words("--training.steps", ["5", "a.toml"]) == 1
+    assert value_words("--training.steps=5", ["a.toml"]) == 0
+    assert value_words("--no-training.compile", ["a.toml"]) == 0
+    assert value_words("--training.compile", ["a.toml"]) == 0
+    assert value_words("--training.compile", ["False", "a.toml"]) == 1
+    assert value_words("--data.streaming", ["auto", "a.toml"]) == 1
+    assert value_words("--checkpoint.milestones", ["5", "7", "a.toml"]) == 2
+    assert value_words("--checkpoint.milestones", ["5", "7"]) == 2
+    assert value_words("--job.config_file", ["a.toml", "b.toml"]) == 2
+    assert value_words("--training.nonsense", ["5", "a.toml"]) == 1
+    assert value_words("--launch.environment.HOST", ["name", "a.toml"]) == 1
+    assert split_flags(
+        ["train", "--data.skip_steps", "3", "5-7", "a.toml", "b.toml", "--nproc-per-node", "2"]
+    ) == (
+        ["train", "a.toml", "b.toml", "--nproc-per-node", "2"],
+        ["--data.skip_steps", "3", "5-7"],
+    )
+
+
+def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+    orders = [
+        "launch local debug_model.toml --dry-run --launch.gpus_per_node 2",
+        "launch local --dry-run --launch.gpus_per_node 2 debug_model.toml",
+        "launch --dry-run --launch.gpus_per_node 2 local debug_model.toml",
+    ]
+    first, *others = [printed(capsys, *order.split(), code=0) for order in orders]
+    assert "titanlite train" in first
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "trian debug_model.toml",
+            "titanlite: error: unknown command 'trian': did you mean `titanlite train`?",
+        ),
+        ("debug_model.toml", "as in `titanlite train debug_model.toml`"),
+        ("zzzz", f"unknown command 'zzzz': commands: {', '.join(COMMANDS)}"),
+        (
+            "config chek",
+            (
+                "titanlite config: error: unknown command 'chek': did you mean `titanlite config "
+                "check`?"
+            ),
+        ),
+        ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
+        ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
+    ],
+)
+def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in printed(capsys, *words.split(), code=exit_codes.CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "expected"),
+    [
+        ("doctor --jsn", "titanlite doctor [-h]", "unknown option --jsn: the nearest is --json"),
+        (
+            "checkpoint ls --jason",
+            "titanlite checkpoint ls [-h]",
+            "unknown option --jason: the nearest is --json",
+        ),
+        (
+            "config check --stict debug_model.toml",
+            "titanlite config check [-h]",
+            "the nearest is --strict",
+        ),
+        ("sample nowhere text --gredy", "titanlite sample [-h]", "the nearest is --greedy"),
+        (
+            "train debug_model.toml --steps 5",
+            "titanlite train [-h]",
+            "as --training.steps or --validation.steps",
+        ),
+        (
+            "runs --qqqq=3",
+            "titanlite runs [-h]",
+            "unknown option --qqqq: `titanlite runs --help` lists the options",
+        ),
+        ("config schema word", "titanlite config schema [-h]", "unexpected words: word"),
+    ],
+)
+def test_wrong_options_show_the_usage_of_their_command(
+    words: str, usage: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, *words.split(), code=exit_codes.CONFIG)
+    assert text.startswith(f"usage: {usage}")
+    assert expected in text
+
+
+COMPLETED = {
+    "titanlite tr": ["train "],
+    "titanlite ru": ["runs "],
+    "titanlite config ch": ["check "],
+    "titanlite doctor --js": ["--json "],
+    "titanlite train --training.st": ["--training.steps "],
+    "titanlite train --optimizer.name Muo": ["Muon "],
+    "titanlite train --training.steps 5 debug_m": ["debug_model.toml "],
+    "titanlite config explain optimizer.be": ["optimizer.beta1", "optimizer.beta2"],
+    "titanlite checkpoint verify ma": ["mark/"],
+}
+#: Asks bash for the completions of a line as readline does, by the function that is registered for
+#: the command.
+ASK = """
+eval "$(titanlite completion bash)"
+[[ "$(complete -p titanlite)" =~ -F\\ ([^ ]+) ]] && asked=${BASH_REMATCH[1]}
+while IFS= read -r line; do
+    COMP_LINE=$line COMP_POINT=${#line} COMP_TYPE=9 COMP_WORDS=($line) COMPREPLY=()
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    $asked titanlite "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+    printf '%s|' "${COMPREPLY[@]}"; echo
+done
+"""
+
+
+@pytest.mark.slow
+def test_bash_completes_words(tmp_path: Path) -> None:
+    (tmp_path / "mark").mkdir()
+    found = subprocess.run(
+        ["bash", "-c", ASK],
+        input="\n".join(COMPLETED) + "\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+    )
+    answers = [line.split("|")[:-1] for line in found.stdout.splitlines()]
+    assert dict(zip(COMPLETED, answers, strict=True)) == COMPLETED, found.stderr
+
+
+def test_completion_names_the_package_that_it_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    text = printed(capsys, "completion", "bash", code=exit_codes.CONFIG)
+    assert (
+        "tab completion needs the package argcomplete: pip install 'titanlite[completion]'" in text
+    )
+
+
+def test_a_normal_start_imports_no_completion() -> None:
+    code = (
+        "import sys; from titanlite.cli.main import main; main(['--version']); "
+        "print('argcomplete' in sys.modules)"
+    )
+    found = python("-c", code)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("False\n")
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python with every package but torch."""
+    folder = tmp_path_factory.mktemp("packages")
+    for package in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not package.name.startswith(("torch", "functorch", "__")):
+            (folder / package.name).symlink_to(package)
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+#: Runs each command in a process of its own; one line of JSON each: exit code and what it printed.
+RUN_ALL = """
+import json, os, subprocess, sys
+for command in json.loads(sys.argv[1]):
+    words = [sys.executable, "-S", "-m", "titanlite", *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True)
+    print(json.dumps([done.returncode, done.stdout + done.stderr]))
+"""
+
+
+#: Command → exit code and text, on a machine without torch.
+WITHOUT_TORCH = {
+    "train debug_model.toml": (exit_codes.CONFIG, "torch is not installed"),
+    "train debug_model.toml --nproc-per-node 2": (exit_codes.CONFIG, "torch is not installed"),
+    "train debug_model.toml --nproc 1": (exit_codes.CONFIG, "torch is not installed"),
+    # Wrong paths are told first.
+    "train nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
+    "sample nowhere text": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "sample mine.toml text": (
+        exit_codes.CHECKPOINT,
+        "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
+    ),
+    "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "eval mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
+    "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "import an-owner/A-1.5 there": (
+        exit_codes.CHECKPOINT,
+        "error: an-owner/A-1.5: no such folder; a model of the hub: hf download an-owner/A-1.5 "
+        "--local-dir an-owner/A-1.5",
+    ),
+    "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
+    "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "data prepare nowhere.txt --out there --tokenizer bundled": (
+        exit_codes.CONFIG,
+        "nowhere.txt does not exist",
+    ),
+    "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
+}
+
+
+@pytest.mark.slow
+def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", RUN_ALL, json.dumps([*WITHOUT_TORCH])],
+        capture_output=True,
+        text=True,
+        env=without_torch,
+        cwd=tmp_path,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(WITHOUT_TORCH), done.stderr
+    for (command, (code, wanted)), (found, text) in zip(
+        WITHOUT_TORCH.items(), answers, strict=True
+    ):
+        assert found == code, f"{command}: {found}, {text}"
+        assert wanted in text and "Traceback" not in text, f"{command}: {text}"

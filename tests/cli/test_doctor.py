@@ -1,0 +1,221 @@
+"""`titanlite doctor`: what it finds on machines with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.processes import ROOT
+from titanlite.cli import doctor
+from titanlite.cli.doctor import ERROR, OK, WARNING, Finding, checks, examine
+from titanlite.cli.main import main
+from titanlite.plan.hardware import INSTANCES
+from titanlite.plan.plan import checkpoint_disk
+from titanlite.resolve.load import check_config
+from titanlite.utils import human_bytes
+
+DOCS = ROOT / "docs" / "launch"
+
+
+def found(check: Callable[[], Iterator[tuple[str, ...]]], status: str) -> str:
+    return "\n".join(" ".join(words) for one, *words in check() if one == status)
+
+
+def test_json_has_every_documented_check_and_no_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    flags = [
+        f"--job.dump_folder={tmp_path}/new/run",
+        "--checkpoint.enable_checkpoint",
+        "--training.compile",
+    ]
+    flags += ["--model.tokenizer_path=/no"]
+    code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear", "--json"])
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    names = {one["check"] for one in report["findings"]}
+    documented = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "local.md").read_text(), re.MULTILINE))
+    assert report["schema"] == 1
+    assert names <= documented == {name.split()[0] for name in checks()} | {"config"}
+    assert {frozenset(one) for one in report["findings"]} == {frozenset(Finding._fields)}
+    folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
+    assert any(
+        message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not")
+        for message in folders
+    )
+    assert "hf_secret" not in text
+    assert "a checkpoint takes about 89.7 GiB" in text
+    assert "model.tokenizer_path: /no does not exist" in text
+    assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
+
+
+def test_a_check_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is over when the check that fails has ended, however late that is."""
+    go_on = threading.Event()
+
+    def hangs() -> Iterator[tuple[str, ...]]:
+        yield OK, "begun"
+        go_on.wait()
+
+    failing = list[threading.Thread]()
+
+    def fails() -> Iterator[tuple[str, ...]]:
+        failing.append(threading.current_thread())
+        yield OK, "first"
+        raise OSError("broken")
+
+    ended = [False]
+
+    def clock() -> float:
+        ended.append(bool(failing) and not failing[0].is_alive())
+        return float(len(ended) > 2 and ended[-2])
+
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=clock))
+    begun, late, first, failed = examine({"folder /a b": hangs, "efa": fails}, 0.3)
+    go_on.set()
+    assert (begun.message, late.check, late.status, first.message) == (
+        "begun",
+        "folder",
+        ERROR,
+        "first",
+    )
+    assert failed.status == WARNING
+    assert "OSError: broken" in failed.message
+
+
+def test_a_busy_machine_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checks end by themselves, later than any line about them: no finding is lost."""
+    monkeypatch.setattr(doctor, "_TELL_SECONDS", 0.01)
+    go_on = threading.Event()
+
+    def slow() -> Iterator[tuple[str, ...]]:
+        go_on.wait()
+        yield OK, "at last"
+
+    def told(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            go_on.set()
+
+    said = list[str]()
+    monkeypatch.setattr(doctor, "say", told)
+    assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == [
+        "at last"
+    ]
+    assert len(said) >= 3
+    assert said[0].startswith("waiting for torch (")
+    assert "Ctrl-C ends" in said[0]
+    assert doctor._SECONDS >= 60
+    assert doctor._COMMAND_SECONDS < doctor._SECONDS
+
+
+def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = [
+        f"--job.dump_folder={tmp_path}",
+        "--checkpoint.enable_checkpoint",
+        "--checkpoint.folder=/proc/saves",
+    ]
+    flags += ["--training.dtype=bfloat16", "--optimizer.name=AnyPrecisionAdamW"]
+    run = check_config(["--job.config_file=llama3_8b.toml", *flags], training=False)[1]
+    asked = list[str]()
+    monkeypatch.setattr(
+        doctor.shutil,
+        "disk_usage",
+        lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1),
+    )
+    size = human_bytes(checkpoint_disk(run, 1.0).checkpoint)
+    assert size == "59.8 GiB"
+    assert f"about {size}; " in found(lambda: doctor._config(run), WARNING)
+    assert asked == ["/proc"]
+
+
+def test_the_folder_of_local_saves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = str(tmp_path / "disk{local_rank}")
+    flags = ["--checkpoint.enable_checkpoint", f"--checkpoint.local_folder={name}"]
+    run = check_config(["--job.config_file=debug_model.toml", *flags], training=False)[1]
+    assert f"for {tmp_path}/disk0, which is not there yet" in found(lambda: doctor._config(run), OK)
+    assert "on a network file system" not in found(lambda: doctor._config(run), WARNING)
+    monkeypatch.setattr(doctor, "file_system", lambda folder: "nfs4")
+    assert "is on a network file system" in found(lambda: doctor._config(run), WARNING)
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "cannot be written to" in found(lambda: doctor._folder("/proc"), ERROR)
+    assert found(lambda: doctor._folder(str(tmp_path)), ERROR) == ""
+    assert doctor.file_system(Path("/proc/self")) == "proc"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 60)
+    assert re.search(
+        r"differs by \+[3-6]\d s", found(lambda: doctor._folder(str(tmp_path)), WARNING)
+    )
+
+
+def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(doctor, "interfaces", lambda: {"lo": "127.0.0.1", "ens5": "10.0.0.7"})
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=ens5" in found(doctor._network, WARNING)
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
+    assert "gloo takes ens5" in found(doctor._network, OK)
+    assert not found(doctor._network, WARNING)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "no interface eth0 has an address" in found(doctor._network, ERROR)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker")
+    assert found(doctor._network, ERROR) == ""
+
+
+def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    rows = (
+        "0, NVIDIA A100, 550.1, 40960, 12, 8.0, 3\\n1, NVIDIA H100, 550.1, 81920, 5000, 9.0, "
+        "[N/A]\\n"
+    )
+    tool.write_text(
+        f'#!/bin/sh\ncase "$1" in --query*) printf "{rows}" ;; *) echo "Driver 550.1  CUDA '
+        'Version: 12.4 " ;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    healthy, errors, warnings = (found(doctor._gpus, status) for status in (OK, ERROR, WARNING))
+    assert "GPU 0: NVIDIA A100, 40960 MiB, capability 8.0 (no float8 products)" in healthy
+    assert "GPU 0: 3 uncorrected memory errors" in errors
+    assert "GPU 1" not in errors
+    assert "GPU 1: 5000 MiB are in use" in warnings
+    assert "GPU 0" not in warnings
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "torch is built for the CPU" in found(doctor._torch, ERROR)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "the driver knows CUDA 12, torch needs 13.0" in found(doctor._torch, ERROR)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert "nvidia-smi fails" in found(doctor._gpus, ERROR)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=0))
+    assert "NCCL needs more" in found(doctor._limits, ERROR)
+
+
+def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
+    row = r"^\| (`.*) \| (\d) x (\S+) \| (\d+) GB \| (\S+) \| (\S+) \| ([\d, ]+) \|$"
+    documented = {}
+    for names, gpus, gpu, memory, efa, rdma, network in re.findall(
+        row, (DOCS / "README.md").read_text(), re.M
+    ):
+        types = re.findall(r"`([^`]+)`", names)
+        rates = network.split(", ")
+        for name, rate in zip(types, rates * (len(types) if len(rates) == 1 else 1), strict=True):
+            devices = int(efa.replace("–", "0"))
+            documented[name] = (gpu, int(gpus), int(memory), devices, rdma == "yes", int(rate))
+    assert documented == {name: tuple(one) for name, one in INSTANCES.items()}

@@ -1,0 +1,139 @@
+"""`titanlite eval` gives the losses that the run itself has logged, and leaves the run as it
+is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import evaluate_run
+from tests.support.pool import Pools
+from tests.support.processes import ROOT, titanlite
+from tests.support.texts import write_texts
+from tests.support.whole_runs import train_run
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
+from titanlite.cli.checkpoint_folders import checkpoint_of
+from titanlite.cli.eval_text import config_of, read_texts
+from titanlite.cli.main import main
+from titanlite.config.errors import ConfigError
+from titanlite.validation import ValidationResult
+
+LAYOUTS = {
+    "fsdp": [],
+    "tensor": ["--training.tensor_parallel_degree=2"],
+    "pipeline": ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=2"],
+}
+
+
+def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
+    """Two steps on two ranks, on a text that is gone afterwards; return the row of the last
+    validation.
+    """
+    text = write_texts(
+        folder / "text.jsonl",
+        [f"{n} and {n + 1} are numbers, and so on to {n + 9}" for n in range(60)],
+    )
+    sources = "--validation.sources=[{name='c4_test'}, {name='c4_validation'}]"
+    own = [
+        sources,
+        "--validation.enable",
+        "--training.steps=2",
+        f"--training.dataset_path={text}",
+        "--optimizer.lr=0.1",
+    ]
+    rows = pool(2).run(train_run, str(folder / "run"), *own, *flags)[0]["rows"]
+    text.unlink()
+    return next(row for row in reversed(rows) if "validation_loss" in row)
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trained")
+    return folder / "run", _train(pool, folder)
+
+
+def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
+    found = {f"validation/{name}/loss": one.loss for name, one in result.sources.items()}
+    found |= {"validation_loss": result.all.loss, "validation_tokens": result.all.tokens}
+    return len(found) == 4 and all(row[key] == value for key, value in found.items())
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensor", "pipeline"))]
+)
+def test_it_equals_the_figures_of_the_run_to_the_last_bit(
+    pool: Pools, trained: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    folder, row = (
+        trained
+        if layout == "fsdp"
+        else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
+    )
+    before = _contents(folder)
+    assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
+    assert _contents(folder) == before
+    on_one = pool(1).run(evaluate_run, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[
+        0
+    ]
+    if layout == "fsdp":  # one rank reads half as many sequences in so many steps
+        assert on_one.all.tokens == row["validation_tokens"] / 2
+    else:
+        assert on_one.all.loss == pytest.approx(row["validation_loss"], rel=1e-6)
+
+
+def test_the_command_prints_one_json_object(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, row = trained
+    words = ["eval", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
+    done = titanlite(*words, cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert (found["step"], found["ranks"]) == (2, 1)
+    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
+        "twice the batch on half the ranks"
+    )
+    assert found["tokens"] == row["validation_tokens"]
+    assert set(found["sources"]) == {
+        "c4_test",
+        "c4_validation",
+    }
+
+
+@pytest.mark.slow
+def test_torchrun_starts_its_ranks_and_one_prints_the_table(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words = ["eval", trained[0], "--nproc-per-node=2"]
+    done = titanlite(*words, cwd=tmp_path)
+    title, head, *rows = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert title.endswith("step-2")
+    assert head.split() == ["text", "loss", "perplexity", "tokens"]
+    assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
+    assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
+
+
+def test_weights_of_another_tokenizer_are_refused(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = checkpoint_of(trained[0])
+    manifest = read_manifest(step)
+    flags = [
+        f"--model.tokenizer_path={ROOT / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
+    ]
+    run = config_of(step, manifest, None, [*flags, "--model.name=llama2"], 1)
+    with pytest.raises(CheckpointError, match=r"another .*tokenizer.*--checkpoint\.allow_changes="):
+        read_texts(run, step, manifest)
+    with pytest.raises(ConfigError, match="tensor_parallel 3"):
+        config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
+    assert main(["eval", str(tmp_path), "--nproc-per-node=2"]) == 4
+    assert "holds no checkpoints" in capsys.readouterr().err

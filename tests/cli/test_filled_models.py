@@ -1,0 +1,147 @@
+"""Every command that fills a model gives it all that a checkpoint holds, buffers too.
+
+The weights begin as a file of random numbers. They go through `import`, `export` (which `push`
+calls), `checkpoint convert` and adapters. Each result is loaded as by `eval` and `sample`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hf_compare import sizes_of
+from tests.support.llamas import relative
+from titanlite.checkpoint.hf_files import hf_form
+from titanlite.cli.hub.convert import Format, convert
+from titanlite.cli.loading import add_arguments, load_model
+from titanlite.cli.parser import Parser
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+from titanlite.features.lora.peft import save_peft
+from titanlite.features.lora.settings import Adapters
+from titanlite.models import SPECS, get_spec, resolve_args
+from titanlite.models.args import as_record
+
+VOCABULARY = 2304
+TOKENS = torch.randint(VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(1))
+SIZES = {"n_layers": 3, "dim": 64, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
+BIASED = {"bias_update": 0.001}
+#: Family → arguments beside `SIZES`. Only DeepSeek-V3 has a name for biases in `transformers`.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, as published": ("deepseek_v3", {"score": "sigmoid", "q_lora_rank": 24}),
+    "deepseek_v3, tied": ("deepseek_v3", {"score": "sigmoid", "tied": True}),
+    "qwen3_moe, biases": ("qwen3_moe", BIASED),
+    "gpt_oss, biases": ("gpt_oss", BIASED),
+    "llama4, biases": ("llama4", BIASED),
+    **{name: (name, {}) for name in SPECS if name != "hf"},
+}
+#: Models of `transformers` whose experts have biases too.
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": sizes_of("deepseek_v3"),
+    "glm4_moe": sizes_of("qwen3_moe")
+    | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
+    "qwen3_moe": sizes_of("qwen3_moe"),
+}
+
+
+def random_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Random values of each tensor that a checkpoint holds, large enough to matter."""
+    state = {}
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(tensor.shape, generator=generator)
+        is_matrix = tensor.ndim > 1
+        state[name] = noise * tensor.size(-1) ** -0.5 if is_matrix else 0.3 * noise
+    return state
+
+
+def written(file: Path, family: str, args: Any) -> torch.Tensor:
+    """Write random weights as a file of torch's; return the logits of torch's own way to load."""
+    spec = get_spec(family)
+    model = spec.build(args).eval()
+    model.load_state_dict(random_state(model))  # a tied head is the last of both
+    content = {"state_dict": model.state_dict(), "model": as_record(family, args), "step": 3}
+    torch.save(content, file)
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS)
+    return logits
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    """Return what `eval` and `sample` compute."""
+    parser = Parser()
+    add_arguments(parser)
+    words = [str(path), "--device=cpu", f"--tokenizer={BUNDLED_TOKENIZER}"]
+    logits: torch.Tensor = load_model(parser.parse_args(words)).model(TOKENS)
+    return logits
+
+
+def through(path: Path, target: Path, to: Format, dtype: str | None = None) -> Path:
+    """Convert weights as `export`, `import` and `push` do; the logits are compared there."""
+    lines: list[str] = []
+    written = convert(path, target, to, dtype, report=lines.append)
+    assert isinstance(written, Path)
+    assert to == "torch" or "logits of 64 tokens" in lines[0]
+    assert to != "hf" or "transformers" in lines[0]
+    return written
+
+
+def theirs(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+def with_idle_adapters(folder: Path, base: Path, family: str, args: Any) -> Path:
+    """Write adapters that add nothing."""
+    spec = get_spec(family)
+    assert spec.linears is not None
+    sizes = {name: size for name, size in spec.linears(args).items() if "attention" in name}
+    adapters = Adapters(rank=2, alpha=2.0, sizes=sizes)
+    tensors = {name: torch.zeros(shape) for name, shape in adapters.shapes.items()}
+    save_peft(folder, adapters, tensors, (spec, args), str(base))
+    return folder
+
+
+def check(tmp_path: Path, family: str, args: Any) -> None:
+    first = tmp_path / "first.pt"
+    expected = written(first, family, args)
+    saved = through(first, tmp_path / "saved", "checkpoint")
+    paths = [first, saved, through(saved, tmp_path / "again.pt", "torch")]
+    spec = get_spec(family)
+    try:
+        hf_form(spec, args)
+    except ValueError:
+        assert "bias_update" in repr(args)
+    else:
+        folder = through(saved, tmp_path / "hf", "hf")
+        assert relative(theirs(folder), expected) < 1e-5
+        paths += [folder, through(folder, tmp_path / "imported", "checkpoint")]
+        through(folder, tmp_path / "rounded", "checkpoint", "bfloat16")
+        if family != "hf":
+            paths.append(with_idle_adapters(tmp_path / "peft", folder, family, args))
+    for path in paths:
+        assert relative(logits_of(path), expected) < 1e-5, path
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    family, own = CASES[case]
+    fields = SPECS[family].args_class.__dataclass_fields__
+    known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}
+    args = resolve_args(family, "debugmodel", known, tokenizer_size=VOCABULARY, max_seq_len=64)
+    check(tmp_path, family, args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
+    content = {**KINDS[kind], "model_type": kind, "vocab_size": VOCABULARY}
+    args = get_spec("hf").args_from_hf(content)
+    check(tmp_path, "hf", args)

@@ -1,0 +1,331 @@
+"""Runs of one config that differ, as processes: their states, kills, and who may run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, ended, environment
+from tests.support.sweeps import (
+    BROKEN,
+    CALLBACKS,
+    CONFIG,
+    HUGE,
+    LARGE,
+    SMALL,
+    STEPS,
+    attempts,
+    rows,
+)
+from titanlite.config.errors import ConfigError
+from titanlite.contrib.lab.members import (
+    Member,
+    MemberError,
+    MemberResult,
+    check_members,
+    make_slots,
+    result_of,
+    run_members,
+)
+from titanlite.resolve.load import check_config
+from titanlite.runs.lock import LockedError, RunLock
+
+#: Runs two members, one after the other.
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.support.sweeps import CONFIG, LARGE, SMALL
+from titanlite.cli.processes import Stopped
+from titanlite.contrib.lab.members import run_members
+
+try:
+    run_members([SMALL, LARGE], CONFIG, Path(sys.argv[1]))
+except Stopped as stop:
+    sys.exit(128 + stop.number)
+"""
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[MemberResult]]:
+    """Four members, one after the other: folder and results."""
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, run_members([BROKEN, SMALL, HUGE, LARGE], CONFIG, folder)
+
+
+def started(folder: Path, seconds: str = "0.3") -> subprocess.Popen[bytes]:
+    """A sweep of two members in a process, with slow steps."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        cwd=ROOT,
+        env=environment(STEP_SECONDS=seconds),
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def holder(folder: Path) -> int:
+    """The process of the run that is alive in a folder."""
+    return int(json.loads((folder / "run.lock").read_text())["process"]["id"])
+
+
+def has_rows(folder: Path, count: int) -> bool:
+    file = folder / "metrics.jsonl"
+    return file.exists() and file.read_text().count('"grad_norm"') >= count
+
+
+@pytest.mark.slow
+def test_a_member_that_fails_or_diverges_does_not_end_the_others(
+    sweep: tuple[Path, list[MemberResult]],
+) -> None:
+    _, results = sweep
+    assert [one.name for one in results] == ["broken", "small", "huge", "large"]
+    assert [one.state for one in results] == ["failed", "done", "diverged", "done"]
+    assert [one.steps for one in results if one.state == "done"] == [STEPS, STEPS]
+    broken, small, huge, large = results
+    assert "this callback breaks" in broken.reason
+    assert "not finite" in huge.reason
+    assert small.reason == large.reason == ""
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_runs_own_figures(
+    sweep: tuple[Path, list[MemberResult]],
+) -> None:
+    folder, results = sweep
+    small = results[1]
+    figures = [dict(row) for row in rows(folder / "small")]
+    losses = [row["loss"] for row in figures if "loss" in row]
+    validations = [row["validation_loss"] for row in figures if "validation_loss" in row]
+    assert (len(losses), len(validations)) == (STEPS, 2)
+    assert small.training_loss == losses[-1]
+    assert small.validation_loss == validations[-1]
+    assert small.tokens == STEPS * 2 * 16
+    assert 0 < small.seconds < 300
+
+
+@pytest.mark.slow
+def test_a_second_call_runs_only_what_failed(
+    sweep: tuple[Path, list[MemberResult]],
+) -> None:
+    folder, first = sweep
+    names = ("small", "large", "huge")
+    before = {name: attempts(folder / name) for name in names}
+    files = [folder / name / "metrics.jsonl" for name in names]
+    times = [file.stat().st_mtime_ns for file in files]
+    results = run_members([BROKEN, SMALL, HUGE, LARGE], CONFIG, folder)
+    assert {name: attempts(folder / name) for name in names} == before
+    assert [file.stat().st_mtime_ns for file in files] == times
+    assert attempts(folder / "broken").count('"event": "start"') == 2
+    assert results[1:] == first[1:]
+
+
+@pytest.mark.slow
+def test_two_at_a_time_learn_the_same_bit_for_bit(
+    sweep: tuple[Path, list[MemberResult]], tmp_path: Path
+) -> None:
+    folder, _ = sweep
+    run_members([SMALL, LARGE], CONFIG, tmp_path, at_once=2)
+    assert rows(tmp_path / "small") == rows(folder / "small")
+    assert rows(tmp_path / "large") == rows(folder / "large")
+    assert rows(folder / "small") != rows(folder / "large")
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_where_it_was(
+    sweep: tuple[Path, list[MemberResult]], tmp_path: Path
+) -> None:
+    whole, _ = sweep
+    process = started(tmp_path)
+    wait_for(lambda: has_rows(tmp_path / "large", 4))
+    run = holder(tmp_path / "large")
+    process.kill()
+    process.wait()
+    assert ended(run, 120)
+    assert result_of(LARGE, tmp_path).state == "unfinished"
+    done = attempts(tmp_path / "small")
+    time_of_metrics = (tmp_path / "small" / "metrics.jsonl").stat().st_mtime_ns
+
+    results = run_members([SMALL, LARGE], CONFIG, tmp_path)
+    assert [one.state for one in results] == ["done", "done"]
+    assert attempts(tmp_path / "small") == done
+    assert (tmp_path / "small" / "metrics.jsonl").stat().st_mtime_ns == time_of_metrics
+    assert '"began": "resumed from step ' in attempts(tmp_path / "large")
+    assert rows(tmp_path / "large") == rows(whole / "large")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_runs_and_the_same_call_goes_on(
+    sweep: tuple[Path, list[MemberResult]], tmp_path: Path
+) -> None:
+    whole, _ = sweep
+    process = started(tmp_path)
+    wait_for(lambda: has_rows(tmp_path / "small", 4))
+    run = holder(tmp_path / "small")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert not Path(f"/proc/{run}").exists()
+    assert not (tmp_path / "run.lock").exists()
+    assert not (tmp_path / "large").exists()
+    stopped = result_of(SMALL, tmp_path)
+    assert stopped.state == "unfinished"
+
+    run_members([SMALL], CONFIG, tmp_path)
+    assert f'"began": "resumed from step {stopped.steps}"' in attempts(tmp_path / "small")
+    assert rows(tmp_path / "small") == rows(whole / "small")
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_that_was_killed_starts_again(tmp_path: Path) -> None:
+    config = [*CONFIG, "--no-checkpoint.enable_checkpoint", "--no-validation.enable"]
+    folder = tmp_path / "small"
+    command = [sys.executable, "-m", "titanlite", "train", *SMALL.arguments(config, tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment(STEP_SECONDS="2"), stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: has_rows(folder, 3))
+    process.kill()
+    process.wait()
+    assert result_of(SMALL, tmp_path).state == "unfinished"
+    (result,) = run_members([SMALL], config, tmp_path)
+    assert (result.state, result.steps) == ("done", STEPS)
+    assert attempts(folder).count('"began": "fresh"') == 2
+
+
+@pytest.mark.slow
+def test_a_member_that_another_process_runs_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "titanlite", "train", *SMALL.arguments(CONFIG, tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment(STEP_SECONDS="0.3"), stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: has_rows(tmp_path / "small", 1))
+    (result,) = run_members([SMALL], CONFIG, tmp_path)
+    assert process.wait() == 0
+    assert result.state == "done"
+    assert attempts(tmp_path / "small").count('"event": "start"') == 1
+    assert "small runs already, in another process; waiting for it" in capsys.readouterr().err
+
+
+def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
+    with (
+        RunLock(tmp_path, "folder"),
+        pytest.raises(LockedError, match="give this run another --folder"),
+    ):
+        run_members([SMALL], CONFIG, tmp_path)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_not(
+    tmp_path: Path,
+) -> None:
+    config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
+    kept = tmp_path / "small" / "config.toml"
+    kept.parent.mkdir()
+    lines = config.to_toml().splitlines()
+    kept.write_text("\n".join(line for line in lines if not line.startswith("z_loss")))
+    described = Member("small", [*SMALL.flags, "--job.description=again"])
+    assert len(check_members([described], CONFIG, tmp_path, 1)) == 1
+    changed = Member("small", ["--optimizer.lr=2e-3", "--model.overrides.norm_eps=1e-4"])
+    with pytest.raises(ConfigError, match=r"small: optimizer\.lr: 0\.001 -> 0\.002") as error:
+        check_members([changed], CONFIG, tmp_path, 1)
+    assert "norm_eps: " in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_changed_point_is_refused_with_its_key(
+    sweep: tuple[Path, list[MemberResult]],
+) -> None:
+    folder, _ = sweep
+    changed = Member("large", ["--optimizer.lr=2e-2"])
+    before = attempts(folder / "large")
+    with pytest.raises(MemberError, match=r"/large: optimizer.lr: 0\.01 -> 0\.02") as error:
+        run_members([SMALL, changed], CONFIG, folder)
+    assert str(error.value).startswith("1 of 2 runs cannot start; nothing was started\n  large:")
+    assert attempts(folder / "large") == before
+
+
+@pytest.mark.slow
+def test_other_ranks_are_a_change_where_the_batch_follows_from_them(
+    sweep: tuple[Path, list[MemberResult]],
+) -> None:
+    folder, _ = sweep
+    with pytest.raises(ConfigError, match="ranks: 1 -> 2"):
+        run_members([SMALL], CONFIG, folder, nproc=2)
+
+
+def test_the_problems_of_all_members_are_named_before_any_runs(tmp_path: Path) -> None:
+    wrong = [
+        Member("a", ["--optimizer.lr=-1"]),
+        SMALL,
+        Member("b", ["--model.overrides.n_heads=3"]),
+    ]
+    with pytest.raises(MemberError) as error:
+        run_members(wrong, CONFIG, tmp_path / "new")
+    text = str(error.value)
+    assert text.startswith("2 of 3 runs cannot start; nothing was started\n  a:\n    ")
+    assert "optimizer.lr: expected" in text
+    assert "  b:\n" in text
+    assert "n_heads" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_problem_of_all_members_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_members([SMALL, LARGE], [*CONFIG, "--training.seq_len=-1"], tmp_path)
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--checkpoint.folder=/tmp/shared",
+        "--checkpoint.folder=../together",
+        "--metrics.save_tb_folder=../tb",
+        "--checkpoint.hub=ada/tiny",
+    ],
+)
+def test_a_place_that_all_runs_would_share_is_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, MemberError), match="all runs would share"):
+        run_members([SMALL, LARGE], [*CONFIG, flag], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "one")
+    shows = f"--job.callbacks={CALLBACKS}:ShowsRunId"
+    (result,) = run_members([SMALL], [*CONFIG, shows], tmp_path, nproc=2)
+    assert (result.state, result.tokens) == ("done", STEPS * 2 * 2 * 16)
+    assert "run id: None" in (tmp_path / "small" / "console.log").read_text()
+
+
+def test_each_run_at_a_time_has_its_own_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: made up; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert make_slots(2, 2) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    with pytest.raises(MemberError, match="need 6 GPUs, and this machine shows 4"):
+        make_slots(3, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert make_slots(2, 1) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "1"}]

@@ -1,0 +1,185 @@
+"""`titanlite mup check`: slopes with muP and without, the verdict, the picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.cli.main import main
+from titanlite.config.errors import ConfigError
+from titanlite.config.model_sections import Optimizer
+from titanlite.config.sections import Mup
+from titanlite.contrib.lab.mup.command import measure
+from titanlite.contrib.lab.mup.coordinates import Task
+from titanlite.contrib.lab.mup.models import Models, models_of
+from titanlite.contrib.lab.mup.verdict import LIMIT, Line, slope, verdict
+from titanlite.features.mup.rules import Factors, Rules
+from titanlite.models import SPECS
+
+WIDTHS = (64, 128, 256)
+
+
+def models(family: str, mup: Mup = Mup(), **changes: Any) -> Models:  # noqa: B008 (immutable)
+    args = replace(SPECS[family].flavors["debugmodel"], vocab_size=256, **changes)
+    return models_of(args, mup, WIDTHS, layers=2)
+
+
+def lines_of(family: str, optimizer: str, found: Models) -> list[Line]:
+    """Slopes on tokens of which some are frequent, as in text."""
+    generator = torch.Generator().manual_seed(0)
+    shares = 1 / torch.arange(1.0, 257.0)
+    rows = torch.multinomial(shares, 4 * 17, replacement=True, generator=generator).view(4, 17)
+    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
+    settings = Optimizer(name=optimizer, lr=2e-3, no_decay_on_norms=True)
+    return measure(Task(SPECS[family], settings, batches, torch.device("cpu")), found, seeds=3)
+
+
+def slopes(lines: list[Line], mup: bool) -> dict[str, float]:
+    return {line.kind: line.slope for line in lines if line.mup == mup}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("family", "optimizer", "mup", "changes"),
+    [
+        ("llama3", "AdamW", Mup(), {}),
+        ("llama3", "Muon", Mup(), {}),
+        # Heads get wider, and not more.
+        ("llama3", "AdamW", Mup(64, {"n_heads": 4}), {"n_heads": 4, "tied": True}),
+        ("mixtral", "AdamW", Mup(), {}),
+        pytest.param("deepseek_v3", "Muon", Mup(), {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "AdamW", Mup(), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_changes_do_not_depend_on_the_width_and_do_without(
+    family: str, optimizer: str, mup: Mup, changes: dict[str, Any]
+) -> None:
+    lines = lines_of(family, optimizer, models(family, mup, **changes))
+    flat = slopes(lines, mup=True)
+    assert max(map(abs, flat.values())) < LIMIT, flat
+    assert verdict(lines)[0]
+    steep = slopes(lines, mup=False)
+    assert steep["attention"] > 0.9 and steep["feed-forward"] > 1.2 and steep["residual"] > 0.5
+    # Weights of a tied head are so small that they soon have no part of what they were.
+    assert steep["target logits"] > 0.4 or changes.get("tied")
+    assert steep.get("router", 1.0) > 0.4
+    assert ("router" in flat) == (family != "llama3")
+
+
+@pytest.mark.parametrize(("family", "grows"), [("olmo2", "target logits"), ("gemma3", "embedding")])
+@pytest.mark.slow
+def test_families_with_norms_behind_attention_are_flat(family: str, grows: str) -> None:
+    narrow = {"head_dim": 16, "query_scalar": 16, "n_heads": 16} if family == "gemma3" else {}
+    lines = lines_of(family, "AdamW", models(family, **narrow))
+    assert max(map(abs, slopes(lines, mup=True).values())) < LIMIT
+    assert slopes(lines, mup=False)[grows] > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("power", "sign"), [(-0.5, 1), (-1.5, -1)])
+def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch, power: float, sign: int) -> None:
+    right = Rules.factors
+
+    def wrong(self: Rules, name: str, muon: bool = False) -> Factors:
+        found = right(self, name, muon)
+        return found if found.rate == 1 else found._replace(rate=found.rate**-power)
+
+    monkeypatch.setattr(Rules, "factors", wrong)
+    lines = lines_of("llama3", "AdamW", models("llama3"))
+    good, told = verdict(lines)
+    assert not good and "FAILED" in told[0]
+    assert sign * slopes(lines, mup=True)["feed-forward"] > LIMIT
+
+
+def test_slopes_are_those_of_powers() -> None:
+    for power in (-1.0, 0.0, 0.5):
+        assert slope(WIDTHS, [3 * width**power for width in WIDTHS]) == pytest.approx(power)
+    for bad in (0.0, math.nan, math.inf):
+        assert math.isnan(slope(WIDTHS, [1.0, bad, 1.0]))
+        assert not Line("logits", True, WIDTHS, [[1.0] * 3], [[1.0, bad, 1.0]]).is_flat
+
+
+def test_a_check_that_sees_nothing_says_so() -> None:
+    flat = [[1.0, 1.0, 1.0]]
+    lines = [Line("logits", mup, WIDTHS, flat, flat) for mup in (True, False)]
+    good, told = verdict(lines)
+    assert good and "raise optimizer.lr" in told[1]
+
+
+def test_models_differ_in_width_alone() -> None:
+    found = models("llama3", Mup(64, {"n_heads": 4, "n_layers": 1}), n_heads=4, ffn_dim=512)
+    assert {width: (one.n_heads, one.ffn_dim) for width, one in found.of.items()} == {
+        64: (4, 128),
+        128: (4, 256),
+        256: (4, 512),
+    }
+    assert found.base == found.of[64]
+    wide = models("qwen3")  # heads of 64
+    assert [one.n_heads for one in wide.of.values()] == [2, 4, 8]
+    args = replace(SPECS["llama3"].flavors["8B"], n_layers=32)
+    chosen = models_of(args, Mup(), (), layers=4)
+    # Its heads have 128 numbers, and four of them share a key head.
+    assert chosen.widths == [512, 1024, 2048] and chosen.base.n_layers == 4
+    assert [(one.n_heads, one.kv_heads) for one in chosen.of.values()] == [(4, 1), (8, 2), (16, 4)]
+    with pytest.raises(ConfigError, match="--widths 128,256"):
+        models_of(args, Mup(), (64, 128), layers=4)
+
+
+CHECK = ["mup", "check", "debug_model.toml", "--widths", "64,128", "--layers", "1"]
+
+
+@pytest.mark.slow
+def test_the_command_prints_draws_and_ends_by_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*CHECK, "--random", "--png=slopes.png"]) == 0
+    shown = capsys.readouterr().out
+    assert "OK: with muP every slope is within 0.25 of 0" in shown and "random tokens" in shown
+    rows = [line.split() for line in shown.splitlines() if line.startswith("feed-forward")]
+    assert [row[1] for row in rows] == ["yes", "no"]
+    assert abs(float(rows[0][4])) < LIMIT < float(rows[1][4])
+    from matplotlib.image import imread
+
+    light = imread(tmp_path / "slopes.png")
+    dark = imread(tmp_path / "slopes-dark.png")
+    assert light.shape == dark.shape and light[0, 0, :3].min() > 0.9 > 0.2 > dark[0, 0, :3].max()
+
+
+def test_the_command_as_json_on_the_text_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*CHECK, "--steps=1"]) in (0, 1)
+    capsys.readouterr()
+    assert main([*CHECK, "--json", "--mup.base_dim=128", "--steps=1"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["base_dim"] == 128 and found["widths"] == [64, 128]
+    assert found["text"] == "text of c4_test" and not list(tmp_path.iterdir())
+    kinds = [line["kind"] for line in found["lines"] if line["mup"]]
+    assert kinds == ["embedding", "attention", "feed-forward", "residual", "target logits"]
+    assert all(len(line["changes"]) == 1 for line in found["lines"])
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
+        (["--model.name=gemma3", "--widths=64,128"], "optimizer.no_decay_on_norms"),
+        (["--widths=24,48"], "no whole number at dim = 24"),
+        (["--mup.base_dim=24"], "no whole number at dim = 24"),
+        (["--tokens=4096"], "serves 127 at most"),
+        (["--device=cuda:77"], "--device"),
+    ],
+)
+def test_what_the_command_refuses(
+    words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mup", "check", "debug_model.toml", *words]) == 2
+    assert shown in capsys.readouterr().err

@@ -1,0 +1,414 @@
+"""`titanlite data prepare`: the same tokens from any source, on any number of processes, after any
+crash.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import Command
+from tests.support.hub_server import HubServer
+from tests.support.processes import ended, environment, titanlite
+from tests.support.shards import TEXTS, write_c4
+from tests.support.texts import TOKENIZER, contents, rows_of, write_records
+from titanlite.cli import main as cli
+from titanlite.data.corpus import tokenize
+from titanlite.data.rows import IGNORE
+from titanlite.data.text_files import BUNDLED, iter_records, list_files
+from titanlite.data.token_files import TokenFiles
+from titanlite.data.token_paths import INDEX
+from titanlite.runs.lock import RunLock
+
+
+def files_of(folder: Path) -> TokenFiles:
+    found = rows_of(folder).corpus
+    assert isinstance(found, TokenFiles)
+    return found
+
+
+def texts_of(folder: Path) -> list[str]:
+    files = files_of(folder)
+    return [
+        TOKENIZER.decode(files.read(a, b)[1:-1].tolist())
+        for a, b in zip(files.offsets, files.offsets[1:], strict=False)
+    ]
+
+
+def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text")
+    code, out = command("prepare", text, "--out", tmp_path / "out")
+    assert code == 0
+    assert "out: 60 documents, " in out
+    corpus = tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size)
+    files = files_of(tmp_path / "out")
+    assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
+    assert files.offsets.tolist() == corpus.offsets.tolist()
+    records = list(iter_records(list_files(text)))
+    assert [files.place_of(n) for n in range(60)] == [
+        (str(record.file), record.number) for record in records
+    ]
+    size = sum(len(record.text) for record in records)
+    assert files.index is not None
+    assert files.index["text_bytes"] == size
+    assert f"{size / files.size:.2f} bytes per token" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_large_file_is_shared_by_any_number_of_processes(
+    tmp_path: Path, command: Command, kind: str
+) -> None:
+    lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
+    lines[150:150] = ["", ""]  # empty lines count, and are no documents
+    file = tmp_path / f"big.{kind}"
+    content = "".join(f"{line}\n" for line in lines)
+    if kind == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        rows = {"text": [json.loads(line)["text"] for line in lines if line]}
+        parquet.write_table(
+            pyarrow.table(rows), file, row_group_size=7, compression="none", use_dictionary=False
+        )
+    else:
+        file.write_bytes(
+            gzip.compress(content.encode()) if kind == "jsonl.gz" else content.encode()
+        )
+    for workers in (1, 3):
+        words = ["prepare", file, "--part-tokens", 400, "--workers", workers]
+        assert command(*words, "--out", tmp_path / str(workers))[0] == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    corpus = tokenize([file], TOKENIZER, TOKENIZER.vocab_size)
+    files = files_of(tmp_path / "1")
+    assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
+    assert files.offsets.tolist() == corpus.offsets.tolist()
+    groups = {part.file.name[:10] for part in files.parts}
+    assert len(groups) == 1 if kind == "jsonl.gz" else len(groups) > 10
+    for document, record in enumerate(iter_records([file])):
+        name, number = files.place_of(document)
+        base, _, begin = name.partition(" from byte ")
+        assert base == str(file)
+        if begin:
+            rest = content.encode()[int(begin.removesuffix(" on").replace(",", "")) :]
+            assert json.loads(rest.splitlines()[number - 1])["text"] == record.text
+        else:
+            assert number == record.number
+
+
+def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20
+    )
+    code, printed = command(
+        "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30
+    )
+    assert code == 2
+    assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
+
+
+def test_prepare_asks_for_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = write_records(tmp_path / "text", 1)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["data", "prepare", str(text), "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "required: --tokenizer" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_of_a_character_is_refused_and_not_replaced(tmp_path: Path, command: Command) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "good"}\n' * 3 + r'{"text": "half \ud83d"}' + "\n")
+    code, printed = command("prepare", text, "--out", tmp_path / "out")
+    assert code == 2
+    assert "a.jsonl, line 4: the field text holds \\ud83d at character 6" in printed
+
+
+def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
+    tmp_path: Path, command: Command
+) -> None:
+    records = [
+        {"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)
+    ]
+    text = tmp_path / "a.jsonl"
+    out = tmp_path / "out"
+    text.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert (
+        command("prepare", text, "--out", out, "--prompt-key", "q", "--completion-key", "a")[0] == 0
+    )
+    files = files_of(out)
+    ids = files.read(0, files.size)
+    targets = files.is_target(0, files.size)
+    ends = TOKENIZER.decode([TOKENIZER.eos_id])
+    assert TOKENIZER.decode(ids[targets].tolist()) == "".join(
+        record["a"] + ends for record in records
+    )
+    config = ["--training.dataset_path", out, "--training.seq_len", 16, "--training.epochs", 1]
+    code, printed = command("peek", *config, "--no-data.shuffle", "--ids", "--rows", 9)
+    assert code == 0
+    assert "[[why ask]]" in printed.replace("<|begin_of_text|>", "")
+    assert "say" in printed
+
+    def best_fit(path: Path, **fields: Any) -> Any:
+        return rows_of(
+            path,
+            epochs=2,
+            seq_len=48,
+            data={"packing": "best-fit", "mask_documents": True, **fields},
+        )
+
+    prepared = best_fit(out)
+    whole = best_fit(text, prompt_key="q", completion_key="a")
+    assert prepared.settings == whole.settings
+    assert prepared.total_sequences == whole.total_sequences
+    assert "best-fit with" in prepared.describe()
+    for epoch in range(2):
+        found = range(
+            epoch * prepared.sequences_per_epoch, (epoch + 1) * prepared.sequences_per_epoch
+        )
+        rows, expected = (
+            [[c.tolist() for c in one.sequence(i)] for i in found] for one in (prepared, whole)
+        )
+        assert (
+            sorted(rows) == sorted(expected) and rows != expected
+        )  # another order of the same rows
+        labels = [label for _, row, _ in rows for label in row if label != IGNORE]
+        assert sorted(labels) == sorted(ids[targets].tolist())
+        assert sorted(d for i in found for d, _ in prepared.documents_in(i)) == list(range(80))
+    assert max(number for _, _, numbers in rows for number in numbers) > 2
+
+
+@pytest.mark.slow
+def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
+    tmp_path: Path, command: Command
+) -> None:
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    text = tmp_path / "text.jsonl"
+    records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
+    text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
+    words = [
+        "prepare",
+        str(text),
+        "--part-tokens",
+        "5000",
+        "--workers",
+        "1",
+        "--tokenizer=bundled",
+        "--out",
+    ]
+    assert command(*words, whole)[0] == 0
+    assert len(list(whole.glob("*.tokens"))) > 100
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"],
+        env=environment(),
+    )
+    deadline = time.monotonic() + 300
+    while len(list(killed.glob("part-*.json"))) < 8:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert all(ended(int(worker)) for worker in workers)  # they end with their parent
+    done = sorted(killed.glob("part-*.json"))
+    assert 8 <= len(done) < len(list(whole.glob("*.tokens")))
+    assert not (killed / "index.json").exists()
+    kept = done[0].with_suffix(".tokens")
+    damaged = done[1].with_suffix(".tokens")
+    written = os.stat(kept).st_mtime_ns
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 1
+    damaged.write_bytes(content)
+    assert command(*words, killed)[0] == 0
+    assert os.stat(kept).st_mtime_ns == written
+    assert contents(killed) == contents(whole)
+    # A finished folder is checked, and what is damaged is made again.
+    assert "killed is complete already, and its checksums are right" in command(*words, killed)[1]
+    damaged.write_bytes(content)
+    assert "complete already" not in command(*words, killed)[1]
+    assert contents(killed) == contents(whole)
+    assert os.stat(kept).st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
+    words = ["prepare", text, "--out", out, "--part-tokens", 100, "--workers", 1]
+    (text / "2.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    code, printed = command(*words)
+    assert code == 2
+    assert "2.jsonl, line 2" in printed
+    assert not (out / "index.json").exists()
+    first = {path.name: path.stat().st_mtime_ns for path in out.glob("part-00000*")}
+    assert first
+    (out / ".part-00000-0000.json.1").touch()  # half-written by a process that was killed
+    write_records(tmp_path / "again")
+    os.replace(tmp_path / "again" / "2.jsonl", text / "2.jsonl")
+    assert command(*words)[0] == 0
+    assert command(*words[:3], tmp_path / "fresh", *words[4:])[0] == 0
+    assert contents(out) == contents(tmp_path / "fresh")
+    assert all(
+        (out / name).stat().st_mtime_ns == time
+        for name, time in first.items()
+        if not name.endswith("json")
+    )
+
+
+@pytest.mark.slow
+def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("datasets")
+    repo = tmp_path / "hub/datasets/allenai/c4"
+    write_c4(tmp_path / "hub", shards=3)
+    with HubServer(tmp_path / "hub") as hub:
+        words = [
+            "data",
+            "prepare",
+            "c4",
+            "--workers",
+            1,
+            "--part-tokens",
+            500,
+            "--tokenizer=bundled",
+            "--out",
+        ]
+        env = hub.environment(tmp_path / "home")
+        hub.fail("*00001-of*", status=503, times=2)
+        hub.fail("*00002-of*", status=404, times=None)
+        failed = titanlite(*words, tmp_path / "out", env=env)
+        assert failed.returncode == 2
+        assert "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
+        kept = {
+            path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-00000*.tokens")
+        }
+        assert kept
+        hub.faults.clear()
+        repo.rename(repo.with_name("c4@first"))
+        write_c4(tmp_path / "hub", shards=1)
+        finished = titanlite(*words, tmp_path / "out", env=env)
+        assert finished.returncode == 0, finished.stderr
+        assert texts_of(tmp_path / "out") == TEXTS[:999]
+        assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+
+
+@pytest.mark.slow
+def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
+    pytest.importorskip("aiohttp")
+    text = write_records(tmp_path / "files")
+    with HubServer(tmp_path) as server:
+        server.fail("*/1.jsonl", cut=300, times=1)
+        code, printed = command(
+            "prepare", f"{server.url}/files/", "--out", tmp_path / "out", "--workers", 1
+        )
+        assert code == 0, printed
+    assert texts_of(tmp_path / "out") == [record.text for record in iter_records(list_files(text))]
+    code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
+    assert code == 2
+    assert "/files/0.jsonl cannot be read" in printed
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("name", "content", "right"),
+    [
+        ("a.csv", "title,body\na,hello\n", ["--text-key", "body"]),
+        ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
+        (
+            "a.jsonl",
+            '{"talk": [{"role": "assistant", "content": "a"}]}\n',
+            ["--messages-key", "talk"],
+        ),
+        (
+            "a.jsonl",
+            '{"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}\n',
+            ["--record", "completion"],
+        ),
+    ],
+)
+def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
+    tmp_path: Path, command: Command, name: str, content: str, right: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    words = ["prepare", tmp_path / name, "--out", tmp_path / "out", "--chat-template", "plain"]
+    wrong = ["--messages-key", "other"] if "--messages-key" in right else []
+    code, printed = command(*words, *wrong)
+    assert code == 2
+    assert right[0] in printed
+    assert "data." not in printed
+    code, printed = command(*words, *right)
+    assert code == 0, printed
+    assert files_of(tmp_path / "out").documents == 1
+
+
+def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out"
+    assert command("prepare", write_records(tmp_path / "text"), "--out", out)[0] == 0
+    index = json.loads((out / INDEX).read_text())
+    for name in ("eos_id", "max_id", "tokens", "documents", "text_bytes", "files", "options"):
+        changed = index[name] + 1 if isinstance(index[name], int) else []
+        (out / INDEX).write_text(json.dumps({**index, name: changed}))
+        code, printed = command("verify", out)
+        assert code == 2
+        assert "index.json is damaged (it does not fit its checksum)" in printed
+    # Folders of older versions have no checksum.
+    del index["checksum"]
+    (out / INDEX).write_text(json.dumps(index))
+    assert command("verify", out)[0] == 0
+
+
+@pytest.mark.slow
+def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
+    with RunLock(out):
+        code, printed = command("prepare", text, "--out", out)
+        assert code == 2
+        assert f"{out} is being prepared by another process" in printed
+        assert str(os.getpid()) in printed
+    assert command("prepare", text, "--out", out)[0] == 0
+    before = contents(out)
+    for other in (["--text-key", "body"], ["--part-tokens", "9"]):
+        code, printed = command("prepare", text, "--out", out, *other)
+        assert code == 2
+        assert f"holds tokens of {text} with another options" in printed
+    code, printed = command("prepare", text, "--out", text)
+    assert code == 2
+    assert "text holds other files (0.jsonl, …)" in printed
+    assert contents(out) == before
+    assert len(contents(text)) == 3
+    (tmp_path / "empty.jsonl").touch()
+    for words, error in (
+        ([tmp_path / "none"], f"SOURCE: {tmp_path / 'none'} does not exist"),
+        ([tmp_path / "empty.jsonl"], "empty.jsonl holds no records"),
+        ([text, "--subset", "en"], "--subset is of data sets of the hub"),
+        (
+            [text, "--split", "test"],
+            f'{text} has no split "test"; no name of a file or folder holds one',
+        ),
+    ):
+        code, printed = command("prepare", *words, "--out", tmp_path / "new")
+        assert code == 2
+        assert error in printed
+
+
+def test_a_disk_that_is_too_small_is_named_first(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    code, printed = command("prepare", write_records(tmp_path / "text"), "--out", tmp_path / "out")
+    assert code == 2
+    assert "or more, and 10 B are free" in printed
+    assert not list(tmp_path.glob("out/part-*"))

@@ -1,0 +1,174 @@
+"""`titanlite sample`: the text of runs and of Hugging Face folders, as a stream and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.golden_run import GoldenRun
+from tests.support.hf import hf_folder
+from titanlite import exit_codes
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.main import main
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture
+def sample(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command; return its output, with --json as an object."""
+
+    def run(*words: object, code: int = 0) -> Any:
+        assert main(["sample", *map(str, words), "--device=cpu"]) == code
+        out, err = capsys.readouterr()
+        return json.loads(out) if "--json" in words else (out, err)
+
+    return run
+
+
+def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: Any) -> None:
+    prompts = ["Once upon a time", "A naïve question:"]
+    found = sample(hf, *prompts, "--greedy", "--max-tokens=64", "--json")
+    model = LlamaForCausalLM.from_pretrained(hf).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
+    for prompt, one in zip(prompts, found["samples"], strict=True):
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(prompt)]])
+        theirs = model.generate(
+            ids, do_sample=False, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id
+        )
+        assert one["ids"] == theirs[0, ids.size(1) :].tolist()
+        assert one["prompt_tokens"] == ids.size(1)
+        assert one["text"] == tokenizer.decode(one["ids"])
+        assert one["finish"] == "length"
+    out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--batch-size=1")
+    assert out == "\n".join(
+        f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
+    )
+    assert "128 tokens, " in err
+    assert "tokens/s" in err
+
+
+def test_chat_renders_the_template_and_ends_with_the_turn(
+    hf: Path, sample: Any, tmp_path: Path
+) -> None:
+    (one,) = sample(hf, "Hello", "--chat", "--json", "--max-tokens=80", "--seed=1")["samples"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
+    message = [{"role": "user", "content": "Hello"}]
+    wanted = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert one["prompt_tokens"] == len(wanted)
+    assert one["finish"] == "context"
+    assert one["prompt_tokens"] + len(one["ids"]) == 96
+    # Of weights without a run the date is that of today, which transformers writes.
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
+    words = ["--chat", "--chat-template", tmp_path / "dated.jinja", "--json", "--max-tokens=1"]
+    (one,) = sample(hf, "Hello", *words)["samples"]
+    today = load_tokenizer(str(hf)).encode(str(date.today()))
+    assert one["prompt_tokens"] == len(today)
+    # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
+    folder = hf_folder(tmp_path / "ends")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        greedy = sample(folder, "Hello", "--greedy", "--json", "--max-tokens=3")["samples"][0][
+            "ids"
+        ]
+        assert len(greedy) == 3
+    eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))
+    (one,) = sample(folder, "Hello", "--greedy", "--json")["samples"]
+    assert (one["ids"], one["text"], one["finish"]) == (greedy[:1], "", "stop")
+
+
+@pytest.mark.slow
+def test_prompts_of_a_run_come_from_files_and_standard_input(
+    golden: GoldenRun, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts").write_text("One\n\nTwo\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
+    words = [
+        "--prompt-file",
+        tmp_path / "prompts",
+        "--max-tokens=7",
+        "--top-k=40",
+        "--top-p=0.9",
+        "--json",
+        "-",
+    ]
+    found = sample(golden.folder, *words)
+    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"]
+    assert found["step"] == 24
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
+    again = sample(golden.folder / "checkpoint" / "step-24", *words, "--batch-size=2")
+    assert again["samples"] == found["samples"], "the same seed, whatever is in a batch"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
+    assert sample(golden.folder, *words, "--seed=1")["samples"] != found["samples"]
+    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"][
+        0
+    ]
+    assert longer["prompt_tokens"] + len(longer["ids"]) > 64 or longer["finish"] == "stop"
+    assert (
+        sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1].count(
+            "bfloat16 on cpu"
+        )
+        == 1
+    )
+
+
+def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(
+    hf: Path, sample: Any, tmp_path: Path
+) -> None:
+    step = convert(hf, tmp_path, "checkpoint")
+    words = ["Once upon", "--greedy", "--max-tokens=3", "--json"]
+    assert sample(step, *words)["samples"] == sample(hf, *words)["samples"]
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    assert "give one as --tokenizer" in sample(step, "x", code=exit_codes.CONFIG)[1]
+    assert sample(step, *words, "--tokenizer", hf)["samples"]
+
+
+def test_what_cannot_be_sampled_is_refused(
+    golden: GoldenRun, hf: Path, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "word " * 200
+    for words, code, message in (
+        ([tmp_path, "x"], exit_codes.CHECKPOINT, "no checkpoints"),
+        (
+            [golden.folder, "x", "--tokenizer", BUNDLED_SENTENCEPIECE],
+            exit_codes.CHECKPOINT,
+            "another tokenizer",
+        ),
+        ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
+        (
+            [golden.folder, "x", "--chat"],
+            exit_codes.CONFIG,
+            "--chat-template: the tokenizer brings no",
+        ),
+        ([golden.folder, "--prompt-file", tmp_path / "none"], exit_codes.CONFIG, "cannot be read"),
+        ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
+    ):
+        assert message in sample(*words, code=code)[1]
+    (hf.parent / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (hf.parent / "bare" / name).symlink_to(hf / name)
+    assert "holds no tokenizer" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
+    for option in (
+        "--top-p=0",
+        "--top-p=1.5",
+        "--temperature=-1",
+        "--max-tokens=0",
+        "--temperature=nan",
+    ):
+        with pytest.raises(SystemExit):
+            sample(hf, "x", option)

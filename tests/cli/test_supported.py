@@ -1,0 +1,126 @@
+"""What titanlite says on machines that it is not tested on; their reports are faked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.processes import ROOT, python
+from tests.support.tiny import EIGHT_STEPS
+from titanlite import exit_codes
+from titanlite.assembly.build import supported
+from titanlite.assembly.supported import TESTED, accelerator_warning
+from titanlite.cli import doctor
+from titanlite.cli.main import main
+
+# What Python has not on Windows.
+WINDOWS = """
+import os, signal, sys
+for module in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[module] = None
+for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+    delattr(signal, name)
+from types import SimpleNamespace
+from titanlite.assembly.build import supported
+supported.os = SimpleNamespace(name="nt")
+"""
+REFUSAL = (
+    "error: titanlite needs the signals and file locks of Linux or macOS, and this is Windows: "
+    "use WSL 2, a container or a Linux machine\n"
+)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from titanlite.main import main; main(['--training.steps=1'])",
+        "from titanlite.cli.main import main; sys.exit(main(['train', 'debug_model.toml']))",
+    ],
+    ids=["train.py", "titanlite"],
+)
+def test_windows_is_refused_in_one_line(start: str) -> None:
+    done = python("-c", f"{WINDOWS}{start}")
+    assert done.stderr == REFUSAL
+    assert done.stdout == ""
+    assert done.returncode == exit_codes.CONFIG
+
+
+def test_no_command_starts_on_windows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supported, "os", SimpleNamespace(name="nt"))
+    assert main(["runs"]) == exit_codes.CONFIG
+    assert capsys.readouterr().err == REFUSAL
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch report another machine."""
+
+    def reports(accelerator: str = "", hip: str | None = None, cuda: bool = False) -> None:
+        device = torch.device(accelerator) if accelerator else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+
+    return reports
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_an_accelerator_that_is_not_used_is_named(fake: Callable[..., None], kind: str) -> None:
+    fake(kind)
+    warning = f"the {kind} device of this machine is not used, but its CPU: {TESTED}"
+    assert accelerator_warning() == warning
+
+
+def test_rocm_is_named_as_untested(fake: Callable[..., None]) -> None:
+    fake("cuda", hip="7.0", cuda=True)
+    assert accelerator_warning() == f"torch is built for ROCm 7.0, which is untested: {TESTED}"
+
+
+def test_tested_machines_get_no_warning(fake: Callable[..., None]) -> None:
+    fake()
+    assert accelerator_warning() == ""
+    fake("cuda", cuda=True)
+    assert accelerator_warning() == ""
+
+
+def test_doctor_has_the_warning(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_command", lambda *_: None)
+
+    def found() -> Iterator[tuple[str, str]]:
+        for status, message, *_ in doctor._torch():
+            yield status, message
+
+    fake("cuda", hip="7.0", cuda=True)
+    ok, warning = found()
+    assert ok[1].endswith("built for ROCm 7.0")
+    assert warning == (doctor.WARNING, f"torch is built for ROCm 7.0, which is untested: {TESTED}")
+
+
+# torch itself asks for the accelerator too, and would use it.
+WITH_XPU = """
+import sys, torch
+real = torch.accelerator.current_accelerator
+def fake(check_available=False):
+    asks = sys._getframe(1).f_globals["__name__"]
+    return torch.device("xpu") if asks == "titanlite.assembly.supported" else real(check_available)
+torch.accelerator.current_accelerator = fake
+from titanlite.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_the_cpu_and_says_so(tmp_path: Path) -> None:
+    flags = [*EIGHT_STEPS, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
+    config = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
+    done = python("-c", WITH_XPU, config, *flags, "--no-validation.enable")
+    assert done.returncode == exit_codes.DONE, done.stderr
+    output = done.stdout + done.stderr
+    assert output.count("the xpu device of this machine is not used, but its CPU") == 1
+    assert "training done at step 1" in output

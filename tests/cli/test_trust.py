@@ -1,0 +1,616 @@
+"""No command runs code, reads a variable or another file because a file of somebody else names it.
+
+`CASES` has every command. One that reads foreign files runs on poisoned ones here; the others have
+the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.poison import (
+    CODE,
+    SAYS,
+    SECRET,
+    TEMPLATE,
+    VARIABLE,
+    Evil,
+    Pickled,
+    code_config,
+    forget,
+    make_evil,
+    poison,
+    poison_hf,
+    run_folder,
+)
+from tests.support.commands import commands
+from tests.support.golden_run import MORE, GoldenRun
+from tests.support.processes import environment
+from titanlite import exit_codes
+from titanlite.cli.command_table import make_parser
+from titanlite.cli.config import DIFFERENT
+from titanlite.cli.main import main
+from titanlite.cli.push.stage import Form, stage
+from titanlite.cli.push.subject import find_subject
+from titanlite.config import trust
+from titanlite.data import DataError
+
+ROOT = Path(__file__).resolve().parents[2] / "titanlite"
+OWN = "reads no file but TOML files that the user names, which are the user's own"
+#: Command → its words in front of the path of a poisoned run or checkpoint, and the exit code.
+#: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
+SHOWS = {
+    "checkpoint ls": (["{run}"], exit_codes.DONE),
+    "checkpoint inspect": (["{step}", "--config"], exit_codes.DONE),
+    "checkpoint verify": (["{step}"], exit_codes.DONE),
+    "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
+    "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
+    "runs": (["{run}"], exit_codes.DONE),
+    "config diff": (["{step}", "{run}"], DIFFERENT),
+}
+#: Commands that take the model's family from the manifest.
+MODEL = {
+    "checkpoint convert": ["{step}", "{out}", "--to", "torch"],
+    "export": ["{step}", "{out}"],
+    "import": ["{step}", "{out}"],
+    "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
+    "eval": ["{step}", "--tasks=none", "--device=cpu"],
+    "push": ["{step}", "ada/tiny"],
+}
+#: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
+CONFIG = {
+    "eval": (
+        ["{step}", "--nproc-per-node=1"],
+        ["model.name", "training.loss", "validation.dataset"],
+    ),
+    "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
+    "data at-step": (["1", "{run}"], ["model.name", "training.dataset", "validation.dataset"]),
+    "data peek": (["{step}"], ["model.name", "training.dataset", "validation.dataset"]),
+    "data stats": (["{run}"], ["model.name", "training.dataset", "validation.dataset"]),
+}
+#: Command → why it reads neither a run nor a checkpoint, or which test covers it.
+REASONS = {
+    "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
+    "launch": OWN,
+    "doctor": "examines the machine, and reads no checkpoint",
+    "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",
+    "config check": f"{OWN}; hf_config: test_a_config_json_names_no_code",
+    "config explain": OWN,
+    "config migrate": OWN,
+    "config schema": "reads no file",
+    "completion": "reads no file",
+    "config template": "reads no file",
+    "data fetch": "copies bytes",
+    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
+    "data prepare": (
+        "reads texts; test_a_chain_of_urls_is_refused, templates: "
+        "test_a_template_cannot_leave_its_sandbox"
+    ),
+    "benchmark": OWN,
+    "sweep": OWN,
+    "ladder": f"{OWN}; points are numbers",
+    "mup check": OWN,
+    "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
+}
+
+
+def test_every_command_is_judged() -> None:
+    assert {*SHOWS, *MODEL, *CONFIG, *REASONS} == set(commands(make_parser()))
+
+
+def test_commands_that_could_refuse_have_the_flag_and_explain_it() -> None:
+    for name, parser in commands(make_parser()).items():
+        assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, *CONFIG}), name
+
+
+# Runs and checkpoints
+
+
+@dataclass
+class Poisoned:
+    """A copy of a run whose files name evil code."""
+
+    run: Path
+    step: Path
+    evil: Evil
+    out: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def call(self, command: str, words: list[str], *more: str) -> tuple[int, str]:
+        """Run a command; return its exit code, and what it printed."""
+        places = {"run": self.run, "step": self.step, "out": self.out}
+        shown = [word.format(**places) for word in words]
+        self.capsys.readouterr()
+        code = _start([*command.split(), *shown, *more])
+        out, err = self.capsys.readouterr()
+        return code, err + out
+
+
+def _start(words: list[str]) -> int:
+    """Run a command.
+
+    Tasks need a package that is not installed: their model is loaded as it would be. So is the
+    export of a push, without its hub.
+    """
+    is_of_tasks = words[0] == "eval" and any(word.startswith("--tasks") for word in words)
+    if words[0] != "push" and not is_of_tasks:
+        return main(words)
+    from titanlite.cli.loading import load_model
+    from titanlite.config.errors import ConfigError
+
+    arguments = make_parser(words[0]).parse_args(words)
+    try:
+        if words[0] == "eval":
+            load_model(arguments)
+        else:
+            form = Form(trust_code=arguments.trust_code)
+            work = arguments.source.parent.parent / "exports"
+            stage(find_subject(arguments.source, None, work), form, work)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return exit_codes.DONE
+
+
+@pytest.fixture
+def poisoned(
+    golden: GoldenRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Poisoned]:
+    """A run that is not poisoned yet.
+
+    The working directory holds the evil code, and Python looks there.
+    """
+    run = tmp_path / "run"
+    step = run_folder(golden, run)
+    evil = make_evil(run)
+    shutil.copy(evil.file, step)  # "./" is anchored beside the file that names it
+    monkeypatch.chdir(run)
+    monkeypatch.syspath_prepend(str(run))
+    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setattr("titanlite.cli.eval_text.start_ranks", _started)
+    yield Poisoned(run, step, evil, tmp_path / "out", capsys)
+    forget(evil)
+
+
+def _started(ranks: int, words: list[str]) -> None:
+    """Stand in for the torchrun that this process would become."""
+    print("started", *words, file=sys.stderr)
+    raise DataError("started")
+
+
+@pytest.mark.parametrize("command", sorted(SHOWS))
+def test_what_is_only_shown_is_not_run(poisoned: Poisoned, command: str) -> None:
+    poison(poisoned.step, code_config(poisoned.evil, "beside"), poisoned.evil.named("SPEC"))
+    words, expected = SHOWS[command]
+    code, said = poisoned.call(command, words)
+    assert code == expected, said
+    assert not poisoned.evil.ran
+    assert SAYS not in said
+    assert SECRET not in said
+
+
+@pytest.mark.parametrize("command", sorted(MODEL))
+def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, command: str) -> None:
+    path = poisoned.evil.named("SPEC", "beside" if command == "sample" else "file")
+    poison(poisoned.step, family=path)
+    code, said = poisoned.call(command, MODEL[command])
+    assert not poisoned.evil.ran
+    assert not poisoned.out.exists()
+    assert code == exit_codes.CONFIG
+    _names(said, poisoned.step / "manifest.json", "config.model.family", path)
+    _, said = poisoned.call(command, MODEL[command], trust.FLAG)
+    _is_announced(said, poisoned.evil, path)
+
+
+@pytest.mark.slow_after(11)
+@pytest.mark.parametrize("way", ["file", "beside", "module"])
+@pytest.mark.parametrize("command", sorted(CONFIG))
+def test_code_that_a_kept_config_names_is_not_imported(
+    poisoned: Poisoned, command: str, way: str
+) -> None:
+    words, keys = CONFIG[command]
+    values = code_config(poisoned.evil, way)
+    poison(poisoned.step, values)
+    file = "manifest.json" if "{step}" in words else "config.toml"
+    code, said = poisoned.call(command, words)
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
+    for key in keys:
+        _names(said, file, key, poisoned.evil.named(CODE[key], way))
+    assert said.count(trust.FLAG) == len(keys) + (
+        command == "config diff"
+    )  # there also compile.cache_dir
+    _, said = poisoned.call(command, words, trust.FLAG)
+    for key in keys:
+        _is_announced(
+            said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
+        )
+    if command == "eval":
+        assert f"started eval {poisoned.step} {trust.FLAG}" in said
+
+
+def test_a_rank_of_eval_refuses_too(poisoned: Poisoned) -> None:
+    from titanlite.cli.eval_text import _evaluate_rank
+
+    poison(poisoned.step, code_config(poisoned.evil, "beside"))
+    code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
+    _names(poisoned.capsys.readouterr().err, "manifest.json", "validation.dataset", "evil")
+
+
+@pytest.mark.parametrize("command", sorted(CONFIG))
+def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
+    poisoned: Poisoned, command: str, server: list[str]
+) -> None:
+    words, _ = CONFIG[command]
+    other = poisoned.run / "other.toml"
+    other.write_text(f'[model]\nname = "{poisoned.evil.named("SPEC")}"\n')
+    url = f"{server[0]}/${{{VARIABLE}}}.jsonl"
+    keys = ("training.dataset_path", "validation.dataset_path")
+    poison(poisoned.step, {"job.extends": [str(other)], **dict.fromkeys(keys, url)})
+    code, said = poisoned.call(command, words)
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
+    assert SECRET not in said
+    assert server[1:] == []
+    file = "manifest.json" if "{step}" in words else "config.toml"
+    for key in keys:
+        _names(said, file, key, f"${{{VARIABLE}}}")
+    _names(said, file, "job.extends", str(other))
+
+
+def test_with_the_flag_a_variable_is_announced_and_read(
+    poisoned: Poisoned, server: list[str]
+) -> None:
+    """The server of the test above would have seen the secret."""
+    poison(poisoned.step, {"training.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
+    _, said = poisoned.call("data stats", ["{run}", trust.FLAG])
+    assert f"reads the environment variable {VARIABLE}" in said
+    assert any(SECRET in path for path in server[1:]), said
+
+
+def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
+    poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
+    words = ["{step}", "--nproc-per-node=1"]
+    _, said = poisoned.call("eval", words, "--validation.dataset=c4_test")
+    assert "started" in said
+    assert trust.FLAG not in said
+    assert not poisoned.evil.ran
+
+
+def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
+    own = poisoned.run / "own.toml"
+    own.write_text(f'[model]\nname = "./{poisoned.evil.file.name}:SPEC"\nflavor = "debugmodel"\n')
+    code, said = poisoned.call("config check", [str(own)])
+    assert code == 0 and poisoned.evil.ran, said
+
+
+def test_claims_are_of_the_values_in_effect_alone() -> None:
+    from titanlite.config.load import read_text
+
+    mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
+    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
+    file = Path("run/config.toml")
+    config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
+    assert not problems
+    found = {claim.key: claim.value for claim in config.claims}
+    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
+    assert not config.changed(dict.fromkeys(found, [])).claims
+    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
+    assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
+    assert not read_text(text, file)[0].claims
+
+
+@pytest.fixture
+def server() -> Iterator[list[str]]:
+    """Its address, and then the path of each request to it."""
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    seen.append(f"http://127.0.0.1:{serving.server_port}")
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    yield seen
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def _names(said: str, file: object, key: str, value: str) -> None:
+    """Check that a refusal names the value, the file it is from, and the flag."""
+    lines = said.splitlines()
+    found = [
+        n for n, line in enumerate(lines) if str(file) in line and key in line and value in line
+    ]
+    assert found, f"{file}: {key} = {value} is not named:\n{said}"
+    assert trust.FLAG in lines[found[0] + 1]
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _is_announced(said: str, evil: Evil, value: str) -> None:
+    """Check that the code ran, and was named before."""
+    assert evil.ran, said
+    before, ran, _ = said.partition(SAYS)
+    lines = [line for line in before.splitlines() if trust.FLAG in line and value in line]
+    assert ran and len(lines) == 1, said
+    assert "imports the file" in lines[0] or "imports the module" in lines[0]
+
+
+# Files of weights, folders of Hugging Face's, tokens
+
+
+def test_a_torch_file_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
+    import torch
+
+    file = tmp_path / "weights.pt"
+    path = poisoned.evil.named("SPEC")
+    assert main(["checkpoint", "convert", str(poisoned.step), str(file), "--to", "torch"]) == 0
+    content = torch.load(file, weights_only=True)
+    content["model"]["family"] = path
+    torch.save(content, file)
+    words = {
+        "checkpoint convert": [str(file), "{out}", "--to", "hf"],
+        "export": [str(file), "{out}"],
+    }
+    words["sample"] = [str(file), "text"]
+    for command, given in words.items():
+        code, said = poisoned.call(command, given)
+        assert code == exit_codes.CONFIG and not poisoned.evil.ran, command
+        _names(said, file, "model.family", path)
+    _, said = poisoned.call("export", words["export"], trust.FLAG)
+    _is_announced(said, poisoned.evil, path)
+
+
+def test_a_torch_file_with_an_object_is_refused(poisoned: Poisoned, tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"state_dict": {}, "model": Pickled(poisoned.evil.mark)}, tmp_path / "evil.pt")
+    for command in ("export", "sample"):
+        code, _ = poisoned.call(command, [str(tmp_path / "evil.pt"), "{out}"])
+        assert code == exit_codes.CHECKPOINT
+        assert not poisoned.evil.ran
+
+
+def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
+    from tests.support.hf import hf_folder
+
+    folder = hf_folder(tmp_path / "hf")
+    poison_hf(folder, poisoned.evil)
+    calls: list[tuple[str, list[str]]] = [
+        ("import", [str(folder), "{out}"]),
+        ("export", [str(folder), "{out}-again"]),
+        ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
+    ]
+    for command, words in calls:
+        code, said = poisoned.call(command, words)
+        assert code == 0, said
+        assert not poisoned.evil.ran
+        assert SAYS not in said
+    code, said = poisoned.call("sample", [str(folder), "text", "--chat", "--device=cpu"])
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
+    assert "SecurityError" in said or "refuses it" in said
+
+
+def test_a_config_json_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
+    from tests.support.hf import hf_folder
+
+    folder = hf_folder(tmp_path / "hf")
+    poison_hf(folder, poisoned.evil)
+    flags = ["--model.name=hf", f"--model.hf_config={folder}", "--training.seq_len=64"]
+    code, said = poisoned.call("config check", flags)
+    assert code == 0, said
+    assert not poisoned.evil.ran
+
+
+def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> None:
+    import numpy as np
+
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.array([Pickled(poisoned.evil.mark)], dtype=object), allow_pickle=True)
+    code, said = poisoned.call("data stats", [f"--training.dataset_path={tokens}"])
+    assert code == exit_codes.CONFIG and not poisoned.evil.ran, said
+    assert str(tokens) in said
+    with open(tokens, "rb") as stream:  # the file holds what would make the mark
+        np.load(stream, allow_pickle=True)
+    assert poisoned.evil.ran
+
+
+def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    folder = tmp_path / "tokens"
+    text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
+    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
+    assert main([*words, "--tokenizer=bundled"]) == 0
+    index = json.loads((folder / "index.json").read_text())
+    path = poisoned.evil.named("SPEC")
+    index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
+    index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
+    del index["checksum"]
+    (folder / "index.json").write_text(json.dumps(index))
+    code, said = poisoned.call("data stats", [f"--training.dataset_path={folder}"])
+    assert code == 0, said
+    assert not poisoned.evil.ran
+
+
+def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path) -> None:
+    from titanlite.data.chat import load_template
+    from titanlite.data.tokenizer import load_tokenizer
+
+    file = tmp_path / "evil.jinja"
+    file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
+    template = load_template(str(file), load_tokenizer())
+    with pytest.raises(DataError, match="the chat template refuses it"):
+        template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
+    assert not poisoned.evil.ran
+
+
+def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
+    """fsspec follows the chain, and renders templates in the file at its end: older versions
+    without a sandbox.
+    """
+    import fsspec
+
+    from titanlite.cli.prepare_tasks import _about
+    from titanlite.config.urls import chain_problem
+    from titanlite.data.remote import open_file
+    from titanlite.data.shards import url_files
+    from titanlite.data.tokenizer.urls import read_url
+
+    references = tmp_path / "references.json"
+    references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
+    url = f"reference://x::file://{references}"
+    assert fsspec.open(url).open().read() == b"another text"
+    readers: list[Callable[[], Any]] = [
+        lambda: read_url(url),
+        lambda: url_files(url, "training.dataset_path"),
+        lambda: open_file(url).read(),
+        lambda: _about(url),
+    ]
+    for read in readers:
+        with pytest.raises(DataError, match="chain of URLs"):
+            read()
+    assert chain_problem("http://[::1]:8000/text.jsonl") == ""
+
+
+# Training
+
+
+@pytest.mark.slow
+def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
+    poisoned: Poisoned, tmp_path: Path
+) -> None:
+    """The user's own config names the code; the manifest's record is only compared."""
+    from tests.support.golden_run import FLAGS
+    from tests.support.ranks import train
+    from tests.support.tiny import TWENTY_STEPS
+
+    values = code_config(poisoned.evil, "beside")
+    poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
+    flags = ["--job.config_file=debug_model.toml", *TWENTY_STEPS, *FLAGS]
+    resumed = [*flags, f"--training.steps={MORE + 1}", f"--job.dump_folder={poisoned.run}"]
+    codes, said = train(resumed, 2, tmp_path / "console")
+    assert codes == [0, 0] and f"resumed from step {MORE}" in said, said
+    initial = [*flags, "--training.steps=1", f"--checkpoint.initial_load_path={poisoned.step}"]
+    initial += [f"--job.dump_folder={tmp_path}/new"]
+    codes, said = train(initial, 2, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG] * 2 and "is code that its author names" in said, said
+    codes, said = train([*initial, '--checkpoint.allow_changes=["model"]'], 2, tmp_path / "console")
+    assert codes == [0, 0], said
+    assert not poisoned.evil.ran
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
+    golden: GoldenRun, tmp_path: Path
+) -> None:
+    step = run_folder(golden, tmp_path / "run")
+    evil = make_evil(tmp_path / "evil")
+    for folder in (step, tmp_path / "run"):
+        (folder / "xxhash.py").write_text(evil.file.read_text())
+    words = [
+        Path(sys.executable).with_name("titanlite"),
+        "eval",
+        ".",
+        "--nproc-per-node=1",
+        "--json",
+    ]
+    done = subprocess.run(
+        words, cwd=tmp_path / "run", env=environment(), capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == MORE
+    assert not evil.ran
+
+
+# The code
+
+
+def _calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield each call of some functions in the library, with its file."""
+    for file in sorted(ROOT.rglob("*.py")):
+        text = file.read_text()
+        if not any(f"{name}(" in text for name in names):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = (
+                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                )
+                if name in names:
+                    yield str(file.relative_to(ROOT)), node
+
+
+def test_code_is_imported_by_name_in_known_places_alone() -> None:
+    """A new place must ask `titanlite.config.trust` first, and be added here."""
+    wanted = {"resolve_as", "resolve", "load_callbacks"}
+    places = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
+    assert places == {
+        "assembly.py",
+        "config/extensions.py",
+        "main.py",
+        "models/families.py",
+        "assembly/own_callbacks.py",
+        "config/resolve.py",
+    }
+    wanted = {"import_module", "exec_module"}
+    dynamic = {file for file, _ in _calls(wanted)}
+    wanted = {"__import__", "eval", "exec", "compile"}
+    builtin = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
+    assert not builtin
+    assert dynamic == {
+        "__init__.py",
+        "config/resolve.py",
+        # The name is one of a fixed list.
+        "models/families.py",
+        "dist/agents.py",
+        "cli/command_table.py",
+        "launch/launch.py",
+        "cli/plan/plan.py",
+    }
+
+
+def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
+    for file, call in _calls({"from_record"}):
+        assert len(call.args) >= 2, file
+    own = {
+        "cli/aws_fsdp.py",
+        "cli/migrate.py",
+    }
+    for file, call in _calls({"read_text"}):
+        if isinstance(call.func, ast.Name):
+            named = {keyword.arg for keyword in call.keywords}
+            assert "origin" in named or len(call.args) == 4, file
+            if "origin" in named:
+                assert file in own

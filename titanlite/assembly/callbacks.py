@@ -1,0 +1,251 @@
+"""The callbacks of a run, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titanlite.assembly.datasets import Datasets
+from titanlite.assembly.report_rows import report_lines
+from titanlite.assembly.start_report import SkippedText, StartReport
+from titanlite.callbacks import Callback
+from titanlite.data.text_report import checks_of
+from titanlite.features import float8_of, hub_of, lora_of, tasks_of
+from titanlite.metrics.dead_weights import DeadWeights
+from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.run_callbacks import (
+    AttemptRecord,
+    CompileReport,
+    GarbageCollection,
+    Timeouts,
+    Watchdog,
+)
+from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
+from titanlite.metrics.watchdog import HangWatchdog
+from titanlite.run.config import RunConfig
+from titanlite.run.interactions import is_below_bf16
+from titanlite.runs.provenance import public_config
+
+if TYPE_CHECKING:
+    from titanlite.assembly.build import Built
+    from titanlite.metrics.samples import PromptSampler
+    from titanlite.trainer import Trainer
+
+
+def build_callbacks(
+    built: Built,
+    watchdog: HangWatchdog | None,
+    sampler: PromptSampler | None,
+    own: Sequence[Callback],
+) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
+    """Return every callback of a run, in order, and a function that names the run at its services.
+
+    watchdog: entered by the caller. sampler: of `prompt_sampler`. own: those of the user.
+    """
+    run = built.run
+    gc = GarbageCollection(run.training.gc_freq)
+    attempts = AttemptRecord(
+        Path(run.job.dump_folder),
+        run.toml,
+        run.job.description,
+        device_name(built.world.device),
+        watchdog,
+    )
+    figures = _figures(built)
+    metrics = _metrics(built, gc, figures)
+    if sampler is not None:
+        sampler.show = metrics.write_texts
+    tasks = tasks_of(run.eval)
+    hub = hub_of(run.checkpoint)
+    # The watchdog is first: other ranks wait for it.
+    every: list[Callback | None] = [
+        Watchdog(
+            watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None
+        ),
+        _timeouts(built),
+        _token_hashes(built),
+        gc,
+        attempts,
+        built.average,
+        _start_report(built, attempts),
+        # Before the metrics, which begin a new peak.
+        _peak_check(built),
+        *figures,
+        metrics,
+        DeadWeights(),
+        _equal_replicas(built),
+        _compile_report(built),
+        _float8_error(built, metrics),
+        _profiler(built),
+        _verify_resume(built),
+        _document_log(built),
+        sampler,
+        *own,
+        # The last: an evaluation may end with the save of a run.
+        tasks.begin(built, metrics.write_scores) if tasks else None,
+        # It waits at the end.
+        hub.callback(built) if hub else None,
+    ]
+    return [callback for callback in every if callback is not None], metrics.run_ids
+
+
+def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
+    """Return what samples prompts during training; None without prompts. Raises ConfigError."""
+    if not run.sample.prompts:
+        return None
+    from titanlite.metrics.samples import PromptSampler
+
+    longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
+    folder = Path(run.job.dump_folder)
+    return PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
+
+
+def _figures(built: Built) -> list[Any]:
+    """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
+    run = built.run
+    found: list[Any] = []
+    if run.data.source:
+        from titanlite.data.mixtures.figures import SourceFigures
+
+        model = built.model
+        share = built.loaders.share
+        found.append(SourceFigures(built.datasets.train, model.loss, share, model.factors))
+    moe_layers = built.model.moe_layers
+    if moe_layers is not None:
+        found.append(moe_layers.figures(run.spec, built.model.model, built.world.device))
+    return found
+
+
+def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> MetricsLogger:
+    run = built.run
+    meter = Throughput(
+        run.batch.tokens_per_step,
+        run.batch.global_batch_size,
+        built.world.size,
+        run.flops_per_token(built.model.args, run.batch.seq_len),
+        peak_flops_of(built.world.device, run.metrics.peak_tflops),
+    )
+    for batch in run.legs.values():
+        flops = run.flops_per_token(built.model.args, batch.seq_len)
+        meter.flops_by_length[batch.seq_len] = flops
+    toml = public_config(run.toml)
+    return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
+
+
+def _timeouts(built: Built) -> Callback | None:
+    if not built.world.timeout:
+        return None
+    comm = built.run.comm
+    return Timeouts(comm.init_timeout_seconds, comm.train_timeout_seconds)
+
+
+def _equal_replicas(built: Built) -> Callback | None:
+    if built.world.size == 1:
+        return None
+    from titanlite.metrics.replicas import EqualReplicas
+
+    return EqualReplicas()
+
+
+def _token_hashes(built: Built) -> Callback | None:
+    checks = checks_of([built.datasets.train, *built.datasets.validation.values()])
+    if not checks:
+        return None
+    from titanlite.data.token_hashes import TokenHashes
+
+    return TokenHashes(checks)
+
+
+def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
+    run = built.run
+    peak = peak_flops_of(built.world.device, run.metrics.peak_tflops)
+
+    def lines(trainer: Trainer) -> list[str]:
+        return report_lines(built, trainer.steps, peak)
+
+    in_epochs = run.training.epochs is not None
+    skip = SkippedText(built.loaders.skip, run.course)
+    lora = lora_of(run.lora)
+    if lora is None:
+        return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
+    section = lora.checkpoint(run.checkpoint)
+    return StartReport(lines, section, skip, attempts, in_epochs, lora.source_key)
+
+
+def _peak_check(built: Built) -> Callback | None:
+    if built.world.device.type != "cuda":
+        return None
+    from titanlite.plan.memory import with_vocabulary
+    from titanlite.plan.peak import PeakCheck
+
+    planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
+    return PeakCheck(planned, torch.cuda.max_memory_allocated)
+
+
+def _compile_report(built: Built) -> Callback | None:
+    if not built.run.training.compile:
+        return None
+    from titanlite.parallel.compile import watch_compilation
+
+    watch = watch_compilation(built.model.builder, built.model.model)
+    return None if watch is None else CompileReport(watch)
+
+
+def _float8_error(built: Built, metrics: MetricsLogger) -> Callback | None:
+    float8 = float8_of(built.run.float8)
+    if float8 is None:
+        return None
+    return float8.drift_check(built.model.builder.param_dtype, metrics.write)
+
+
+def _profiler(built: Built) -> Callback | None:
+    section = built.run.profiling
+    if not (section.enable_profiling or section.enable_memory_snapshot):
+        return None
+    from titanlite.metrics.profiler import Profiler
+
+    return Profiler(section, built.world.rank, built.world.device)
+
+
+def _verify_resume(built: Built) -> Callback | None:
+    """Return the check of a resumed run; None where checkpoints are off."""
+    if built.saves is None:
+        return None
+    from titanlite.assembly.fingerprints import rounding
+    from titanlite.checkpoint.resume_check import FILE, ResumeCheck
+    from titanlite.checkpoint.verify_resume import VerifyResume
+
+    run, device = built.run, built.world.device
+    in_float32 = {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
+    check = ResumeCheck(
+        Path(run.job.dump_folder) / FILE,
+        built.world.rank,
+        rounding(run, device),
+        # Rounding is told from a difference by this share of a number; lower precisions round more.
+        tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
+        exact=device.type == "cpu" or run.debug.deterministic,
+    )
+    return VerifyResume(check, run.course, built.loaders.skip, built.loaders.share)
+
+
+def _document_log(built: Built) -> Callback | None:
+    run = built.run
+    if not run.data.log_documents:
+        return None
+    from titanlite.config.urls import public_name
+    from titanlite.metrics.document_log import DocumentLog
+
+    rows = built.datasets.train
+    rank, ranks = built.loaders.share
+    # No rank has read the other ranks' part of a stream: each writes its own.
+    part = (rank, ranks) if rows.lanes is not None else None
+    leads = all(built.model.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+    path = None
+    if leads and (rank == 0 or part is not None):
+        name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
+        path = Path(run.job.dump_folder) / name
+    text = public_name(run.training.dataset_path or run.training.dataset)
+    return DocumentLog(path, rows, text, part)

@@ -1,0 +1,124 @@
+"""The text of a run: a config's keys → tokenizer, training rows and held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.data.rows import Rows
+from titanlite.data.text import Share, TextReader, alone
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.features import tasks_of
+from titanlite.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
+    from titanlite.features.tasks.run import Task
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is read before anything is built."""
+
+    tokenizer: Tokenizer
+    train: Rows
+    #: By name, see `TextReader.held_out`; empty where nothing is validated.
+    validation: dict[str, Rows]
+    #: Of `eval.tasks`, on rank 0.
+    tasks: Sequence[Task] = ()
+
+
+def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
+    """Read tokenizer and texts.
+
+    Before any process group or model exists, so that bad ones end a run early.
+
+    share: gives all ranks what a function returns on rank 0, under a name; by default each rank
+    lists files itself. Raises DataError naming file and record, ShapeError when the tokenizer has
+    more entries than the model.
+    """
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
+    # checked.
+    if run.checkpoint.initial_load_path is not None:
+        _compare_source(run, tokenizer.vocab_size)
+    train = read_training_text(run, tokenizer, share)
+    if run.steps:
+        train.check_length(run.course, run.steps)
+    validation: dict[str, Rows] = {}
+    if run.validation.enable:
+        validation = read_held_out(run, tokenizer, share)
+    tasks = tasks_of(run.eval)
+    if tasks is None:
+        return Datasets(tokenizer, train, validation)
+    return Datasets(tokenizer, train, validation, tasks.load(run, share))
+
+
+def _compare_source(run: RunConfig, vocabulary: int) -> None:
+    """Raise ConfigError if the model that the run starts from is another."""
+    from titanlite.resolve.folder_shape import source_misfits
+
+    misfits = source_misfits(run.model, run.checkpoint, run.model_args(vocabulary))
+    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
+    """Read the training text alone. Raises as `read_datasets`."""
+    phases = phases_of(run)
+    shares = None if phases is None else phases.shares()
+    # Shorter sequences are pieces of rows.
+    training = replace(run.training, seq_len=run.row_len)
+    return text_reader(run, tokenizer, share).train(training, shares)
+
+
+def text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> TextReader:
+    """Return what opens the texts of a run. Raises ShapeError as `read_datasets`."""
+    patience = run.data.retry_seconds
+    if run.mesh.world_size > 1:
+        # The other ranks wait in a collective.
+        patience = min(patience, run.comm.train_timeout_seconds / 2)
+    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
+    return TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
+
+
+def phases_of(run: RunConfig) -> Phases | None:
+    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin.
+
+    None: a run without phases and sources, whose schedule counts steps.
+    """
+    if not run.data.phase and not run.data.source and not run.schedule.in_tokens:
+        return None
+    from titanlite.data.phases import Phases
+    from titanlite.data.skip_ranges import ranges_of_steps
+
+    return Phases(
+        phases=run.data.phase,
+        first={source.title: source.weight for source in run.data.source},
+        global_batch=run.batch.global_batch_size,
+        tokens_per_step=run.batch.tokens_per_step,
+        skip=ranges_of_steps(run.data.skip_steps, run.course),
+    )
+
+
+def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:
+    """Read the texts of validation, by name.
+
+    Raises as `read_datasets`, and ConfigError for a full pass without end.
+    """
+    seq_len = run.validation.seq_len or run.training.seq_len
+    found = text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
+    streams = []
+    for name, rows in found.items():
+        if rows.total_sequences is None:
+            streams.append(name or run.validation.dataset)
+    if streams and run.validation.steps == -1:
+        endless = ", ".join(streams)
+        message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
+        raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
+    return found

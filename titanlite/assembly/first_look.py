@@ -1,0 +1,53 @@
+"""The first look at tokenizer and text, before there is any process. Nothing here imports numpy."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+from titanlite.config.checks import is_there
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.urls import is_url
+from titanlite.run.config import RunConfig
+
+#: Of each text.
+_RECORDS = 8
+
+
+def first_look(run: RunConfig, seconds: float = 2.0) -> str:
+    """Open the tokenizer and the first records of each text that is here, without a network.
+
+    Return what to say where that takes more than so many seconds. Raises DataError and ShapeError
+    as the run would.
+    """
+    failures: list[Exception] = []
+
+    def look() -> None:
+        try:
+            _look(run)
+        except Exception as error:  # it is raised below
+            failures.append(error)
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if thread.is_alive():
+        return f"tokenizer and first records take more than {seconds:g} s: not all were looked at"
+    return ""
+
+
+def _look(run: RunConfig) -> None:
+    path = run.model.tokenizer_path
+    if path != BUNDLED_TOKENIZER_NAME and (is_url(path) or not is_there(path)):
+        return
+    from titanlite.assembly.datasets import text_reader
+    from titanlite.data.text_keys import held_out_texts, training_texts
+    from titanlite.data.tokenizer import load_tokenizer
+
+    reader = text_reader(run, load_tokenizer(path, run.model.name))
+    texts = training_texts(run.training, run.data)
+    if run.validation.enable:
+        texts |= held_out_texts(run.validation)
+    for section, source in texts.items():
+        reader.look(source, section, _RECORDS)

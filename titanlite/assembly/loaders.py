@@ -1,0 +1,114 @@
+"""A run's loaders on this rank: its part of the training text and of the held-out texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.assembly.datasets import Datasets, phases_of
+from titanlite.data.course import Course
+from titanlite.data.loader import TrainLoader
+from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
+from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import Range, ranges_of_steps
+from titanlite.features import context_of
+from titanlite.run.config import RunConfig
+from titanlite.validation import ValidationSet
+
+if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
+    from titanlite.data.prefetch import PassLoader
+    from titanlite.features.ema.average import WeightAverage
+
+#: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
+_RESERVE = 2
+
+
+@dataclass(frozen=True)
+class LoaderParts:
+    """What serves the text on this rank."""
+
+    train: Prefetcher
+    validation: ValidationSet | None
+    #: The `[[data.phase]]` tables; None: there are none, and no mixture.
+    phases: Phases | None
+    #: The sizes of the steps of a run that begins.
+    course: Course
+    #: Ranges of sequences that are not served.
+    skip: tuple[Range, ...]
+    #: This rank's place among those that read different data, and their number.
+    share: tuple[int, int]
+
+
+def build_loaders(
+    run: RunConfig, mesh: DeviceMesh, datasets: Datasets, average: WeightAverage | None
+) -> LoaderParts:
+    """Build this rank's loaders. average: of the weights, for validation."""
+    share = data_parallel_rank(mesh), run.mesh.dp_degree
+    batch = run.batch
+    skip = ranges_of_steps(run.data.skip_steps, run.course)
+    phases = phases_of(run)
+    course = run.course if phases is None else phases.course()
+    steps = TrainLoader(
+        datasets.train, batch.global_batch_size, batch.micro_batch_size, *share, skip
+    )
+    steps.follow(course)
+    # Only a stream has a state.
+    reserve = _RESERVE if datasets.train.state_dict() else 0
+    train = Prefetcher(_divided(run, mesh, steps), run.data.prefetch, _pins(run, mesh), reserve)
+    validation = None
+    if datasets.validation:
+        validation = build_validation(run, mesh, datasets.validation)
+        if average is not None and run.validation.ema:
+            validation = replace(validation, weights=average.applied)
+    return LoaderParts(train, validation, phases, course, skip, share)
+
+
+def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
+    """Build this rank's part of the held-out texts, see `read_held_out`."""
+    from titanlite.data.held_out import ValidationLoader
+
+    section = run.validation
+    rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
+    size = section.batch_size or run.batch.micro_batch_size
+    pin = _pins(run, mesh)
+    loaders = {}
+    measured = []
+    for name, rows in texts.items():
+        passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
+        if section.parts is not None:
+            from titanlite.data.sequence_parts import SequenceParts
+
+            passes = SequenceParts(passes, section.parts)
+        loaders[name] = ValidationPrefetcher(
+            _divided(run, mesh, passes), run.data.prefetch, pin, run.data.persistent_workers
+        )
+        # A part of the text depends on the size of a batch over all ranks; all of it does not.
+        part = None if section.steps == -1 else section.steps * size * ranks
+        measured.append([name, rows.fingerprint, rows.settings, part])
+    content = json.dumps([measured, section.ema], sort_keys=True, default=str)
+    fingerprint = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+    return ValidationSet(
+        loaders, section.freq, section.first, fingerprint=fingerprint, parts=section.parts or 1
+    )
+
+
+def data_parallel_rank(mesh: DeviceMesh) -> int:
+    """Return this rank's place among those that read different data."""
+    replicate, shard_rank = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
+    return replicate * mesh["dp_shard"].size() + shard_rank
+
+
+def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
+    """Return a loader of this rank's part of each sequence, where ranks share sequences."""
+    context = context_of(run.mesh.context)
+    return loader if context is None else context.loader(loader, mesh)
+
+
+def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:
+    return run.data.pin_memory and mesh.device_type == "cuda"

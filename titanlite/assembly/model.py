@@ -1,0 +1,169 @@
+"""A run's model on this rank, with what runs it, its optimizer and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.extensions import load_function
+from titanlite.dist.dist_env import DistEnv
+from titanlite.features import async_tp_of, float8_of, moe_layers_of, mup_of
+from titanlite.loss import LossFunction
+from titanlite.optim.guard import FiniteGuard
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.init import seed_generators
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.run.config import RunConfig
+from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+from titanlite.utils import is_dotted
+
+if TYPE_CHECKING:
+    from titanlite.features.experts import MoELayers
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with its initial weights on this rank, and what runs it."""
+
+    mesh: DeviceMesh
+    #: The model's arguments.
+    args: Any
+    builder: ModelBuilder
+    model: nn.Module
+    runner: Runner
+    factors: ReplicationFactors
+    loss: LossFunction
+    moe_layers: MoELayers | None
+
+
+def build_model(
+    run: RunConfig,
+    world: DistEnv,
+    tokenizer_size: int,
+    make: Callable[[ModelBuilder], nn.Module] | None = None,
+) -> ModelParts:
+    """Build the model as the run divides it.
+
+    All ranks call it together. tokenizer_size: entries of its vocabulary.
+
+    make: returns the builder's model with memory; None: with the initial weights of the run's seed.
+    """
+    degrees = run.mesh
+    args = run.model_args(tokenizer_size)
+    if run.training.compile:
+        from titanlite.parallel.compile import prepare_compile
+
+        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
+    mesh = world.build_mesh(**degrees.dimensions)
+    builder = _builder(run, args, mesh, world.device)
+    loss = _loss(run, builder)
+    async_tp = async_tp_of(run.experimental)
+    if async_tp is not None:
+        async_tp.enable(mesh)
+    if make is None:
+        _check_policy(run, builder)
+        model = builder.build(run.training.seed)
+    else:
+        model = make(builder)
+    world.apply_timeout()
+    runner = _runner(run, builder, model, loss)
+    # Of torch's own generators: the weights and the data order have their own.
+    seed_generators(run.training.seed, mesh)
+    moe_layers = moe_layers_of(run.spec, args)
+    if moe_layers is not None:
+        moe_layers.set_step_tokens(model, run.batch.tokens_per_step)
+    factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
+    return ModelParts(mesh, args, builder, model, runner, factors, loss, moe_layers)
+
+
+def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
+    own_loss = None
+    if is_dotted(run.training.loss):
+        own_loss = load_function("training.loss", run.training.loss)
+    return ModelBuilder(
+        run.spec,
+        args,
+        mesh,
+        device,
+        run.training,
+        run.experimental,
+        run.activation_checkpoint,
+        run.compile,
+        run.float8,
+        own_loss,
+        run.mesh.expert,
+        run.lora,
+        run.mup,
+    )
+
+
+def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
+    """Return the loss function, which keeps the loss of each row where a mixture needs it."""
+    loss = builder.loss()
+    if not run.data.source:
+        return loss
+    from titanlite.data.mixtures.figures import RowLosses
+
+    return RowLosses(loss, run.rank_len)
+
+
+def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
+    """Check that the per-op policy saves something in a block of a model that is not our own.
+
+    Raises ParallelismError.
+    """
+    is_known = not is_dotted(run.model.name) and run.model.name != "hf"
+    if is_known or not run.activation_checkpoint.by_op:
+        return
+    from titanlite.parallel.policy_check import check_policy
+
+    names = run.spec.block_names(builder.args)
+    size = run.sequences_at_once, run.batch.seq_len
+    model = run.spec.build_on_meta(builder.args)
+    check_policy(model, names, size, builder.device, builder.param_dtype)
+
+
+def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
+    if run.mesh.pipeline == 1:
+        return PlainRunner(model, loss, run.training.gradient_sync == "every")
+    return builder.pipeline(
+        model,
+        loss,
+        accumulation=run.batch.accumulation,
+        batch_size=run.batch.micro_batch_size,
+        seq_len=run.batch.seq_len,
+    )
+
+
+def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:
+    """Build the optimizer and the step of a model."""
+    model = parts.model
+    device = parts.builder.device
+    blocks = run.spec.block_names(parts.args)
+    parameters = dict(model.named_parameters())
+    if run.lora.rank:
+        parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+    mup = mup_of(run.mup)
+    scales = None if mup is None else mup.scales(run.spec, parts.args)
+    optimizer = build_optimizer(parameters, run.optimizer, device, blocks, scales)
+    policy = run.guard
+    guard = FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window)
+    train_step = TrainStep(
+        model, optimizer, parts.runner, guard, run.training.max_norm, parts.factors
+    )
+    if run.optimizer.early_step_in_backward:
+        from titanlite.optim.in_backward import StepInBackward
+
+        train_step.in_backward = StepInBackward(model, optimizer)
+        train_step.guard.applied = True
+    if parts.moe_layers is not None:
+        train_step.balance = parts.moe_layers.balance(run, parts.args, model, device)
+    float8 = float8_of(run.float8)
+    if float8 is not None:
+        train_step.after_update = float8.after_update(model, parts.mesh)
+    return optimizer, train_step

@@ -1,0 +1,62 @@
+"""Fits the parts of a model to the size of a step, where `[[data.phase]]` changes it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from titanlite.assembly.model import ModelParts
+from titanlite.data.course import StepSize
+from titanlite.run.config import RunConfig
+from titanlite.utils import counted, logger
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A runner or loss that is made for steps of one size."""
+
+    def resize(self, accumulation: int, seq_len: int) -> None:
+        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        ...
+
+
+class Resizer:
+    """Is called with the size of each step. size: that of the first one."""
+
+    def __init__(self, run: RunConfig, model: ModelParts, size: StepSize) -> None:
+        self._run = run
+        self._model = model
+        self._size = size
+        if run.training.compile:
+            _allow_graphs(len(run.legs))
+
+    def __call__(self, size: StepSize) -> None:
+        before = self._size
+        if size == before:
+            return
+        self._size = size
+        logger.info(
+            f"data.phase: from here on a step has {_in_words(size)}; it had {_in_words(before)}"
+        )
+        if self._model.moe_layers is not None:
+            self._model.moe_layers.set_step_tokens(self._model.model, size.tokens)
+        rank_len = size.seq_len // self._run.mesh.context
+        at_once = self._run.batch.micro_batch_size * self._run.mesh.dp_degree
+        for part in (self._model.loss, self._model.runner):
+            if isinstance(part, Resizable):
+                part.resize(size.sequences // at_once, rank_len)
+
+
+def _allow_graphs(sizes: int) -> None:
+    """Let torch compile a function once more for each size of a step, in training and validation.
+
+    Beyond its limit of eight it would end the run.
+    """
+    import torch
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 + 2 * sizes)
+
+
+def _in_words(size: StepSize) -> str:
+    sequences = counted(size.sequences, "sequences")
+    return f"{sequences} of {size.seq_len:,} tokens, {size.tokens:,} in all"

@@ -1,0 +1,79 @@
+"""A run's checkpoints: what writes them, and after which steps."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlite.assembly.datasets import Datasets
+from titanlite.assembly.fingerprints import fingerprints
+from titanlite.checkpoint.hf_files import hf_form
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.config.errors import unfit
+from titanlite.dist.dist_env import DistEnv
+from titanlite.features import local_saves_of, lora_of
+from titanlite.models.args import as_record
+from titanlite.run.config import RunConfig
+from titanlite.runs.provenance import public_config
+from titanlite.utils import public
+
+if TYPE_CHECKING:
+    from titanlite.features.ema.average import WeightAverage
+
+
+@dataclass(frozen=True)
+class SaveParts:
+    """What saves a run."""
+
+    checkpointer: Checkpointer
+    schedule: SaveSchedule
+
+
+def build_saves(
+    run: RunConfig,
+    world: DistEnv,
+    args: Any,
+    datasets: Datasets,
+    held_out: str,
+    average: WeightAverage | None,
+) -> SaveParts:
+    """Build what saves a run. All ranks call it together.
+
+    args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
+    with them. Raises ConfigError where the model has no form for Hugging Face.
+    """
+    from titanlite.data.tokenizer.files import hf_files
+    from titanlite.data.tokenizer.local import tokenizer_path
+
+    if run.checkpoint.last_save_in_hf:
+        _check_hf_form(run, args)
+    prints = fingerprints(run.model.name, args, datasets)
+    tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
+    about: dict[str, Any] = {
+        "toml": public_config(run.toml),
+        "model": as_record(run.model.name, args),
+        "tokenizer": {"path": public(tokenizer), "ids": datasets.tokenizer.vocab_size},
+    }
+    files = functools.partial(hf_files, tokenizer)
+    averages = None if average is None else average.tensors
+    section = run.checkpoint
+    base = None
+    lora = lora_of(run.lora)
+    if lora is not None:
+        base = lora.base(run, world, args, prints, about).load
+        section = lora.checkpoint(section)
+    saver, schedule = Checkpointer, SaveSchedule
+    local = local_saves_of(section)
+    if local is not None:
+        saver, schedule = local.parts()
+    checkpointer = saver(section, world, prints, about, files, averages=averages, base=base)
+    return SaveParts(checkpointer, schedule(section, world, prints, held_out=held_out))
+
+
+def _check_hf_form(run: RunConfig, args: Any) -> None:
+    try:
+        hf_form(run.spec, args)
+    except ValueError as error:
+        raise unfit("checkpoint.last_save_in_hf", str(error)) from None

@@ -1,0 +1,179 @@
+"""The callback that logs the start report: what runs, from where it continues, what has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from titanlite.assembly.report_rows import WARNING
+from titanlite.callbacks import Callback
+from titanlite.config.sections import Checkpoint
+from titanlite.data.course import Course
+from titanlite.data.skip_ranges import Range
+from titanlite.optim.schedule import LearningRate
+from titanlite.utils import counted, logger
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.loaded import LoadedState
+    from titanlite.metrics.run_callbacks import AttemptRecord
+    from titanlite.trainer import Trainer
+
+#: The key of what a new run starts from.
+SOURCE = "checkpoint.initial_load_path"
+_WORDS = {
+    "optimizer": "optimizer",
+    "lr_scheduler": "schedule",
+    "dataloader": "text",
+    "rng": "random generators",
+    "ema": "averages",
+}
+
+
+class SkippedText(NamedTuple):
+    """Text that a run skips."""
+
+    #: Of sequences.
+    ranges: Sequence[Range]
+    #: Of an undisturbed run, which tells their steps.
+    course: Course
+
+
+class StartReport(Callback):
+    """Logs the report when a run starts.
+
+    report: the lines about the run itself. attempts: has its own lines. in_epochs: the text
+    decides how long the run is. source_key: as for `began`.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Trainer], Sequence[str]],
+        checkpoint: Checkpoint,
+        skip: SkippedText,
+        attempts: AttemptRecord,
+        in_epochs: bool,
+        source_key: str = SOURCE,
+    ) -> None:
+        self._report = report
+        self._checkpoint = checkpoint
+        self._skip = skip
+        self._attempts = attempts
+        self._in_epochs = in_epochs
+        self._source_key = source_key
+
+    def on_start(self, trainer: Trainer) -> None:
+        loaded, rank = trainer.loaded, trainer.parts.world.rank
+        for line in [
+            *self._report(trainer),
+            *self._notices(trainer),
+            began(self._checkpoint, loaded, self._source_key),
+        ]:
+            # Every rank has it in its own log; the console shows a warning once.
+            warns = line.startswith(WARNING) and not rank
+            logger.log(
+                logging.WARNING if warns else logging.INFO,
+                line.removeprefix(WARNING) if warns else line,
+            )
+
+    def _notices(self, trainer: Trainer) -> Iterator[str]:
+        """Yield what the checkpoint, its saves and the attempt before have to tell."""
+        loaded = trainer.loaded
+        section = self._checkpoint
+        if loaded is not None:
+            yield from loaded.notices
+            if "dataloader" not in loaded.left_out and "data" in loaded.train:
+                from titanlite.data.skip_ranges import served_already
+                from titanlite.metrics.anomalies import steps_text
+
+                for first, end in served_already(self._skip.ranges, loaded.train["data"]):
+                    steps = steps_text(first, end, self._skip.course)
+                    yield (
+                        f"data.skip_steps: {steps} comes too late, it was trained on before this "
+                        "checkpoint; to leave it out, start from an older one "
+                        "(checkpoint.load_step)"
+                    )
+        if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
+            yield (
+                f"the last save, of step {trainer.steps}, will hold the weights only, as "
+                f"{section.export_dtype}{form} (checkpoint.model_weights_only): to train on later "
+                "means to go back to the full checkpoint before it"
+            )
+        yield from self._attempts.lines
+        if loaded is not None and (
+            change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
+        ):
+            yield f"{WARNING}{change}"
+        if trainer.step >= trainer.steps and not trainer.owed:
+            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
+            yield (
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "
+                f"the run has {counted(trainer.steps, 'steps')}. To train on, raise {key}; to "
+                "start again, give another --job.dump_folder or move the checkpoints away"
+            )
+
+
+def began(section: Checkpoint, loaded: LoadedState | None, source_key: str = SOURCE) -> str:
+    """Return from where a run starts, and why. source_key: names what a new run starts from."""
+    if not section.enable_checkpoint:
+        return "a fresh run, checkpoints are off"
+    asked = f"checkpoint.start = {section.start}"
+    if loaded is None:
+        return f"a fresh run ({asked}): no checkpoint to resume in {section.folder}"
+    from titanlite.checkpoint.loaded import GROUPS
+
+    anew = [_WORDS[name] for name in GROUPS if name in loaded.left_out and name in _WORDS]
+    but = f", but with new {', '.join(anew)}" if anew else ""
+    if loaded.origin == "from":
+        taken = "its weights" if not loaded.train else f"all it holds{but}, at step {loaded.step}"
+        why = f"{source_key}; {section.folder} has no checkpoint yet"
+        return f"a run that starts from {loaded.folder} with {taken} ({why})"
+    why = asked if section.load_step == -1 else f"checkpoint.load_step = {section.load_step}"
+    if section.initial_load_path is not None:
+        why += f"; so {source_key} is not used"
+    return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
+
+
+#: What the record of a schedule leaves out where it is so.
+_PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
+#: What a schedule of a later version, or a damaged one, leads to. It only serves a comparison.
+_DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
+
+
+def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
+    """Return how learning rates differ from those of the run that wrote the checkpoint; None if
+    they do not.
+    """
+    before = loaded.train.get("schedule")
+    now = {**_PLAIN, **rate.record()}
+    if (
+        loaded.origin != "resume"
+        or "lr_scheduler" in loaded.left_out
+        or not isinstance(before, dict)
+    ):
+        return None
+    before = {**_PLAIN, **before}
+    changed = {}
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            changed[name] = before[name]
+    first = loaded.step + 1
+    coming = range(first, steps + 1)
+    try:
+        earlier = rate.with_record({**now, **changed})
+        if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
+            return None
+        rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
+    except _DAMAGED:
+        return (
+            f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: "
+            f"{changed!r:.200}"
+        )
+    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
+    total = changed.get("total_steps")
+    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
+    return (
+        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of "
+        f"step {first}: {rates}{keep}"
+    )

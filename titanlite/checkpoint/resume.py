@@ -1,0 +1,283 @@
+"""How a run resumes from a checkpoint: at its start, and when the guard takes it back.
+
+A run that finds no checkpoint does not import this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import HELD_OUT, RESUME, LoadedState
+from titanlite.checkpoint.manifest import Manifest, steps_in
+from titanlite.data.course import Progress
+from titanlite.data.loader import gather_state
+from titanlite.data.state import StateError, check_loader
+from titanlite.dist.dist_env import log_once
+from titanlite.metrics.anomalies import skip_to
+from titanlite.optim.bad_steps import BadStepError
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.assembly.build import TrainingComponents
+    from titanlite.trainer import Trainer
+
+#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
+_STATE = {
+    "tokens_seen": int,
+    "data": dict,
+    "schedule_began": int,
+    "schedule_began_tokens": int,
+    "guard": dict,
+    RESUME: dict,
+}
+_ONLY_WEIGHTS = (
+    "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
+)
+
+
+def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
+    """Begin a run at a checkpoint; its tensors are loaded already."""
+    _check_state(loaded)
+    restore(trainer, loaded)
+    trainer.owed |= _owed_by(trainer, loaded)
+
+
+def _owed_by(trainer: Trainer, loaded: LoadedState) -> set[str]:
+    """Return what was due at a checkpoint of this run, was not done, and can be done here."""
+    if loaded.origin != "resume":
+        return set()
+    able = {callback.owes for callback in trainer.parts.callbacks}
+    if trainer.parts.validation is not None:
+        able.add("validation")
+    return {name for name in able if loaded.train.get(f"{name}_owed")}
+
+
+def note_done(trainer: Trainer) -> None:
+    """Note in the loaded checkpoint what it owed and this start has done: the next one need not.
+
+    All ranks call it together; rank 0 writes.
+    """
+    loaded = trainer.loaded
+    saver = trainer.parts.checkpointer
+    if loaded is None or saver is None or trainer.step != loaded.step:
+        return
+    done = _owed_by(trainer, loaded) - trainer.owed
+    if not done or trainer.parts.world.rank != 0:
+        return
+    try:
+        saver.amend(loaded.step, lambda manifest: _without(manifest, done, trainer))
+    except (RuntimeError, OSError) as error:
+        logger.warning(
+            f"{loaded.folder} cannot note what this start has done, and the next does it again: "
+            f"{error}"
+        )
+
+
+def _without(manifest: Manifest, done: set[str], trainer: Trainer) -> Manifest:
+    """Return a manifest that does not owe what is done, and has the loss of a validation."""
+    train = dict(manifest.train)
+    for name in done:
+        train.pop(f"{name}_owed", None)
+    texts = trainer.parts.validation
+    if "validation" in done and trainer.validated is not None and texts is not None:
+        loss = trainer.validated[1].all.loss
+        train[HELD_OUT] = texts.fingerprint
+        manifest = replace(manifest, validation_loss=loss if math.isfinite(loss) else None)
+    return replace(manifest, train=train)
+
+
+def settle(trainer: Trainer) -> None:
+    """Do what remains when a start has done what its checkpoint owed. All ranks call it together.
+
+    Behind the last step this is a save of weights for `transformers`: a stop has left a full
+    checkpoint instead.
+    """
+    note_done(trainer)
+    saver = trainer.parts.checkpointer
+    in_hf = saver is not None and saver.config.last_save_in_hf
+    if in_hf and trainer.step == trainer.steps and not trainer.owed:
+        trainer.save()
+
+
+def restore(trainer: Trainer, loaded: LoadedState) -> None:
+    """Take the loop's state from a checkpoint; its tensors are loaded already."""
+    parts = trainer.parts
+    trainer.step = trainer.done = loaded.step
+    trainer.good_steps = 0
+    trainer.validated = None
+    if loaded.origin == "resume":
+        trainer.saved_step = loaded.step
+    trainer.tokens_seen = int(loaded.train["tokens_seen"])
+    _restore_schedule(trainer, loaded)
+    parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
+    if "dataloader" in loaded.left_out:
+        load_text(trainer, {"next_sequence": 0})
+    else:
+        _restore_text(trainer, loaded)
+    # Earlier steps may have been of another size.
+    trainer.end_with_text(later=parts.datasets.train.sets_length)
+
+
+def roll_back(trainer: Trainer, bad: BadStepError) -> None:
+    """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad
+    step.
+
+    All ranks call it together. Raises `bad` where its budget is used up, or there is no checkpoint.
+    """
+    parts = trainer.parts
+    assert parts.checkpointer is not None
+    parts.train_step.guard.consume_budget(bad)
+    trainer.phase("rollback")
+    trainer.poll_saves(wait=True)
+    try:
+        loaded = parts.checkpointer.load_newest(
+            parts.model, parts.optimizer, lambda newest: parts.anomalies.mark_suspect(bad, newest)
+        )
+    except CheckpointError as error:
+        bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
+        raise bad from error
+    fetched = trainer.recent[bad.step]
+    data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
+    train = {**loaded.train, "data": skip_to(data, fetched)}
+    trainer.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
+    restore(trainer, trainer.loaded)
+    trainer.recent.clear()
+    # A request to stop is repeated with every step.
+    trainer.stopping = False
+    trainer.owed.clear()
+    trainer.callbacks("on_rollback", trainer)
+    parts.anomalies.rolled_back(bad, fetched, trainer.step, data)
+    for notice in loaded.notices:
+        logger.info(notice)
+    if trainer.step >= trainer.steps:
+        _close_at_checkpoint(trainer)
+
+
+def _close_at_checkpoint(trainer: Trainer) -> None:
+    """Do what belongs to the last step, where a rollback has left no text for another one.
+
+    The checkpoint is there. Only weights for `transformers` have their own folder.
+    """
+    texts = trainer.parts.validation
+    saver = trainer.parts.checkpointer
+    # Else it was done before this checkpoint was written.
+    if texts is not None and trainer.step % texts.freq:
+        trainer.validate()
+    if saver is not None and saver.config.last_save_in_hf and not trainer.owed:
+        trainer.save()
+    elif trainer.parts.last_save_dtype is not None:
+        log_once(
+            logging.WARNING,
+            f"the text ends with the checkpoint of step {trainer.step}, which the run went back "
+            "to. It is a full one: no save of the weights alone follows it "
+            "(checkpoint.model_weights_only)",
+        )
+
+
+def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:
+    """Continue the schedule of the learning rate, or begin it here.
+
+    Raises CheckpointError where it began at a step whose tokens are not known.
+    """
+    rate = trainer.parts.learning_rate
+    by_tokens = rate.schedule.in_tokens
+    rate.began = int(loaded.train.get("schedule_began", 0))
+    rate.began_tokens = int(loaded.train.get("schedule_began_tokens", 0))
+    if "lr_scheduler" in loaded.left_out:
+        rate.began = loaded.step
+        rate.began_tokens = trainer.tokens_seen if by_tokens else 0
+    elif by_tokens and rate.began and not rate.began_tokens:
+        raise CheckpointError(
+            f"{loaded.folder}: its schedule began with step {rate.began + 1}, and it does not tell "
+            'the tokens before. Keep lr_scheduler.unit = "steps"'
+        )
+
+
+def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
+    """Continue at the place in the text that a checkpoint has.
+
+    Raises CheckpointError for a place that cannot be.
+    """
+    try:
+        load_text(trainer, loaded.train["data"])
+    except StateError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
+def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
+    """Let the loader continue from its state in a checkpoint, and find again where phases begin
+    from there.
+
+    Raises StateError for a state that cannot be.
+    """
+    check_loader(data)
+    parts = trainer.parts
+    data = {name: value for name, value in data.items() if name not in ("phases", "course")}
+    if parts.phases is not None:
+        done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
+        course = parts.phases.course(done)
+        data["course"] = parts.course = parts.learning_rate.course = course
+        parts.learning_rate.phases = parts.phases.rates(done)
+        parts.learning_rate.peaks = parts.phases.peaks(done)
+        data["phases"] = parts.phases.shares(done)
+    parts.loader.load_state_dict(data)
+
+
+def _check_state(loaded: LoadedState) -> None:
+    """Raise CheckpointError unless a checkpoint's train state says where the run continues."""
+    needed = {"tokens_seen", "data"}
+    if "dataloader" in loaded.left_out:
+        needed.remove("data")
+    for name, kind in _STATE.items():
+        value = loaded.train.get(name)
+        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
+        if is_wrong and (name in needed or name in loaded.train):
+            raise CheckpointError(
+                f"{loaded.folder} does not say where its run continues: {name} in its train state "
+                f"is {value!r:.60}. {_ONLY_WEIGHTS}"
+            )
+    try:
+        _check_statistics(loaded.train.get("guard", {}))
+    except ValueError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
+def _check_statistics(state: dict[str, Any]) -> None:
+    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
+    steps = state.get("bad_steps", [])
+    losses = state.get("losses", [])
+    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
+        raise ValueError(
+            f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
+        )
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        raise ValueError(
+            f"the guard's losses in its train state are {losses!r:.60}, and should be numbers"
+        )
+
+
+def save_seed(parts: TrainingComponents) -> None:
+    """Write the checkpoint of a run that has not begun, as step 0.
+
+    Raises CheckpointError if there are others.
+    """
+    saver = parts.checkpointer
+    assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"
+    with contextlib.closing(parts):
+        if there := steps_in(saver.root):
+            raise CheckpointError(
+                f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds "
+                f"step-{there[-1]} already: give another checkpoint.folder or job.dump_folder"
+            )
+        data = gather_state(parts.loader.state_dict(), parts.datasets.train)
+        folder = saver.save(0, parts.model, parts.optimizer, {"data": data, "tokens_seen": 0})
+        saver.wait()
+    logger.info(
+        f"seed checkpoint written to {folder}: the same config without "
+        "create_seed_checkpoint starts from it, on any number of ranks"
+    )

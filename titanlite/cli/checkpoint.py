@@ -1,0 +1,392 @@
+"""`titanlite checkpoint`: list, inspect, verify, compare, convert and delete.
+
+No torch until it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import (
+    FILE,
+    CheckpointError,
+    Manifest,
+    parse_manifest,
+    progress,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, to_path
+from titanlite.cli.checkpoint_folders import (
+    INVALID,
+    NEWER,
+    VALID,
+    Entry,
+    checkpoint_of,
+    inspect,
+    list_checkpoints,
+    remove,
+    roots_of,
+    verify,
+)
+from titanlite.cli.exchange import DTYPE, PRECISIONS, convert_weights
+from titanlite.cli.parser import BASE, EMA, Commands, add_group, new_command
+from titanlite.config import trust
+from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
+
+if TYPE_CHECKING:
+    from titanlite.cli.hub.tensors import TensorDifference
+    from titanlite.features.local_saves.listing import LocalSave
+
+Answer = tuple[str, int]
+#: Exit status of `diff`, as that of the program of that name.
+DIFFERENT = 1
+_PATH = (
+    "a run, its folder of checkpoints, a folder of runs, or a URL such as "
+    "s3://bucket/run/checkpoint"
+)
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `checkpoint` with its own commands to argparse."""
+    about = "list, inspect, verify, compare, convert and delete checkpoints"
+    actions = add_group(commands, "checkpoint", about)
+    _add_ls(actions)
+    _add_inspect(actions)
+    _add_verify(actions)
+    _add_diff(actions)
+    _add_convert(actions)
+    _add_rm(actions)
+
+
+_FOLDER: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
+_ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
+
+
+def _add(
+    actions: Commands, run: Callable[[Any], Any], help: str, description: str, code: str = ""
+) -> Any:
+    """Add the command of a function, under its name; return what adds its arguments.
+
+    code: an exit status, in words.
+    """
+    name = run.__name__.strip("_")
+    epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
+    return new_command(actions, run, name, help, description, epilog).add
+
+
+def _add_ls(actions: Commands) -> None:
+    description = (
+        "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
+        "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
+        "renamed when its step was saved again; partial: a save under way or cut short; pinned: "
+        "holds a file KEEP, and no run deletes it. Local saves of this machine stand below, with "
+        "what a restart takes."
+    )
+    add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
+    add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
+    add("--json", "print a JSON list, one object per folder")
+
+
+def _add_inspect(actions: Commands) -> None:
+    description = "Show the manifest of a checkpoint."
+    add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
+    add("path", **_ONE)
+    add("--config", "print the config of the run that wrote it, as TOML")
+    add("--json", "print the manifest as it is")
+
+
+def _add_verify(actions: Commands) -> None:
+    description = (
+        "Read every file of the checkpoints and compare it with the hash taken when it was written."
+    )
+    code = f"{exit_codes.CHECKPOINT} when one is damaged, "
+    add = _add(actions, _verify, "read every byte and compare with the hashes", description, code)
+    add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), or folders of them or of runs")
+
+
+def _add_diff(actions: Commands) -> None:
+    description = (
+        "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
+        "absolute and relative difference. They are read one tensor at a time, without a GPU."
+    )
+    code = f"{DIFFERENT} when they differ, "
+    add = _add(actions, _diff, "compare the tensors of two", description, code)
+    add("left", **_ONE)
+    add("right", **_ONE)
+
+
+def _add_convert(actions: Commands) -> None:
+    description = (
+        "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
+        "a folder), a folder of Hugging Face's layout, a file made with --to torch, or step-N of "
+        "torchtitan with --config; "
+        "checkpoints are compared with their hashes first. TARGET appears when it is whole, and "
+        "nothing is overwritten. It needs no GPU, and memory for a few tensors."
+    )
+    add = _add(actions, _convert, "write its weights in another format", description)
+    add("source", "what to convert", "SOURCE", type=to_path)
+    add("target", "where to", "TARGET", type=to_path)
+    formats = (
+        "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
+        "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
+        "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
+        "the adapters alone, for `peft`"
+    )
+    add("--to", formats, required=True, choices=("hf", "torch", "checkpoint", "peft"))
+    add("--dtype", DTYPE, choices=PRECISIONS)
+    add("--ema", EMA)
+    add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
+    add("--config", "TOML file of the run of torchtitan that wrote SOURCE", "FILE")
+    trust.add_argument(add)
+
+
+def _add_rm(actions: Commands) -> None:
+    description = (
+        "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
+        "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "
+        "remaining one is read in full)."
+    )
+    add = _add(actions, _rm, "delete checkpoints", description)
+    add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
+    add("--force", "delete what would be refused")
+    add("--dry-run", "delete nothing, print what would be deleted")
+
+
+def _ls(arguments: argparse.Namespace) -> str:
+    listed = {root: list_checkpoints(root) for root in roots_of(arguments.path)}
+    if arguments.json:
+        rows = []
+        for root, found in listed.items():
+            rows += [entry.to_dict() for entry in found]
+            rows += [one.to_dict() for one in _local_saves(root, found)]
+        return json.dumps(rows, indent=1)
+    texts = []
+    for root, found in listed.items():
+        texts.append("\n".join([_listing(root, found), *_local_listing(root, found)]))
+    return "\n\n".join(texts)
+
+
+def _local_saves(root: AnyPath, found: Sequence[Entry]) -> Sequence[LocalSave]:
+    """Return the local saves of a run on this machine, where its newest checkpoint tells of any."""
+    from titanlite.features.local_saves.checks import KEY
+    from titanlite.features.local_saves.folder import RUN_ID
+
+    manifests = [entry.manifest for entry in found if entry.manifest is not None]
+    if not manifests or not (root / RUN_ID).is_file():
+        return []
+    from titanlite.features.local_saves.listing import list_local_saves
+    from titanlite.runs.provenance import config_values
+
+    folder = config_values(str(manifests[-1].config.get("toml", ""))).get(KEY)
+    return list_local_saves(root, folder) if isinstance(folder, str) else []
+
+
+def _local_listing(root: AnyPath, found: Sequence[Entry]) -> Iterator[str]:
+    """Yield a table of local saves, and which checkpoint a restart takes."""
+    saves = _local_saves(root, found)
+    if not saves:
+        return
+    from titanlite.features.local_saves.listing import taken
+
+    rows = []
+    for one in saves:
+        age = human_age(time.time() - one.manifest.created)
+        size = human_bytes(one.manifest.size)
+        ranks = str(one.manifest.world_size)
+        rows.append((f"step-{one.manifest.step}", one.state, size, ranks, age))
+    yield render(Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)))
+    for one in saves:
+        if one.reason:
+            yield f"note: step-{one.manifest.step}: {one.reason}"
+    valid = [entry.manifest for entry in found if entry.state == VALID]
+    yield taken(saves, valid[-1] if valid else None)
+
+
+def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
+    """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
+    one.
+    """
+    rows = []
+    notes = []
+    for entry in found:
+        ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
+        age = human_age(time.time() - entry.written)
+        rows.append((entry.folder.name, entry.description, human_bytes(entry.size), ranks, age))
+        if entry.reason:  # of a quarantined one it names the files by their old name
+            named = "" if entry.state in (INVALID, NEWER) else f"{entry.folder.name}: "
+            notes.append(f"note: {named}{entry.reason}")
+    table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
+    valid = [entry for entry in found if entry.state == VALID]
+    newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
+    total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
+    return "\n".join([render(table), *notes, total])
+
+
+def human_age(seconds: float) -> str:
+    """Return `45 s`, `12 min`, `5 h`, `3 days`: one unit."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def _inspect(arguments: argparse.Namespace) -> str:
+    folder = checkpoint_of(arguments.path)
+    manifest = parse_manifest(folder)
+    if arguments.json:
+        return manifest.to_json()
+    if arguments.config:
+        config = manifest.config.get("toml")
+        if not isinstance(config, str):
+            raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
+        return config.removesuffix("\n")
+    lines = [str(folder)]
+    for label, text in _facts(manifest, inspect(folder)):
+        # A line end or a colour in a value could pass for a fact.
+        lines.append(f"  {escape_name(label):<13} {escape_name(text)}")
+    files = []
+    for name, size in sorted(manifest.files.items()):
+        files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
+    tensors = []
+    for name, (dtype, shape) in manifest.tensors.items():
+        tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
+    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)))
+    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)))
+    return "\n\n".join(["\n".join(lines), about_files, about_tensors])
+
+
+def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
+    git = manifest.git
+    loss = manifest.validation_loss
+    written = datetime.fromtimestamp(manifest.created)
+    shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    state = entry.description
+    if entry.reason:
+        state += f": {entry.reason}"
+    holds = ""
+    record = manifest.config.get("lora")
+    if isinstance(record, dict):
+        holds = f"adapters of rank {record.get('rank')} alone"
+    if manifest.weights_only:
+        holds = f"{holds}, without an optimizer" if holds else "weights only"
+        if manifest.dtype:
+            holds += f", as {manifest.dtype}"
+    form = str(manifest.format)
+    if not manifest.hashes:
+        form += ", without hashes"
+    commit = str(git.get("commit", ""))
+    if git.get("dirty"):
+        commit += " with uncommitted changes"
+    found = {
+        "state": state,
+        "step": f"{manifest.step:,}",
+        "written": f"{written:%Y-%m-%d %H:%M:%S} by {counted(manifest.world_size, 'ranks')}",
+        "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
+        "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
+        "holds": holds,
+        "validation": "" if loss is None else f"loss {loss:.4f}",
+        **manifest.trackers,
+        "format": form,
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "commit": commit,
+        **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
+        "train": json.dumps(manifest.train),
+    }
+    return [(label, text) for label, text in found.items() if text]
+
+
+def _verify(arguments: argparse.Namespace) -> Answer:
+    folders: dict[AnyPath, None] = {}
+    for path in arguments.paths:
+        if step_of(path) is not None or (path / FILE).is_file():
+            folders[checkpoint_of(path)] = None
+            continue
+        for root in roots_of(path):
+            folders.update((step_folder(root, step), None) for step in steps_in(root))
+    if not folders:
+        raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
+    lines = []
+    bad = 0
+    for folder in folders:
+        started = time.perf_counter()
+        manifest, problems = verify(folder, progress(say, f"{folder}: "))
+        bad += bool(problems)
+        if problems or manifest is None:
+            lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
+            continue
+        result = "sizes are right; it was written without hashes"
+        if manifest.hashes:
+            result = "hashes are right"
+        size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
+        lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
+    if bad:
+        lines.append(
+            f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
+            "`titanlite checkpoint rm`; a run passes over it"
+        )
+    return "\n".join(lines), exit_codes.CHECKPOINT if bad else exit_codes.DONE
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    folders = [checkpoint_of(path) for path in (arguments.left, arguments.right)]
+    from titanlite.cli.hub.tensors import Contents, compare
+
+    left, right = (Contents(folder) for folder in folders)
+    found = list(compare(left, right))
+    differing = [one for one in found if one.elements or one.left != one.right]
+    head = f"--- {left.folder}\n+++ {right.folder}"
+    equal = len(found) - len(differing)
+    if not differing:
+        return f"{head}\nall {equal} tensors are equal", exit_codes.DONE
+    table = Table(
+        ("tensor", "", "differ", "largest", "relative"),
+        [_row(one) for one in differing],
+        left=(0, 1),
+    )
+    rest = f"{len(differing)} tensors differ, {equal} are equal"
+    return f"{head}\n{render(table)}\n{rest}", DIFFERENT
+
+
+def _entry_text(entry: Sequence[Any]) -> str:
+    """Return dtype and shape of a tensor."""
+    dtype, shape = entry
+    return f"{dtype}{shape}"
+
+
+def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
+    left = "" if one.left is None else _entry_text(one.left)
+    right = "" if one.right is None else _entry_text(one.right)
+    if not left:
+        return one.name, f"only in +++: {right}", "", "", ""
+    if not right:
+        return one.name, f"only in ---: {left}", "", "", ""
+    words = left if left == right else f"{left} and {right}"
+    if not one.comparable:
+        return one.name, words, "", "", ""
+    return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
+
+
+def _convert(arguments: argparse.Namespace) -> str:
+    return convert_weights(arguments)
+
+
+def _rm(arguments: argparse.Namespace) -> str:
+    gone = remove(arguments.paths, arguments.force, arguments.dry_run)
+    did = "would delete" if arguments.dry_run else "deleted"
+    freed = "would be freed" if arguments.dry_run else "freed"
+    lines = []
+    for entry in gone:
+        size = human_bytes(entry.size)
+        lines.append(f"{did} {entry.folder}: {entry.description}, {size}")
+    total = human_bytes(sum(entry.size for entry in gone))
+    return "\n".join([*lines, f"{total} {freed}"])

@@ -1,0 +1,542 @@
+"""`titanlite config`: check, explain, compare, migrate; and the pages that are generated from the
+keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite import exit_codes
+from titanlite.cli.parser import (
+    FILES,
+    FLAGS,
+    Commands,
+    add_group,
+    add_to_group,
+    files_of,
+)
+from titanlite.config import trust
+from titanlite.config.aliases import ALIASES, key_of, names_of
+from titanlite.config.checks import contradictions, missing_files
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, refuse, unfit
+from titanlite.config.keys import Key, keys, sections, table_of
+from titanlite.config.load import load, load_file, read_text
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.toml import quote
+from titanlite.config.unknown_keys import unknown
+from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.metrics.terminal import terminal_width
+from titanlite.models.families import SPECS
+from titanlite.resolve.load import check_config, fitted, smallest_world, unnamed_tokenizer
+from titanlite.run.config import RunConfig
+from titanlite.utils import REMOVED, Style, counted, parse_json, say
+
+DIFFERENT = 1
+"""Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
+
+RUN_CONFIG = "config.toml"
+_MANIFEST = "manifest.json"
+_FILE = "TOML file; also looked up in train_configs/"
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `titanlite config` to argparse."""
+    about = "check, explain, compare and migrate config files"
+    actions = add_group(commands, "config", about)
+    _add_check(actions)
+    _add_explain(actions)
+    _add_diff(actions)
+    _add_migrate(actions)
+    add_to_group(
+        actions,
+        _schema,
+        "print a JSON Schema of all keys, with which editors complete and check files",
+    )
+    template = add_to_group(
+        actions,
+        _template,
+        "print a TOML file with every key, its meaning and its default, as comments",
+    )
+    template.add("--markdown", "print the table of the documentation instead")
+
+
+def _add_check(actions: Commands) -> None:
+    stages = (
+        "All problems of a stage are reported at once: first each key by itself, then "
+        "contradictions between keys, then numbers that do not fit the ranks or the model."
+    )
+    exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
+    add = add_to_group(
+        actions, _check, "check a config and show what a run of it would do", stages, exits
+    ).add
+    add("files", FILES, "FILE", nargs="*")
+    ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
+    add("--world-size", ranks, "N", type=int)
+    strict = "also refuse files that are not there, as training does"
+    add("--strict", strict)
+
+
+def _add_explain(actions: Commands) -> None:
+    add = add_to_group(
+        actions,
+        _explain,
+        "show every key, or one: value, source, type, default, meaning",
+        "Nothing given: the defaults of all keys.",
+        FLAGS,
+    ).add
+    add("--changed", "only the keys that the file or the command line sets")
+    add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
+
+
+def _add_diff(actions: Commands) -> None:
+    add = add_to_group(
+        actions,
+        _diff,
+        "compare the effective values of two configs, with their sources",
+        "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
+        f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
+    ).add
+    add("left", value="FILE|FOLDER")
+    add("right", value="FILE|FOLDER")
+    add("--plans", "also compare the values derived from them")
+    add("--world-size", "ranks for --plans (default: as for `config check`)", "N", type=int)
+    trust.add_argument(add)
+
+
+def _add_migrate(actions: Commands) -> None:
+    rewriting = (
+        "Comments stay beside their keys, later defaults are written out, and a key without "
+        "equivalent becomes a comment with the reason. The new text goes to standard output, the "
+        "list of changes to standard error."
+    )
+    exits = (
+        f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds "
+        "other mistakes."
+    )
+    help = "rewrite a TOML file with titanlite's own names of the keys"
+    add = add_to_group(actions, _migrate, help, rewriting, exits).add
+    add("file", _FILE, "FILE", nargs="?")
+    add("--in-place", "replace the file, and keep the old one as FILE.orig")
+    add("--check", "only list the changes")
+    arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
+    add("--aws-fsdp", arguments, "ARGUMENTS")
+
+
+def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:
+    from titanlite.cli.migrate import migrate_file, write_in_place
+
+    if arguments.aws_fsdp is not None:
+        from titanlite.cli.aws_fsdp import migrate_arguments
+
+        if arguments.file or arguments.in_place or arguments.check:
+            raise bad_flag("--aws-fsdp", "takes no file, and no --in-place or --check")
+        migration = migrate_arguments(arguments.aws_fsdp)
+        shown = "--aws-fsdp"
+    elif not arguments.file:
+        raise bad_flag("", "name a TOML file, or --aws-fsdp")
+    elif arguments.in_place and arguments.check:
+        raise bad_flag("", "--in-place and --check exclude each other")
+    else:
+        path, migration = migrate_file(arguments.file)
+        shown = arguments.file
+    report = migration.report(shown)
+    if arguments.check:
+        return report, DIFFERENT if migration.changes else exit_codes.DONE
+    if arguments.in_place:
+        if migration.changes:
+            report += f"\nthe old file is {write_in_place(path, migration.text)}"
+        return report, exit_codes.DONE
+    say(report)
+    return migration.text.removesuffix("\n"), exit_codes.DONE
+
+
+def _schema(arguments: argparse.Namespace) -> str:
+    from titanlite.cli.config_pages import schema_text
+
+    return schema_text().removesuffix("\n")
+
+
+def _template(arguments: argparse.Namespace) -> str:
+    from titanlite.cli.config_pages import markdown, template
+
+    return markdown() if arguments.markdown else template()
+
+
+# Check
+
+
+def _check(arguments: argparse.Namespace) -> str:
+    argv = [*files_of(arguments), *arguments.flags]
+    world_size, why = world_size_of(arguments.world_size)
+    config, run = check_config(argv, world_size, training=arguments.strict)
+    from titanlite.assembly.first_look import first_look
+
+    report = _report(config, run, why, arguments.style)
+    unseen = first_look(run)
+    return report + (f"\n  note: {unseen}" if unseen else "")
+
+
+def world_size_of(asked: int | None) -> tuple[int | None, str]:
+    """Return the ranks to check for (None: the fewest that fit), and where the number comes
+    from.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise bad_flag("--world-size", f"expected an integer >= 1, got {asked}")
+        return asked, "--world-size"
+    for name in ("WORLD_SIZE", "NGPU"):
+        text = os.environ.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return int(text), f"{name} of the environment"
+    return None, "the fewest that fit; --world-size N checks another number"
+
+
+def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str:
+    """Return what a run of the config does, line by line."""
+    rows = {
+        "model": f"{run.model.title}, {_size(run)}",
+        "ranks": f"{run.mesh.world_size} ({why}), {_degrees(run)}",
+        "batch": _batch(run),
+        "steps": _length(run),
+        "learning rate": _rate(run),
+        "checkpoints": _saves(run),
+        "files": ", ".join(config.files) or "none: all defaults",
+    }
+    lines = [style.good("OK")]
+    for label, text in rows.items():
+        lines.append(f"  {label:<14} {text}")
+    for note in run.notes:
+        lines.append(style.dim(f"  note: {note}"))
+    for warning in run.warnings:
+        lines.append(style.warn(f"  warning: {warning}"))
+    for problem in missing_files(config):
+        lines.append(style.warn(f"  not there: {problem}"))
+    for problem in unnamed_tokenizer(config, run):
+        lines.append(style.warn(f"  training will refuse: {problem}"))
+    return "\n".join(lines)
+
+
+def _size(run: RunConfig) -> str:
+    args = run.model_args()
+    if args.vocab_size is None:
+        return "the tokenizer's vocabulary"
+    return f"{run.spec.count_parameters(args):,} parameters"
+
+
+def _degrees(run: RunConfig) -> str:
+    mesh = run.mesh
+    degrees = {
+        "data_parallel_replicate": mesh.dp_replicate,
+        "data_parallel_shard": mesh.dp_shard,
+        "tensor_parallel": mesh.tensor,
+        "pipeline_parallel": mesh.pipeline,
+        "context_parallel": mesh.context,
+        "expert_parallel": mesh.expert,
+    }
+    shown = []
+    for name, degree in degrees.items():
+        if degree > 1 or name == "data_parallel_shard":
+            shown.append(f"{name} {degree}")
+    return ", ".join(shown)
+
+
+def _batch(run: RunConfig) -> str:
+    batch = run.batch
+    total = f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens"
+    pieces = f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank"
+    return f"{total}, {pieces}"
+
+
+def _length(run: RunConfig) -> str:
+    if run.steps is None:
+        return counted(run.training.epochs or 0, "epochs")
+    return f"{run.steps:,}, {run.tokens:,} tokens"
+
+
+def _rate(run: RunConfig) -> str:
+    schedule = run.schedule
+    warmup = f"warm-up {counted(schedule.warmup_steps, schedule.unit)}, then {schedule.decay_type}"
+    return f"{run.optimizer.lr:g}, {warmup}"
+
+
+def _saves(run: RunConfig) -> str:
+    saves = run.checkpoint
+    if not saves.enable_checkpoint:
+        return "none"
+    return f"every {counted(saves.interval, saves.interval_type)} in {saves.folder}"
+
+
+# Explain
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    files = []
+    names = []
+    for word in arguments.words:
+        if word.endswith(".toml") or os.sep in word or os.path.isfile(word):
+            files.append(word)
+        else:
+            names.append(word.strip("[]"))
+    if len(files) > 1:
+        raise bad_flag("", f"one file at a time, got {', '.join(files)}")
+    config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
+    shown = [_explain_one(config, name, arguments) for name in names or sections()]
+    return "\n\n".join(filter(None, shown))
+
+
+def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace) -> str:
+    """Explain a section, or a key (by any of its names); "" for a section without a change that
+    --changed asks for. Raises ConfigError for an unknown one.
+    """
+    style = arguments.style
+    if name in sections():
+        return _explain_section(config, name, style, arguments.changed)
+    if name in UNSUPPORTED:
+        return _explain_unsupported(name, style)
+    name = table_of(name) or name
+    if key_of(name) not in keys():
+        problem = unknown(name, COMMAND_LINE)
+        raise unfit(name, problem.message, problem.hint, problem.code)
+    key = keys()[key_of(name)]
+    head = style.bold(key.name)
+    if name in ALIASES:
+        head += f"  ({name} is another name of it)"
+    value = f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"
+    lines = [head]
+    for label, text in [("value", value), *_facts(key)]:
+        lines += _wrapped(f"  {label:<13} {text}", 16)
+    return "\n".join(lines)
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    """Return a line as lines that fit the terminal, if there is one."""
+    columns = terminal_width(sys.stdout)
+    if not columns:
+        return [line]
+    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def _explain_unsupported(name: str, style: Style) -> str:
+    key = UNSUPPORTED[name]
+    head = f"{style.bold(name)} is a key of other trainers without effect here."
+    accepted = " or ".join(map(quote, key.off))
+    if key.switch:
+        accepted = f"{accepted}; any value while {key.switch} leaves it off"
+    return f"{head}\n  accepted  {accepted}\n  otherwise refused: {key.reason}"
+
+
+def _facts(key: Key) -> Iterator[tuple[str, str]]:
+    """Yield what is true of a key in every config: a label, and its text."""
+    yield "type", key.expected
+    yield "default", quote(key.default)
+    yield "meaning", key.description
+    if key.name == "model.name":
+        yield "families", ", ".join(SPECS)
+    if key.name in LATER_DEFAULTS:
+        default = quote(LATER_DEFAULTS[key.name])
+        files = "for a file that says so or uses later names of older keys"
+        yield "dialect 2026", f"default {default}, {files}"
+    if key.name == "model.flavor":
+        models = []
+        for (name, flavor), later in LATER_MODELS.items():
+            models.append(f"{name} {flavor} is {later.name or name} {later.flavor}")
+        yield "dialect 2026", f"in such a file {', '.join(models)}"
+    for other in names_of(key.name):
+        yield "also", f"{other.name} ({other.relation})"
+
+
+def _explain_section(config: LoadedConfig, name: str, style: Style, changed: bool) -> str:
+    from titanlite.cli.config_pages import summary
+
+    lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
+    shown = [key for key in keys().values() if key.section == name]
+    if changed:
+        shown = [key for key in shown if config.is_given(key.name)]
+        if not shown:
+            return ""
+    for key in shown:
+        value = f"{key.field} = {_shown_value(config, key)}"
+        value = style.bold(value) if config.is_given(key.name) else value
+        lines.append(f"  {value}  {style.dim(_source(config, key))}")
+        about = f"      {key.description} ({key.expected}; default {quote(key.default)})"
+        lines += map(style.dim, _wrapped(about, 6))
+    if name == "mup" and config.sections.mup.base_dim:
+        from titanlite.features.mup.table import explain
+
+        lines += [f"  {line}" for line in explain(config.sections)]
+    return "\n".join(lines)
+
+
+def _shown_value(config: LoadedConfig, key: Key) -> str:
+    from titanlite.runs.provenance import is_secret
+
+    value = config.value(key.name)
+    if key.name == "launch.environment":
+        value = dict(value)
+        for name in filter(is_secret, value):
+            value[name] = REMOVED
+    return quote(value)
+
+
+def _source(config: LoadedConfig, key: Key) -> str:
+    if not key.is_table or not config.is_given(key.name):
+        return _shown_source(config, key.name)
+    prefix = f"{key.name}."
+    entries = []
+    for name, source in config.sources.items():
+        if name.startswith(prefix):
+            entries.append(f"{name.removeprefix(prefix)}: {source}")
+    return ", ".join(entries)
+
+
+def _shown_source(config: LoadedConfig, key: str) -> str:
+    source = config.source(key)
+    if source.written in ("", key):
+        return str(source)
+    return f"{source}, as {source.written}"
+
+
+# Diff
+
+#: A value in words, and where it was written.
+Shown = tuple[str, str]
+#: A key, and its value on both sides.
+Difference = tuple[str, Shown, Shown]
+
+
+def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
+    style = arguments.style
+    trust_code = arguments.trust_code
+    left = side(arguments.left, trust_code=trust_code)
+    right = side(arguments.right, trust_code=trust_code)
+    found = differences(left, right)
+    if arguments.plans:
+        size, _ = world_size_of(arguments.world_size)
+        runs = [fitted(one.config, size or smallest_world(one.config)) for one in (left, right)]
+        found += derived_differences(*runs)
+    if not found:
+        return "no difference in effect", exit_codes.DONE
+    lines = [f"{style.dim('---')} {left.name}", f"{style.dim('+++')} {right.name}"]
+    for key, *sides in found:
+        lines.append(style.bold(key))
+        for mark, (value, source) in zip("-+", sides, strict=True):
+            line = f"  {mark} {value}"
+            if source:
+                line += style.dim(f"  {source}")
+            lines.append(line)
+    return "\n".join(lines), DIFFERENT
+
+
+class Side(NamedTuple):
+    """One of the two configs, and its name as the user gave it."""
+
+    name: str
+    config: LoadedConfig
+
+
+def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
+    """Return the config of a TOML file, of a run's folder or of a checkpoint's folder.
+
+    Raises ConfigError.
+
+    over: flags to lay over it. trust_code: let a folder's config name code and variables
+    (`titanlite.config.trust`).
+    """
+    path = Path(name)
+    if not path.is_dir():
+        return Side(name, load_file(name, over))
+    file, text = _config_in(path)
+    if not isinstance(text, str):
+        hint = (
+            f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
+        )
+        raise ConfigError(
+            [Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")]
+        )
+    config, problems = read_text(text, file, over, trust.foreign(trust_code))
+    problems = problems or contradictions(config)
+    refuse(problems)
+    return Side(name, config)
+
+
+def _config_in(folder: Path) -> tuple[Path, Any]:
+    """Return the file in a folder that holds a config, and the config's TOML; None: no file has
+    one.
+    """
+    file = folder / RUN_CONFIG
+    if file.is_file():
+        return file, file.read_text(encoding="utf-8")
+    text = None
+    for file in _manifests(folder):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            text = parse_json(file.read_bytes())["config"]["toml"]
+        if isinstance(text, str):
+            break
+    return file, text
+
+
+def _manifests(folder: Path) -> list[Path]:
+    """Return the manifests of a checkpoint, a folder of checkpoints or a run, the newest first."""
+    steps = {}
+    for pattern in ("", "step-*/", "*/step-*/"):
+        for file in folder.glob(f"{pattern}{_MANIFEST}"):
+            match = re.fullmatch(r"step-(\d+)", file.resolve().parent.name)
+            if match:
+                steps[file] = int(match[1])
+    return sorted(steps, key=lambda file: steps[file], reverse=True)
+
+
+def differences(left: Side, right: Side) -> list[Difference]:
+    """Return the keys whose values differ in effect, in order."""
+    ours = dict(left.config.entries())
+    theirs = dict(right.config.entries())
+    order = list(keys())
+    names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
+
+    def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
+        if key not in values:
+            return "(not set)", ""
+        value = REMOVED if _is_secret_variable(key) else quote(values[key])
+        return value, _shown_source(one.config, key)
+
+    differ = [
+        key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]
+    ]
+    return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
+
+
+def _is_secret_variable(key: str) -> bool:
+    """Return whether a key is one of `launch.environment` whose name suggests a secret."""
+    if not key.startswith("launch.environment."):
+        return False
+    from titanlite.runs.provenance import is_secret  # `runs` is imported where it is needed
+
+    return is_secret(key.removeprefix("launch.environment."))
+
+
+def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
+    """Return the derived values that differ."""
+
+    def derived(run: RunConfig) -> dict[str, Any]:
+        parts: dict[str, Any] = {
+            "mesh": run.mesh,
+            "batch": run.batch,
+            "pipeline": run.pipeline,
+            "schedule": run.schedule,
+        }
+        return {"steps": run.steps} | {
+            f"{p}.{k}": v for p, part in parts.items() for k, v in asdict(part).items()
+        }
+
+    pairs = [(name, ours, derived(right)[name]) for name, ours in derived(left).items()]
+    return [(f"derived.{name}", (quote(a), ""), (quote(b), "")) for name, a, b in pairs if a != b]

@@ -1,0 +1,270 @@
+"""Pages generated from the keys: a TOML file to uncomment from, docs/config-keys.md, the JSON
+Schema for editors.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any, Union
+
+import msgspec
+
+from titanlite.cli import render_page
+from titanlite.config.aliases import (
+    ALIASES,
+    COMMA_LISTS,
+    VALUE_NAMES,
+    Alias,
+    names_of,
+)
+from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
+from titanlite.config.entries import SWEEP
+from titanlite.config.key_types import inner_section, members, names_beside_paths
+from titanlite.config.keys import Key, keys, sections
+from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
+from titanlite.config.value_types import Section
+
+#: Keys of the command line alone: a file cannot name itself.
+NOT_IN_FILES = ("job.config_file",)
+
+_HEAD = """\
+# Every key of titanlite with its default. To set a key, take the # from its line (and from no
+# other) and change the value. A key without a default shows what it takes: "# key = <...>".
+# Other names of the keys: docs/config-keys.md."""
+
+
+def template() -> str:
+    """Return a TOML file of comments under section headers.
+
+    Without the `#` of its keys it sets each to its default.
+    """
+    parts = [_HEAD]
+    for section, owner in sections().items():
+        lines = [f"[{section}]", *_comment(summary(owner))]
+        for key in keys().values():
+            if key.section != section or key.name in NOT_IN_FILES:
+                continue
+            lines += ["", *_comment(f"{key.description} ({key.expected})")]
+            if key.default is None:
+                lines.append(f"# {key.field} = <{key.expected}>")
+            else:
+                lines.append(f"#{key.field} = {quote(key.default)}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def summary(owner: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring as one line."""
+    return " ".join((owner.__doc__ or "").split("\n\n")[0].split())
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 110, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
+
+
+def markdown() -> str:
+    """Return the page of all keys, `docs/config-keys.md`."""
+    found = []
+    for section, owner in sections().items():
+        own = [key for key in keys().values() if key.section == section]
+        tables = []
+        for key in own:
+            table = inner_section(key.type)
+            if table:
+                tables.append((key.name, [_row(one) for one in Key.all_of(key.name, table)]))
+        rows = [(*_row(key), _other_names(key)) for key in own]
+        found.append((section, summary(owner), rows, tables))
+    return render_page(
+        "config-keys.md.jinja",
+        sections=found,
+        sweep=_SWEEP_ROWS,
+        defaults=[
+            (_code(key), _value(there), _value(keys()[key].default))
+            for key, there in LATER_DEFAULTS.items()
+        ],
+        models=[_later_model(model) for model in LATER_MODELS],
+        off=[(_code(name), _accepted(key), key.reason) for name, key in UNSUPPORTED.items()],
+    ).rstrip()
+
+
+_SWEEP_ROWS = (
+    ("`section.key`", "a list", "values of the key, in all combinations with other lists"),
+    ("`points`", "a list of tables of keys", "values of keys that change together"),
+)
+
+
+def _later_model(model: tuple[str, str]) -> tuple[str, str, str, str]:
+    """Return the row of a model of torchtitan 0.2.x."""
+    name, flavor = model
+    later = LATER_MODELS[model]
+    keys_ = ", ".join(f"{_code(key)} = {_value(value)}" for key, value in later.settings.items())
+    there = f"{_code(name)} {_code(flavor)}"
+    return there, f"{_code(later.name or name)} {_code(later.flavor)}", later.difference, keys_
+
+
+def _accepted(key: Unsupported) -> str:
+    """Return the values of an unsupported key that are accepted."""
+    values = " or ".join(map(_value, key.off))
+    return f"{values}; any while {_code(key.switch)} is off" if key.switch else values
+
+
+def _row(key: Key) -> tuple[str, str, str, str]:
+    return (
+        _code(key.field),
+        key.expected,
+        "required" if key.required else _value(key.default),
+        key.description,
+    )
+
+
+def _other_names(key: Key) -> str:
+    names = []
+    for alias in names_of(key.name):
+        name = _code(alias.name)
+        if alias.convert:
+            name += f" ({alias.relation})"
+        names.append(name)
+    if key.name in COMMA_LISTS:
+        names.append("one string with commas")
+    names += [
+        f"{_code(later)} for {_code(value)}"
+        for (name, later), value in VALUE_NAMES.items()
+        if name == key.name
+    ]
+    return ", ".join(names)
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else _code(quote(value))
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+Schema = dict[str, Any]
+
+
+def schema_text() -> str:
+    """Return the JSON Schema as the text of its file."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def json_schema() -> Schema:
+    """Return the JSON Schema (draft 2020-12) of a whole file.
+
+    Other names are accepted and marked deprecated; so are keys of other trainers, with the values
+    that switch them off.
+    """
+    found: Schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "titanlite config",
+        "description": "A training run of titanlite: sections and keys of its TOML file.",
+        **_object(
+            {
+                **{section: _section(section, owner) for section, owner in sections().items()},
+                SWEEP: _sweep(),
+            }
+        ),
+    }
+    for alias in ALIASES.values():
+        _place(found, alias.name, _alias(alias))
+    for name, key in UNSUPPORTED.items():
+        description = f"Without effect here, accepted switched off: {key.reason}."
+        entry: Schema = {"description": description, "deprecated": True}
+        if not key.switch:
+            entry["enum"] = list(key.off)
+        _place(found, name, entry)
+    return found
+
+
+def _sweep() -> Schema:
+    """Return the table of `titanlite sweep`, whose names are keys of the run."""
+    return {
+        "type": "object",
+        "description": "The points of `titanlite sweep`, by section.key; a run itself ignores it.",
+        "properties": {
+            "points": {
+                "type": "array",
+                "description": "Keys that change together: each table is combined with the rest.",
+                "items": {"type": "object", "minProperties": 1},
+                "minItems": 1,
+            },
+        },
+        # A key without quotes, as optimizer.lr, is a table in a table.
+        "additionalProperties": {"anyOf": [{"type": "array", "minItems": 1}, {"type": "object"}]},
+    }
+
+
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _section(name: str, owner: type[Section]) -> Schema:
+    properties: Schema = {}
+    required = []
+    for key in Key.all_of(name, owner):
+        if key.name in NOT_IN_FILES:
+            continue
+        if key.required:
+            required.append(key.field)
+        default = {} if key.default is None else {"default": key.default}
+        properties[key.field] = {
+            "description": key.description,
+            **default,
+            **_values(key.name, key.type),
+        }
+    return {
+        "description": " ".join((owner.__doc__ or "").split()),
+        **_object(properties),
+        **({"required": required} if required else {}),
+    }
+
+
+def _values(name: str, type_: Any) -> Schema:
+    """Return the values that a name takes, those of other versions included."""
+    own = _type(type_)
+    later = [
+        {"const": other, "deprecated": True, "description": f'Another name of "{value}".'}
+        for (key, other), value in VALUE_NAMES.items()
+        if key == name
+    ]
+    if name in COMMA_LISTS:
+        later.append(
+            {
+                "type": "string",
+                "deprecated": True,
+                "description": "The list as one string, with commas.",
+            }
+        )
+    return {"anyOf": [own, *later]} if later else own
+
+
+def _type(type_: Any) -> Schema:
+    if (section := inner_section(type_)) is not None:
+        return {"type": "array", "items": _section("", section)}
+    if named := names_beside_paths(type_):
+        return {"anyOf": [{"enum": named}, {"type": "string", "pattern": ":"}]}
+    given = tuple(part for part in members(type_) if part is not type(None))
+    return msgspec.json.schema(Union[given])  # noqa: UP007
+
+
+def _alias(alias: Alias) -> Schema:
+    relation = f" ({alias.relation})" if alias.convert else ""
+    name = alias.name if alias.convert else alias.key
+    return {
+        "description": f"Another name of {alias.key}{relation}.",
+        "deprecated": True,
+        **_values(name, alias.type),
+    }
+
+
+def _place(schema: Schema, name: str, entry: Schema) -> None:
+    *path, field = name.split(".")
+    for section in path:
+        schema = schema["properties"].setdefault(section, {**_object({}), "deprecated": True})
+    schema["properties"].setdefault(field, entry)

@@ -1,0 +1,268 @@
+"""`titanlite eval`: the losses of a checkpoint on held-out text.
+
+It trains nothing and writes nothing.
+
+Model, text and numbers are those of a validation in training: the same config builds them
+(`titanlite.assembly.build`). With `validation.ema` the weights are the averages in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_manifest
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.cli.checkpoint_folders import checkpoint_of
+from titanlite.cli.run_figures import to_json
+from titanlite.cli.train import check_ranks, start_ranks
+from titanlite.config import trust
+from titanlite.config.load import read, read_text
+from titanlite.dist.launch_env import read_launch_env
+from titanlite.resolve.load import check_loaded
+from titanlite.run.config import RunConfig
+from titanlite.utils import Table, logger, render, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.data.rows import Rows
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.dist.dist_env import DistEnv
+    from titanlite.validation import HeldOutLoss, ValidationResult
+
+#: Seconds for the hashes of prepared tokens that were read.
+_PATIENCE = 600.0
+#: Takes from a config what only training needs, so that it may be missing here, or not fit these
+#: ranks.
+_NO_TRAINING = (
+    "--data.phase=[]",
+    "--training.dataset=c4_test",
+    "--training.dataset_path=none",
+    "--data.source=[]",
+    "--data.skip_steps=[]",
+    "--training.global_batch_size=-1",
+    "--lr_scheduler.unit=steps",
+    "--optimizer.name=AdamW",
+    "--job.callbacks=[]",
+    "--metrics.enable_wandb=false",
+    "--metrics.trackers=[]",
+    "--validation.enable",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.folder=checkpoint",
+    "--checkpoint.start=from",
+    "--checkpoint.load_step=-1",
+    "--checkpoint.exclude_from_loading=[]",
+    "--checkpoint.initial_load_model_only",
+    "--checkpoint.initial_load_in_hf=false",
+    "--checkpoint.create_seed_checkpoint=false",
+)
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Be one rank, or the torchrun of several; end with the exit code of the measurement."""
+    from titanlite import main
+
+    ranks = arguments.nproc_per_node
+    file = arguments.file
+    trust_code = arguments.trust_code
+    flags = arguments.flags
+    if ranks is None:
+        main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
+    check_ranks(ranks)
+    # All ranks load the same one, even if a run saves another one meanwhile.
+    folder = checkpoint_of(arguments.checkpoint)
+    config_of(folder, read_manifest(folder), file, flags, ranks, trust_code)
+    words = [str(folder)]
+    if file:
+        words.append(file)
+    if arguments.json:
+        words.append("--json")
+    if trust_code:
+        words.append(trust.FLAG)
+    _search_modules_as_here()
+    start_ranks(ranks, ["eval", *words, *flags])
+
+
+def _search_modules_as_here() -> None:
+    """Let the ranks look for modules where this process does (Python 3.11 or later).
+
+    torchrun starts them with `python -m`, which looks in the working directory first. That may be a
+    folder of somebody else, with a file of the name of a package.
+    """
+    here = os.path.realpath(os.getcwd())
+    searched = {os.path.realpath(place or ".") for place in sys.path}
+    if here not in searched:
+        os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def config_of(
+    folder: AnyPath,
+    manifest: Manifest,
+    file: str | None,
+    flags: Sequence[str],
+    world_size: int,
+    trust_code: bool = False,
+) -> RunConfig:
+    """Return the config to evaluate a checkpoint by: that of a file, or its own.
+
+    flags: laid over it.
+
+    trust_code: let the checkpoint's own config name code and variables; see
+    `titanlite.config.trust`.
+
+    Raises ConfigError, and CheckpointError for a checkpoint without a config.
+    """
+    # The weights under adapters are where the config says.
+    key = "lora.adapter" if "lora" in manifest.config else "checkpoint.initial_load_path"
+    over = [*_NO_TRAINING, f"--{key}={folder}"]
+    if file is not None:
+        return check_loaded(*read([f"--job.config_file={file}", *over, *flags]), world_size)[1]
+    toml = manifest.config.get("toml")
+    if not isinstance(toml, str):
+        raise CheckpointError(
+            f"{folder} holds no config: give one, `titanlite eval {folder} CONFIG`"
+        )
+    place = Path(str(folder / FILE))
+    # It is a folder of compiled code, which this machine can make.
+    over.append("--compile.cache_dir=none")
+    found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
+    return check_loaded(*found, world_size)[1]
+
+
+def _evaluate_rank(
+    path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool
+) -> int:
+    """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
+    from titanlite import main
+
+    try:
+        env = read_launch_env()
+        folder = checkpoint_of(path)
+        manifest = read_manifest(folder)
+        run = config_of(folder, manifest, file, flags, env.world_size, trust_code)
+        require("torch")  # what follows imports it
+        from titanlite.assembly.preflight import check_machine
+        from titanlite.dist.dist_env import DistEnv, connect_store
+        from titanlite.dist.rendezvous import report_failure
+        from titanlite.metrics.console import setup_console
+
+        setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
+        store = connect_store()
+        seconds = run.comm.init_timeout_seconds
+        with report_failure(store, env.rank, env.world_size):
+            check_machine(run)
+            texts = read_texts(run, folder, manifest)
+            with DistEnv.open(store=store, init_timeout_seconds=seconds, trace_buf_size=0) as world:
+                result = evaluate(run, world, *texts)
+    except Exception as error:
+        if exit_codes.code_of(error) == exit_codes.ERROR:
+            raise
+        return main.print_error(str(error), exit_codes.code_of(error))
+    if env.rank == 0:
+        single = run.validation.dataset_path or run.validation.dataset
+        losses = {name or single: one for name, one in result.sources.items()}
+        if as_json:
+            about = {"checkpoint": str(folder), "step": manifest.step, "ranks": env.world_size}
+            found = {**about, **_figures(result.all)}
+            found["sources"] = {name: _figures(one) for name, one in losses.items()}
+            if result.parts:
+                found["parts"] = [_figures(one) for one in result.parts]
+            print(to_json(found))
+        else:
+            shown = dict(losses)
+            if len(losses) > 1:
+                shown["all"] = result.all
+            for number, one in enumerate(result.parts, start=1):
+                shown[f"part {number} of {len(result.parts)} of the sequence"] = one
+            print(as_table(str(folder), shown))
+    return exit_codes.DONE
+
+
+def read_texts(
+    run: RunConfig, folder: AnyPath, manifest: Manifest
+) -> tuple[Tokenizer, dict[str, Rows]]:
+    """Read tokenizer and held-out texts; no process group is needed.
+
+    Raises DataError and ConfigError as training does, CheckpointError if the weights are of another
+    model or tokenizer.
+    """
+    from titanlite.assembly.datasets import read_held_out
+    from titanlite.assembly.fingerprints import weights_fingerprints
+    from titanlite.assembly.preflight import check_model
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    check_model(run, tokenizer.vocab_size)
+    prints = weights_fingerprints(run.model.name, run.model_args(tokenizer.vocab_size), tokenizer)
+    others = [name for name, value in prints.items() if manifest.fingerprints.get(name) != value]
+    if others and not {*others} <= {*run.checkpoint.allow_changes}:
+        raise CheckpointError(
+            f"{folder} was trained with another {' and '.join(others)} than this config has. If "
+            f"that is meant, say so: --checkpoint.allow_changes={','.join(others)}"
+        )
+    return tokenizer, read_held_out(run, tokenizer)
+
+
+def evaluate(
+    run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mapping[str, Rows]
+) -> ValidationResult:
+    """Load the weights of `checkpoint.initial_load_path` and measure them.
+
+    All ranks call it together.
+    """
+    from titanlite.assembly.loaders import build_validation
+    from titanlite.assembly.model import build_model
+    from titanlite.checkpoint.load import Loader
+    from titanlite.data.text_report import checks_of
+    from titanlite.features import ema_of, lora_of
+    from titanlite.models.args import as_record
+    from titanlite.parallel.init import use_deterministic
+
+    parts = build_model(run, world, tokenizer.vocab_size)
+    if run.debug.deterministic:
+        use_deterministic(run.debug.deterministic_warn_only)
+    held_out = build_validation(run, parts.mesh, texts)
+    averages: dict[str, torch.Tensor] = {}
+    ema = ema_of(run.optimizer)
+    if ema is not None and run.validation.ema:
+        average = ema.begin(parts.model)
+        averages = average.tensors
+        held_out = replace(held_out, weights=average.applied)
+    section = run.checkpoint
+    prints: dict[str, str] = {}
+    about: dict[str, Any] = {}
+    lora = lora_of(run.lora)
+    if lora is not None:
+        about["model"] = as_record(run.model.name, parts.args)
+        lora.base(run, world, parts.args, prints, about).load(parts.model)
+        section = lora.checkpoint(section)
+    loaded = Loader(section, world, prints, about, averages=averages).load_weights(parts.model)
+    if averages and "ema" in loaded.left_out and world.rank == 0:
+        logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
+    try:
+        result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
+        for check in checks_of(texts.values()):
+            check.settle(_PATIENCE)
+        return result
+    finally:
+        held_out.close()
+
+
+def _figures(one: HeldOutLoss) -> dict[str, float]:
+    return {"loss": one.loss, "perplexity": one.perplexity, "tokens": one.tokens}
+
+
+def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
+    """Return losses on held-out texts as a table."""
+    cells = [
+        (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
+        for name, one in losses.items()
+    ]
+    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title))

@@ -1,0 +1,570 @@
+"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of
+torch.
+
+A few tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titanlite.checkpoint.foreign import open_weights, our_tensors
+from titanlite.checkpoint.hf_files import (
+    HF_CONFIG,
+    hf_form,
+    holds_adapters,
+    holds_weights,
+    is_torchtitan,
+)
+from titanlite.checkpoint.hf_save import (
+    SHARD_BYTES,
+    begin_folder,
+    plan_files,
+    publish_folder,
+    refuse_existing,
+    write_configs,
+    write_files,
+)
+from titanlite.checkpoint.loaded import WEIGHT
+from titanlite.checkpoint.manifest import (
+    FILE,
+    CheckpointError,
+    Manifest,
+    Progress,
+    check_files,
+    refuse_older,
+    step_folder,
+    step_of,
+)
+from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder
+from titanlite.checkpoint.retention import begin, delete, marks_of, publish
+from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
+from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.cli.checkpoint_folders import checkpoint_of
+from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, quiet
+from titanlite.cli.hub.torch_file import MODEL, STATE, STEP, write_torch
+from titanlite.config.trust import Origin, foreign
+from titanlite.data.tokenizer.files import FILES, hf_files
+from titanlite.features.ema.names import AVERAGE
+from titanlite.features.lora.settings import RECORD, without_adapters
+from titanlite.models import get_spec
+from titanlite.models.args import as_record, from_record
+from titanlite.models.spec import ModelSpec, ShapeError
+from titanlite.runs import provenance
+from titanlite.utils import atomic_write, human_bytes
+
+if TYPE_CHECKING:
+    from titanlite.features.lora.source import AdapterFiles
+
+Format = Literal["hf", "torch", "checkpoint", "peft"]
+
+
+class ModelOf(NamedTuple):
+    """The model of weights, and where its tokenizer is, by a config."""
+
+    spec: ModelSpec
+    args: Any
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of one model, under our names. `read(name)` returns a whole tensor on the CPU."""
+
+    path: AnyPath
+    family: str
+    args: Any
+    #: Steps that it was trained for; 0: unknown.
+    step: int
+    #: Name → a tensor of that type and shape on the meta device.
+    empty: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+    #: Of a checkpoint.
+    manifest: Manifest | None = None
+    #: A folder that `transformers` reads.
+    is_hf: bool = False
+    #: `max_position_embeddings` of a config.json that the weights come from.
+    context: int | None = None
+    #: Where the files of its tokenizer are; None: unknown.
+    tokenizer: str | None = None
+    #: The adapters that the weights are merged with; None: there are none.
+    adapters: AdapterFiles | None = None
+
+    def converted(self, dtype: str | None, progress: Progress) -> Source:
+        """Return the same weights in another precision (None: as they are), which report their
+        progress when read.
+        """
+        empty = self.empty
+        if dtype:
+            empty = {name: converted(name, tensor, dtype) for name, tensor in empty.items()}
+        done = 0
+        total = sum(tensor.nbytes for tensor in empty.values())
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            # The logits take a second reading.
+            done = min(done + empty[name].nbytes, total)
+            progress(done, total)
+            before = self.read(name)
+            tensor = before.to(empty[name].dtype)
+            if tensor.dtype != before.dtype:
+                is_lost = before.isfinite() & ~tensor.isfinite()
+                if bool(is_lost.any()):
+                    raise CheckpointError(
+                        f"{name} has values that {dtype} cannot hold: choose another --dtype"
+                    )
+            return tensor
+
+        return replace(self, empty=empty, read=read)
+
+
+def open_source(
+    path: AnyPath,
+    progress: Progress = lambda done, total: None,
+    ema: bool = False,
+    trust_code: bool = False,
+    base: AnyPath | None = None,
+    described: ModelOf | None = None,
+) -> Source:
+    """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
+    (`progress`).
+
+    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
+    if the file names code; see `titanlite.config.trust`. base: the weights under adapters; None:
+    where the adapters say that they are. described: the model of a checkpoint of torchtitan, which
+    does not tell it.
+
+    Raises CheckpointError when it holds no weights, or others than those of the model that it
+    describes. Raises ConfigError when it names code that is not trusted.
+    """
+    if is_torchtitan(path):
+        source = _of_torchtitan(path, described)
+    elif described is not None:
+        raise CheckpointError(f"{path} is not of torchtitan: --config says nothing here")
+    else:
+        source = _any_source(path, progress, ema, foreign(trust_code), base)
+    if base is not None and source.adapters is None:
+        raise CheckpointError(f"{path} holds whole weights, no adapters: --base says nothing here")
+    if ema and source.manifest is None:
+        raise CheckpointError(
+            f"{path} holds no average of the weights: it is no checkpoint of titanlite"
+        )
+    saved = describe(source.empty)
+    # A tied head has its own name there.
+    model = get_spec(source.family).build_on_meta(source.args)
+    wanted = describe(model.state_dict())
+    problems = {}
+    for name in {*saved, *wanted}:
+        problem = compare_entries(saved.get(name), wanted.get(name))
+        if problem not in ("", DTYPE):
+            problems[name] = problem
+    if problems:
+        raise CheckpointError(difference_table(problems, saved, wanted, str(path)))
+    return source
+
+
+def _any_source(
+    path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
+) -> Source:
+    """Return the weights in a folder of another program, a file of torch's or a checkpoint."""
+    if holds_adapters(path):
+        return _peft(path, progress, origin, base)
+    if holds_weights(path):
+        return _foreign(path)
+    names_step = step_of(path) is not None
+    if not names_step:
+        refuse_older(path)
+    if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
+        return _torch_file(path, origin)
+    folder = checkpoint_of(path)
+    if not names_step:
+        refuse_older(folder.parent)
+    return _checkpoint(folder, progress, ema, origin, base)
+
+
+def _checkpoint(
+    folder: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None
+) -> Source:
+    contents = Contents(folder)
+    manifest = contents.manifest
+    record = manifest.config.get("model")
+    if not isinstance(record, dict):
+        raise CheckpointError(
+            f"{folder} does not say which model it is of. It was written before checkpoints did, "
+            "or by a program that "
+            'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and '
+            "convert its next one"
+        )
+    problems = check_files(folder, manifest, progress=progress)
+    if problems:
+        raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
+    family, args = _described(folder / FILE, record, origin)
+    prefix = AVERAGE if ema else WEIGHT
+    empty = {}
+    for name, (dtype, shape) in manifest.tensors.items():
+        if name.startswith(prefix):
+            empty[name.removeprefix(prefix)] = _empty(dtype, shape)
+    if not empty:
+        raise CheckpointError(
+            f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
+        )
+    tokenizer = manifest.config.get("tokenizer")
+    found = Source(
+        path=folder,
+        family=family,
+        args=args,
+        step=manifest.step,
+        empty=empty,
+        read=lambda name: contents.read(prefix + name),
+        manifest=manifest,
+        tokenizer=tokenizer.get("path") if isinstance(tokenizer, dict) else None,
+    )
+    if RECORD not in manifest.config:
+        return found
+    from titanlite.features.lora.source import base_path, of_checkpoint
+
+    files = of_checkpoint(folder, manifest, contents.read, prefix)
+    plain = replace(
+        manifest,
+        config={name: value for name, value in manifest.config.items() if name != RECORD},
+        fingerprints=without_adapters(manifest.fingerprints),
+    )
+    place = base_path(files.base, base, files.path)
+    if family == "hf" and holds_weights(place):
+        # By its config.json it may be of a family of titanlite's, with other names.
+        under = _foreign(place, get_spec(family), args)
+    else:
+        under = _any_source(place, progress, False, origin)
+    return _merged(replace(found, manifest=plain), files, under)
+
+
+def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
+    """Return the adapters in a folder of PEFT's merged into the weights under them."""
+    from titanlite.features.lora.peft import base_of
+    from titanlite.features.lora.source import base_path, of_peft
+
+    place = base_path(base_of(path), base, path)
+    under = _any_source(place, progress, False, origin)
+    return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
+
+
+def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
+    """Return the weights that adapters and their base make. source: of the adapters."""
+    from titanlite.features.lora.source import merged
+
+    if base.adapters is not None:
+        raise CheckpointError(f"{base.path} holds adapters too: name whole weights with --base")
+    return replace(
+        source,
+        path=files.path,
+        empty=base.empty,
+        read=merged(files, base.read, base.empty),
+        is_hf=False,
+        context=base.context,
+        tokenizer=source.tokenizer or base.tokenizer,
+        adapters=files,
+    )
+
+
+def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _described(
+    path: AnyPath, record: Mapping[str, Any], origin: Origin, key: str = "config.model.family"
+) -> tuple[str, Any]:
+    try:
+        return from_record(record, origin, str(path), key)
+    except (ShapeError, TypeError) as error:
+        raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
+
+
+def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Source:
+    """Return the weights of another program. spec, args: of their model; None: by its config."""
+    weights = open_weights(path, spec, args)
+    weights.check_head()
+    has_config = path.is_dir() and (path / HF_CONFIG).is_file()
+    return Source(
+        path=path,
+        family=weights.family,
+        args=weights.args,
+        step=0,
+        empty=dict(our_tensors(weights)),
+        read=weights.read,
+        is_hf=has_config and "quantization_config" not in weights.config,
+        context=weights.context,
+        tokenizer=str(path if path.is_dir() else path.parent),
+    )
+
+
+def _of_torchtitan(path: AnyPath, model: ModelOf | None) -> Source:
+    if model is None:
+        raise CheckpointError(
+            f"{path} is of torchtitan, and does not tell its model: give the TOML file of its run "
+            "as `titanlite checkpoint convert --config FILE`"
+        )
+    source = _foreign(path, model.spec, model.args)
+    step = step_of(path) or 0
+    return replace(source, step=step, tokenizer=model.tokenizer)
+
+
+def _torch_file(path: Path, origin: Origin) -> Source:
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    except Exception as error:
+        raise CheckpointError(f"{path} is no file of tensors by torch.save: {error}") from None
+    state = content.get(STATE) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
+        raise CheckpointError(
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": '
+            "titanlite.models.args.as_record(…)}, as `titanlite checkpoint convert --to torch` "
+            "writes it"
+        )
+    family, args = _described(path, content[MODEL], origin, f"{MODEL}.family")
+    tensors = {
+        str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
+    }
+    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
+
+
+def convert(  # noqa: PLR0913
+    path: AnyPath,
+    target: AnyPath,
+    to: Format,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+    ema: bool = False,
+    report: Callable[[str], None] | None = None,
+    trust_code: bool = False,
+    base: AnyPath | None = None,
+    described: ModelOf | None = None,
+) -> AnyPath:
+    """Write the weights in `path` to `target` in another format; return the written folder or file.
+
+    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a
+    file that `to = "torch"` wrote. target: a folder of Hugging Face's layout, a file for
+    `torch.load`, or a folder of checkpoints in which the new one, of weights only, becomes
+    `step-N`; that one may be in a store. It appears when it is whole, and nothing is overwritten.
+    dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
+    the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
+    both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
+    of texts. None: neither is compared. trust_code, base, described: as for `open_source`. Of a
+    checkpoint of adapters the merged weights are written, and with `to = "peft"` the adapters
+    alone.
+
+    Raises CheckpointError, also when logits or ids differ; then nothing is published.
+    """
+    if to == "checkpoint" and step_of(target) is not None:
+        raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
+    if to != "checkpoint":
+        if isinstance(target, StorePath):
+            raise CheckpointError(
+                f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
+            )
+        refuse_existing(target)
+    opened = open_source(path, progress, ema, trust_code, base, described)
+    if to == "peft":
+        return _write_peft(opened, target, dtype)
+    source = opened.converted(dtype, progress)
+    final = step_folder(target, source.step) if to == "checkpoint" else target
+    if isinstance(final, Path):
+        _check_space(source, final)
+    try:
+        if to == "checkpoint":
+            _write_checkpoint(source, target, dtype, report)
+        elif to == "hf":
+            _write_hf(source, target, shard_bytes, report)
+        elif isinstance(target, Path):
+            write_torch(source, target)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
+    return final
+
+
+def _write_peft(source: Source, target: AnyPath, dtype: str | None) -> AnyPath:
+    """Write the adapters of a source as a folder of PEFT's."""
+    from titanlite.features.lora.peft import save_peft
+
+    files = source.adapters
+    if files is None:
+        raise CheckpointError(f"{source.path} holds whole weights, and PEFT's files hold adapters")
+    assert isinstance(target, Path)
+    tensors = {}
+    for name in files.adapters.shapes:
+        tensor = files.read(name)
+        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
+    model = (get_spec(source.family), source.args)
+    save_peft(target, files.adapters, tensors, model, files.base)
+    return target
+
+
+def _write_hf(
+    source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None
+) -> None:
+    spec = get_spec(source.family)
+    entries = describe(source.empty)
+    try:
+        names, config = hf_form(spec, source.args)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    # The context that the weights came with.
+    if source.context:
+        config["max_position_embeddings"] = source.context
+    beside = hf_files(source.tokenizer) if source.tokenizer else {}
+    folder = begin_folder(final)
+    try:
+        files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
+        problem = write_files(folder, files, entries, source.read)
+        if problem:
+            raise CheckpointError(f"{final} cannot be written: {problem}")
+        write_configs(folder, config, files, entries, beside)
+        if report is not None:
+            report(compare_logits(source.family, source.args, source.read, folder))
+            if source.tokenizer:
+                report(compare_ids(source.tokenizer, folder))
+        publish_folder(folder, final)
+    except BaseException:
+        with suppress(OSError):
+            remove_folder(folder)
+        raise
+
+
+def _check_space(source: Source, target: Path) -> None:
+    """Raise CheckpointError where the disk has no room for the weights."""
+    needed = sum(tensor.nbytes for tensor in source.empty.values())
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < needed:
+        raise CheckpointError(
+            f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
+            f"{human_bytes(disk.free)} left. Nothing was written"
+        )
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Reads each tensor when it is to be written; the state dictionary has them without memory.
+
+    DCP holds on to every tensor until the file is closed. So the memory of each is released when
+    DCP asks for the next: it is written by then.
+    """
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+        self._written: torch.Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        # A clone: the source may be a part of a file in memory.
+        self._written = self._read(index.fqn.removeprefix("model.")).clone()
+        return self._written
+
+
+def _write_checkpoint(
+    source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None
+) -> None:
+    started = time.perf_counter()
+    for mark in marks_of(step_folder(root, source.step)):
+        way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
+        raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
+    refuse_existing(step_folder(root, source.step))
+    tokenizer = _Tokenizer(source, root / "tokenizer")
+    folder = begin(root, source.step)
+    try:
+        writer = HashingWriter(folder)
+        state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
+        with quiet(), dcp_errors(f"writing {folder}"):
+            planner = _OneByOne(source.read)
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        manifest = _manifest(source, state, writer, dtype, tokenizer.config)
+        manifest = replace(manifest, seconds=round(time.perf_counter() - started, 3))
+        if report is not None:
+            contents = Contents(folder, manifest)
+
+            def read(name: str) -> torch.Tensor:
+                return contents.read(f"model.{name}")
+
+            theirs = source.path if source.is_hf else source.read
+            report(compare_logits(source.family, source.args, read, theirs, dtype))
+        tokenizer.write()
+        publish(folder, manifest)
+    except BaseException:
+        with suppress(OSError):
+            for mark in marks_of(folder):
+                delete(mark)
+        raise
+
+
+def _manifest(
+    source: Source,
+    state: Mapping[str, torch.Tensor],
+    writer: HashingWriter,
+    dtype: str | None,
+    config: Mapping[str, Any],
+) -> Manifest:
+    """Return the manifest of a checkpoint of weights only. A checkpoint that they come from hands
+    on what it knows of its run. config: of the tokenizer.
+    """
+    before = source.manifest
+    model = as_record(source.family, source.args)
+    return Manifest(
+        step=source.step,
+        fingerprints=before.fingerprints if before else {},
+        tensors=describe(state),
+        files={name: written.size for name, written in writer.written.items()},
+        hashes={name: written.digest for name, written in writer.written.items()},
+        train=before.train if before else {},
+        versions=provenance.versions(),
+        world_size=1,
+        created=time.time(),
+        config={**(before.config if before else {}), "model": model, **config},
+        weights_only=True,
+        dtype=dtype or "",
+    )
+
+
+class _Tokenizer:
+    """The files of the tokenizer of foreign weights, beside the checkpoints.
+
+    Raises CheckpointError if the folder holds another tokenizer.
+    """
+
+    def __init__(self, source: Source, folder: AnyPath) -> None:
+        self.folder = folder
+        self.files: Mapping[str, bytes] = {}
+        if source.tokenizer and source.manifest is None:
+            self.files = hf_files(source.tokenizer)
+        there = {name: (folder / name).read_bytes() for name in files_in(folder) if name in FILES}
+        if self.files and there and there != self.files:
+            raise CheckpointError(f"{folder} is of another tokenizer: choose another folder")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        if not self.files:
+            return {}
+        folder = self.folder.resolve() if isinstance(self.folder, Path) else self.folder
+        return {"tokenizer": {"path": str(folder)}}
+
+    def write(self) -> None:
+        for name, data in self.files.items():
+            if isinstance(self.folder, Path):
+                self.folder.mkdir(exist_ok=True)
+                atomic_write(self.folder / name, data)
+            else:
+                (self.folder / name).write_bytes(data)

@@ -1,0 +1,197 @@
+"""Loads a checkpoint or a Hugging Face folder on one device, for `sample` and `eval`.
+
+Torch is imported late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.paths import to_path
+from titanlite.cli import at_least
+from titanlite.cli.parser import BASE, EMA, Parser
+from titanlite.config import trust
+from titanlite.config.errors import bad_flag
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.toml import loads
+from titanlite.config.urls import is_url
+from titanlite.data import DataError
+from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
+from titanlite.utils import human_count, human_time, parse_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titanlite.cli.hub.convert import Source
+
+CHECKPOINT = (
+    "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, on one device."""
+
+    path: str
+    #: Steps that it was trained for; 0: unknown.
+    step: int
+    #: Name of the linear that computes the logits.
+    head: str
+    model: nn.Module
+    tokenizer: Tokenizer
+    #: The longest sequence in tokens.
+    limit: int
+    device: torch.device
+    #: `data.chat_template` of the run.
+    chat_template: str | None
+    #: `data.template_date` of the run; of weights without one today.
+    template_date: str | None
+    stop_ids: frozenset[int]
+    #: For people: model, precision, device, load time.
+    summary: str
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add CHECKPOINT and the options of `load_model`."""
+    add = parser.add
+    add("checkpoint", CHECKPOINT, "CHECKPOINT")
+    add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
+    add("--ema", EMA)
+    add("--base", BASE, "PATH", type=to_path)
+    precisions = ("float32", "bfloat16", "float16")
+    add(
+        "--dtype",
+        "precision of the weights (default: bfloat16 on a GPU, else float32)",
+        choices=precisions,
+    )
+    add(
+        "--tokenizer",
+        "tokenizer file or folder (default: that of the run, or in the folder)",
+        "PATH",
+    )
+    add("--context", "longest sequence in tokens (default: the model's own)", "N", type=at_least(1))
+    trust.add_argument(parser.add_argument)
+
+
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    """Load the model that the options of `add_arguments` name.
+
+    A checkpoint is compared with its hashes first.
+
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not
+    trusted).
+    """
+    import torch
+
+    from titanlite.cli.hub.convert import open_source
+    from titanlite.cli.hub.tensors import empty_model, fill
+    from titanlite.metrics.console import setup_console
+    from titanlite.models import get_spec
+
+    setup_console(0, None, sys.stderr)  # standard output has the result alone
+    started = time.perf_counter()
+    device = choose_device(arguments.device)
+    dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    path = to_path(arguments.checkpoint)
+    source = open_source(
+        path, ema=arguments.ema, trust_code=arguments.trust_code, base=arguments.base
+    )
+    spec = get_spec(source.family)
+    args = source.args
+    if arguments.context:
+        args = replace(args, max_seq_len=arguments.context)
+    tokenizer, data = _tokenizer(source, arguments.tokenizer)
+    if tokenizer.vocab_size > args.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size:,} entries, and the model of {source.path} "
+            f"only {args.vocab_size:,}: give the model's own as --tokenizer"
+        )
+    model = empty_model(spec, args, device)
+    fill(model, model.state_dict(), source.read, dtype, device)
+    size = human_count(sum(parameter.numel() for parameter in model.parameters()))
+    seconds = human_time(time.perf_counter() - started)
+    step = f", step {source.step}" if source.step else ""
+    step += ", averaged" * arguments.ema
+    if source.adapters is not None:
+        step += f", with adapters of rank {source.adapters.adapters.rank}"
+    return LoadedModel(
+        path=str(source.path),
+        step=source.step,
+        head=spec.head,
+        model=model,
+        tokenizer=tokenizer,
+        limit=args.max_seq_len,
+        device=device,
+        chat_template=data.get("chat_template"),
+        template_date=data.get("template_date"),
+        stop_ids=frozenset(_stop_ids(tokenizer, Path(str(source.path)) if source.is_hf else None)),
+        summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
+        f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
+    )
+
+
+def choose_device(given: str | None) -> torch.device:
+    """Return the device of a name; without one a GPU, if there is one. Raises ConfigError."""
+    import torch
+
+    name = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise bad_flag("--device", f"{name}: {reason}") from None
+
+
+def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a `Source`, and the section `data` of its run.
+
+    path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
+    were not trained with.
+    """
+    given = path
+    data = {"template_date": str(date.today())}
+    if source.manifest is not None:
+        config = loads(str(source.manifest.config.get("toml", "")))
+        given = given or config.get("model", {}).get("tokenizer_path")
+        data = config.get("data", data)
+    if given is None and (source.manifest is None or "toml" not in source.manifest.config):
+        given = source.tokenizer
+        if given is None or not (
+            is_url(given) or any((Path(given) / name).is_file() for name in ("", *FOLDER_FILES))
+        ):
+            names = " or ".join(FOLDER_FILES)
+            raise DataError(
+                f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH"
+            )
+    tokenizer = load_tokenizer(given or BUNDLED_TOKENIZER_NAME, source.family)
+    trained = source.manifest and source.manifest.fingerprints.get("tokenizer")
+    if trained and trained != tokenizer.fingerprint[:16]:
+        raise CheckpointError(
+            f"{source.path} was trained with another tokenizer than {given or 'the bundled one'}: "
+            "give that one as --tokenizer PATH"
+        )
+    return tokenizer, data
+
+
+def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
+    """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
+    found = set(tokenizer.stop_ids)
+    if folder is not None and (file := folder / "generation_config.json").is_file():
+        try:
+            more = parse_json(file.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if isinstance(more, int):
+            found |= {more}
+        else:
+            found |= set(more or [])
+    return found

@@ -1,0 +1,108 @@
+"""The `titanlite` command: it reads the words, runs one command and prints its result."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+from titanlite import exit_codes
+from titanlite.assembly.supported import system_problem
+from titanlite.cli.command_table import COMMANDS, GONE, make_parser, top_parser
+from titanlite.cli.parser import no_flags
+from titanlite.config.entries import begins_option, names_key, value_words
+from titanlite.config.errors import ConfigError
+from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code (see `titanlite.exit_codes`)."""
+    problem = system_problem()
+    if problem:
+        say(f"error: {problem}")
+        return exit_codes.CONFIG
+    # A shell asks what a word may become.
+    if "_ARGCOMPLETE" in os.environ:
+        from titanlite.cli.completion import complete
+
+        complete()
+    ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in ours if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        top_parser().unknown_command(command, list(COMMANDS), GONE.get(command, ""))
+    arguments = make_parser(command).parse_args(ours)
+
+    from titanlite.metrics.terminal import wants_color
+
+    hide_secrets_in_tracebacks()
+    arguments.flags = flags
+    arguments.style = Style(wants_color(sys.stdout))
+    try:
+        if not arguments.takes_keys:
+            no_flags(flags)
+        result = arguments.run(arguments)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        say(f"error: {missing_package('torch')}")
+        return exit_codes.CONFIG
+    except Exception as error:
+        code = exit_codes.own_code(error)
+        if code is None:
+            raise
+        report = str(error) if isinstance(error, ConfigError) else f"error: {error}"
+        say(report)
+        return code
+    text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
+    if text:
+        # In a pipe it may be a file to be kept as it is.
+        _show(text if getattr(arguments, "verbatim", False) else public(text))
+    return code
+
+
+def _show(text: str) -> None:
+    """Print a result."""
+    if sys.stdout.isatty():
+        text = escape(text, colors=True, verbatim=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # A pager or `head` has seen enough. Python would complain again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into argparse's part and the `--section.key value` flags with their
+    words.
+
+    argparse would take a flag's value for the name of the config file, and the value of
+    `--aws-fsdp` for flags.
+    """
+    ours: list[str] = []
+    flags: list[str] = []
+    place = 0
+    while place < len(argv):
+        word = argv[place]
+        place += 1
+        # Its value looks like flags.
+        if word == "--aws-fsdp":
+            value = argv[place] if place < len(argv) else ""
+            ours.append(f"{word}={value}")
+            place += 1
+        elif begins_option(word) and names_key(word):
+            end = place + value_words(word, _plain_words(argv[place:]))
+            flags += [word, *argv[place:end]]
+            place = end
+        else:
+            ours.append(word)
+    return ours, flags
+
+
+def _plain_words(words: Sequence[str]) -> list[str]:
+    """Return the words up to the next option."""
+    return list(itertools.takewhile(lambda word: not begins_option(word), words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

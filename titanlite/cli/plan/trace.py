@@ -1,0 +1,330 @@
+"""Memory of one rank by a trace.
+
+The real model and step run at their real sizes, on tensors without data.
+
+`FakeTensorMode` gives every operator's result its shape and no memory, and a fake process group
+answers every collective at once. So a laptop runs a step of rank r of thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from titanlite.assembly.model import ModelParts, build_model, build_step
+from titanlite.cli.plan.memory_meter import MemoryMeter
+from titanlite.data.loader import Batch
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local import parts_of
+from titanlite.features import ema_of, experts_of
+from titanlite.features.activation_offload import host_memory
+from titanlite.features.activation_offload.host_memory import HostMemory
+from titanlite.features.context import attention as context_attention
+from titanlite.features.float8 import tensor as float8_tensor
+from titanlite.models import autograd, layers
+from titanlite.optim import gradients
+from titanlite.parallel import activation_checkpoint, one_rank, tensor
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.plan.memory import loss_of
+from titanlite.plan.parts import VOCABULARY, RankMemory
+from titanlite.run.config import RunConfig
+
+
+def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
+    """Run a training step of rank `rank` without data, and return its memory by part.
+
+    device: "cuda": as a run on GPUs chooses optimizer and offload; "cpu": as one on CPUs.
+    Compiled modules run eagerly, which keeps more: the result is an upper bound.
+
+    Raises RuntimeError in a process that has a default process group: the trace makes one of its
+    own.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a trace makes a process group of its own, and this process has one: take another "
+            "process"
+        )
+    compiled_loss = loss_of(run).divided == "compiled"
+    run = _traced(run, device)
+    offloaded = device == "cuda" and run.training.enable_cpu_offload
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
+        if device == "cuda":
+            patches.enter_context(_like_gpu())
+        if run.float8.is_mx:
+            from titanlite.features.mx.package import without_kernels
+
+            patches.enter_context(without_kernels())
+        if compiled_loss:
+            patches.enter_context(
+                mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
+            )
+        fake = _QuickFake(allow_non_fake_inputs=True)
+        world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
+
+        vocabulary = run.model_args().vocab_size or VOCABULARY
+        parts = build_model(run, world, vocabulary, functools.partial(_made, fake))
+        with fake:
+            meter = _measure_step(run, parts, offloaded)
+    host = {part: count for part, count in meter.host.items() if count}
+    return RankMemory(rank, meter.moments(), host)
+
+
+def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
+    """Return the model, its weights without data."""
+    model = builder.build_on_meta()
+    with fake:
+        for part in parts_of(model):
+            part.to_empty(device="cpu")
+    return model
+
+
+def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryMeter:
+    """Run a step that is not the first, and return its memory."""
+    optimizer, step = build_step(run, parts)
+    blocks = run.spec.block_names(parts.args)
+    experts = experts_of(run.mesh.expert)
+    # Of integers, the host reads those alone that say how many rows travel.
+    rows = 1 if experts is None else experts.rows_to_each(run, parts.args)
+    meter = MemoryMeter(
+        parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
+    )
+    step.phase = meter.phase
+    reduces_each = run.training.gradient_sync == "every"
+    with meter:
+        # They live as long as the step.
+        averages = _first_update(run, parts.model, optimizer)
+        for average in averages:
+            meter.track(average, "optimizer")
+        step.after_update()
+        batches = _batches(run)
+        if reduces_each and len(batches) > 1:
+            # A micro-batch leaves nothing but sharded gradients to the next one: only the last
+            # has to run.
+            for parameter in parts.model.parameters():
+                if not parameter.requires_grad:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+                meter.track(parameter.grad, "gradients")
+        meter.restart()
+        # All batches of a step exist, also those that are not run.
+        step(batches[-1:] if reduces_each else batches, 2, 1e-3)
+    return meter
+
+
+def _first_update(
+    run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
+    """Make the optimizer's state, and return the averages of the weights."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    if ema_of(run.optimizer) is None:
+        return []
+    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+
+
+_ATEN = torch.ops.aten
+#: Most operators of a step; their kernels for tensors without data need nothing of what
+#: `FakeTensorMode` adds.
+_PLAIN = {
+    _ATEN.view.default,
+    _ATEN.detach.default,
+    _ATEN.t.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.transpose.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.as_strided.default,
+    _ATEN.select.int,
+    _ATEN.unsqueeze.default,
+    _ATEN.expand.default,
+    _ATEN.mm.default,
+    _ATEN.cat.default,
+    _ATEN.add.Tensor,
+    _ATEN.add_.Tensor,
+    _ATEN.sub.Tensor,
+    _ATEN.mul.Tensor,
+    _ATEN.mul_.Tensor,
+    _ATEN.neg.default,
+    _ATEN.silu.default,
+    _ATEN.silu_backward.default,
+    _ATEN.sum.dim_IntList,
+}
+
+
+class _QuickFake(FakeTensorMode):
+    """`FakeTensorMode` with a short way for frequent operators: the keys of its cache take half the
+    time of a trace.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # Its operators on local tensors come here.
+            return NotImplemented
+        if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            return self._wrap(out)
+        return [self._wrap(tensor) for tensor in out]
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _has_no_data(argument: Any) -> bool:
+    return (
+        not isinstance(argument, torch.Tensor)
+        or type(argument) is FakeTensor
+        and argument.constant is None
+    )
+
+
+def _traced(run: RunConfig, device: str) -> RunConfig:
+    """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
+    nothing).
+    """
+    accumulation = run.batch.accumulation
+    if run.mesh.pipeline == 1:
+        accumulation = min(accumulation, 2)
+    optimizer, activations = run.optimizer, run.activation_checkpoint
+    if device == "cuda" and optimizer.implementation is None:
+        optimizer = replace_fields(optimizer, implementation="fused")
+    if activations.mode == "budget":
+        activations = replace_fields(activations, mode="none")
+    return replace_fields(
+        run,
+        batch=replace(run.batch, accumulation=accumulation),
+        optimizer=optimizer,
+        activation_checkpoint=activations,
+        training=replace_fields(run.training, compile=False),
+        experimental=replace_fields(run.experimental, enable_async_tensor_parallel=False),
+    )
+
+
+def _batches(run: RunConfig) -> list[Batch]:
+    rows, whole = run.batch.micro_batch_size, run.batch.seq_len
+
+    def batch() -> Batch:
+        tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
+        documents = None
+        if run.data.mask_documents:
+            documents = torch.zeros(rows, whole, dtype=torch.int32)
+        return Batch(tokens, torch.zeros_like(tokens), documents)
+
+    return [batch() for _ in range(run.batch.accumulation)]
+
+
+@contextlib.contextmanager
+def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
+    """Enter a default process group of `size` ranks. This process is one of them; the others do not
+    exist.
+    """
+    from torch.distributed import device_mesh
+
+    real: Any = device_mesh.new_group
+
+    def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A group without this rank takes its time for nothing: of 4,096 ranks a mesh has thousands.
+        if ranks is None or rank in ranks:
+            return real(ranks, *args, **kwargs)
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(device_mesh, "new_group", own_group),
+            mock.patch.object(float8_tensor, "sends_float8", lambda _: device == "cuda"),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _like_gpu() -> Iterator[None]:
+    """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
+    apply_ac = activation_checkpoint.apply_ac
+
+    def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
+        return apply_ac(model, names, settings, torch.device("cuda"))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        # On a GPU torch makes no tensor of a `CausalBias`.
+        return layers.attend(q, k, v, None if isinstance(mask, CausalBias) else mask)
+
+    stream = mock.MagicMock()
+    with (
+        mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
+        mock.patch.object(context_attention, "attend", attend),
+        mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
+        mock.patch.object(one_rank, "casts_together", lambda _: True),
+        mock.patch.object(activation_checkpoint, "apply_ac", offloading),
+        mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
+        mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
+    ):
+        yield
+
+
+def _compiled_loss(logits: DTensor, labels: torch.Tensor, objective: Any) -> torch.Tensor:
+    loss: torch.Tensor = _CompiledLoss.apply(logits)
+    return loss
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """The memory of a compiled loss on divided logits: it keeps them and probabilities, beside a
+    gradient in float32.
+
+    The loss in place, which eager code takes, needs less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: DTensor) -> torch.Tensor:
+        ctx.kept, ctx.probabilities = logits, logits.to(torch.float32, copy=True)
+        return ctx.probabilities.to_local().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gradient, dtype = torch.empty_like(ctx.probabilities), ctx.kept.dtype
+        del ctx.kept
+        result = gradient.to(dtype)
+        del ctx.probabilities
+        return result
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of torch's fused RMSNorm of GPUs: no temporary tensors, and one number per row for
+    the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.mean(-1, keepdim=True, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), grad.flatten(0, -2).sum(0).to(weight.dtype), None

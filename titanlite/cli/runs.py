@@ -1,0 +1,186 @@
+"""`titanlite runs`: the runs below some folders, with their states and newest figures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from titanlite.cli.parser import Commands, new_command
+from titanlite.cli.run_figures import NONE, last, number, state_words, table, to_json
+from titanlite.config.errors import bad_flag
+from titanlite.runs.attempts import read_attempts, read_entries
+from titanlite.runs.goodput import goodput_of
+from titanlite.runs.read import TASKS, Run, RunError, find_runs, read_run
+from titanlite.utils import Table, atomic_write, escape_name, render, say
+
+PAGE = "comparison.html"
+
+
+def add_command(commands: Commands) -> None:
+    """Add `runs` to argparse."""
+    runs = new_command(
+        commands,
+        _run,
+        "runs",
+        "list runs and how they are doing",
+        "List the runs below some folders, the newest first: state, step, losses, "
+        "speed. "
+        "A run without an end that shows no sign of life has died.",
+    )
+    runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
+    runs.add("--json", "print a JSON list, one object per run")
+    runs.add("--attempts", "show each run's attempts: how each began and ended")
+    runs.add("--compare", f"put the runs side by side: figures, what differs, curves in {PAGE}")
+    runs.add("--out", f"folder of {PAGE} (default: ./comparison)", "FOLDER", type=Path)
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    if arguments.compare:
+        return _compare(arguments)
+    if arguments.out:
+        raise bad_flag("--out", "needs --compare")
+    folders = arguments.folders or [Path("outputs")]
+    found = list_runs(folders)
+    if arguments.attempts:
+        if arguments.json:
+            return to_json({str(run.folder): read_entries(run.folder) for run in found})
+        tables = (attempts_text(run.folder) for run in found)
+        return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
+    if arguments.json:
+        return to_json([_as_json(run) for run in found])
+    if not found:
+        return escape_name(f"no runs below {', '.join(map(str, folders))}")
+    return runs_text(found)
+
+
+def _compare(arguments: argparse.Namespace) -> str:
+    from titanlite.cli.compare_page import comparison_page
+    from titanlite.cli.comparison import compare, compare_json, read_runs, tables
+
+    if not arguments.folders:
+        raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
+    comparison = compare(read_runs(arguments.folders))
+    page = (arguments.out or Path("comparison")) / PAGE
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(page, comparison_page(comparison, f"{datetime.now():%Y-%m-%d %H:%M}"))
+    except OSError as error:
+        raise RunError(
+            f"cannot write {page}: {error.strerror or error}; name another folder with --out"
+        ) from None
+    for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
+        say(f"note: {escape_name(problem)}")
+    if arguments.json:
+        return to_json({**compare_json(comparison), "written": str(page)})
+    parts = list(map(render, tables(comparison)))
+    if comparison.notes:
+        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
+    return "\n\n".join([*parts, f"written: {page}"])
+
+
+def list_runs(folders: Iterable[Path]) -> list[Run]:
+    """Return every run below the folders, the newest first. Raises RunError for a missing
+    folder.
+    """
+    paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
+    runs = (read_run(path, partial=True) for path in paths)
+    return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
+
+
+def runs_text(runs: Sequence[Run]) -> str:
+    """Return a table, and below it the reasons of stops and the parts that could not be read."""
+    notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
+    notes += [problem for run in runs for problem in run.problems]
+    return "\n".join([render(table(runs)), *(f"note: {escape_name(note)}" for note in notes)])
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    """Unknown values are null."""
+    return {
+        "run": str(run.folder),
+        "state": run.state,
+        "reason": run.reason or None,
+        "step": run.step,
+        "steps": run.steps,
+        "loss": last(run, "loss"),
+        "validation_loss": last(run, "validation_loss"),
+        "tasks": _tasks(run),
+        "tokens_per_second": last(run, "total_tps"),
+        "tokens_per_second_per_device": last(run, "tps"),
+        "started": run.started,
+        "duration": run.duration,
+        "attempts": len(run.attempts),
+        "goodput": goodput_of(run),
+        "problems": list(run.problems),
+    }
+
+
+def _tasks(run: Run) -> dict[str, float]:
+    """Return the newest figures of the tasks of a run, as `quiz/acc`."""
+    found: dict[str, float] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name.startswith(TASKS):
+                found[name.removeprefix(TASKS)] = value
+    return found
+
+
+def attempts_text(folder: Path) -> str:
+    """Return the attempts of a run as a table; "" where none is recorded."""
+    problems: list[str] = []
+    attempts = read_attempts(folder, problems)
+    said = [f"note: {escape_name(problem)}" for problem in problems]
+    if not attempts:
+        return "\n".join(said)
+    lost = {
+        one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one
+    }
+    rows = []
+    notes = []
+    for one in attempts:
+        tokens = 0
+        if one.get("state") != "done":
+            tokens = one.get("lost_tokens", lost.get(one["attempt"]))
+        step = one.get("step") if "state" in one else None
+        texts = (
+            one["attempt"],
+            _utc(one.get("started")),
+            one.get("began", NONE),
+            _utc(one.get("ended")),
+        )
+        figures = (
+            number(figure, ",")
+            for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens)
+        )
+        unknown = "died" if one.get("ended") else "no end"
+        rows.append([*map(str, texts), one.get("state", unknown), *figures])
+        changes: Mapping[str, str] = one.get("config_changes", {})
+        about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
+        notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]
+    columns = (
+        "attempt",
+        "started (UTC)",
+        "began",
+        "ended (UTC)",
+        "state",
+        "exit",
+        "step",
+        "saved",
+        "tokens lost",
+    )
+    return "\n".join(
+        [
+            render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder))),
+            *notes,
+            *said,
+        ]
+    )
+
+
+def _utc(seconds: float | None) -> str:
+    if seconds is None:
+        return NONE
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,180 @@
+"""The models of a ladder: small ones of the target's proportions. No torch.
+
+N is what `titanlite.models.counts.count_multiplied_parameters` counts: the parameters that a token
+is multiplied by. The head is among them, the embedding is not, of MoE layers the chosen experts
+are. A count without the head bends the laws of small models, whose largest part it is (Porian et
+al. 2024, arXiv:2406.19146; Pearce and Song 2024, arXiv:2406.12907).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from titanlite.contrib.lab.ladder.law import FEWEST_SIZES, LadderError
+from titanlite.models.counts import count_multiplied_parameters
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.spec import ShapeError
+from titanlite.utils import counted, human_count
+
+#: Models of a ladder without `ladder.sizes`, and the share of the largest in the target.
+DEFAULT_SIZES = 5
+DEFAULT_SHARE = 8
+#: Fields of arguments that follow the width, where a family has them.
+_WIDTHS = ("ffn_dim", "expert_width", "q_lora_rank", "kv_lora_rank")
+#: A model may be off the wanted number of parameters, or of heads for each key, by this factor.
+_NEAR = 1.25
+_NEAR_GROUP = 1.5
+#: A block alone cannot build on another's attention: such models lie beside the law of deeper ones
+#: (docs/log.md; Olsson et al. 2022, arXiv:2209.11895, see it in what they learn).
+_FEWEST_LAYERS = 2
+#: Most by which a model may be deeper or flatter, and what that weighs beside its size.
+_SKEW = 1.5
+_WEIGHT_OF_DEPTH = 0.5
+#: Widths that matrix products like: multiples of the first up to ten of the second.
+_COARSE = 64
+_FINE = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the ladder."""
+
+    args: LlamaArgs
+    #: N.
+    parameters: int
+    #: Fields of `model.overrides`.
+    overrides: dict[str, Any]
+    #: How far depth over width is from that of the target, in logarithms.
+    skew: float
+
+    @property
+    def in_blocks(self) -> int:
+        """N without the head."""
+        return self.parameters - self.args.n_vocab * self.args.dim
+
+    @property
+    def name(self) -> str:
+        return f"d{self.args.dim}-l{self.args.n_layers}"
+
+
+def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
+    """Return the models nearest to the wanted parameters, the smallest first.
+
+    wanted: `ladder.sizes`; empty: the default ones. Raises LadderError.
+    """
+    if wanted:
+        candidates = list(_candidates(target, max(wanted)))
+        return _distinct([_nearest(candidates, size) for size in sorted(wanted)])
+    # By blocks: of a small model with a large vocabulary the head is nearly all.
+    whole = Shape(target, count_multiplied_parameters(target), {}, 0.0).in_blocks
+    sizes = [whole / DEFAULT_SHARE / 2**step for step in reversed(range(DEFAULT_SIZES))]
+    candidates = list(_candidates(target, round(sizes[-1]) + target.n_vocab * target.dim))
+    found: list[Shape] = []
+    for size in reversed(sizes):
+        found.insert(0, min(candidates, key=lambda shape: _distance(shape, shape.in_blocks, size)))
+        # Of a narrow target two sizes may be nearest to one model.
+        candidates = [one for one in candidates if one.parameters < found[0].parameters]
+        if not candidates:
+            break
+    if len(found) < FEWEST_SIZES:
+        raise LadderError(
+            f"a law needs {FEWEST_SIZES} sizes, and this file's model has "
+            f"{counted(len(found), 'smaller ones')} of its proportions: give it more heads or "
+            "layers"
+        )
+    return found
+
+
+def _distinct(found: list[Shape]) -> list[Shape]:
+    """Return the models; two equal ones are refused."""
+    for one, other in pairwise(found):
+        if one == other:
+            raise LadderError(
+                f"ladder.sizes: two sizes give the same model, {one.name} with "
+                f"{human_count(one.parameters)} parameters: name sizes further apart"
+            )
+    return found
+
+
+def _distance(shape: Shape, parameters: int, size: float) -> float:
+    """Return how far a model is from a size, and from the proportions of the target."""
+    return abs(math.log(parameters / size)) + _WEIGHT_OF_DEPTH * shape.skew
+
+
+def _nearest(candidates: Sequence[Shape], size: int) -> Shape:
+    """Return the model for a size of `ladder.sizes`."""
+    best = min(candidates, key=lambda shape: _distance(shape, shape.parameters, size))
+    if not 1 / _NEAR < best.parameters / size < _NEAR:
+        raise LadderError(
+            f"ladder.sizes: no model of this file's proportions is near {human_count(size)} "
+            f"parameters; the nearest is {best.name} with {human_count(best.parameters)}"
+        )
+    return best
+
+
+def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
+    """Yield models for each number of heads, up to the first well above the largest size."""
+    heads = 0
+    while True:
+        heads += 1
+        if not _keeps_groups(target, heads):
+            continue
+        layers = target.n_layers * heads / target.n_heads
+        found = []
+        fewest = max(math.floor(layers / _SKEW), min(_FEWEST_LAYERS, target.n_layers))
+        most = max(math.ceil(layers * _SKEW), fewest)
+        for number in range(fewest, most + 1):
+            shape = _shape(target, heads, number)
+            if shape is not None:
+                found.append(shape)
+        yield from found
+        if found and found[0].parameters > largest * _NEAR:
+            return
+
+
+def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
+    """Return whether so many heads can share keys about as those of the target do."""
+    wanted = max(heads * target.kv_heads / target.n_heads, 1)
+    shared = _kv_heads(target, heads)
+    return max(shared / wanted, wanted / shared) <= _NEAR_GROUP
+
+
+def _kv_heads(target: LlamaArgs, heads: int) -> int:
+    """Return the divisor of the heads that is nearest to the target's share of key heads."""
+    wanted = max(heads * target.kv_heads / target.n_heads, 1)
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    return min(divisors, key=lambda number: abs(math.log(number / wanted)))
+
+
+def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
+    """Return the model with this many heads, each as wide as the target's; None: there is none."""
+    share = heads / target.n_heads
+    dim = round(target.dim * share)
+    if "head_dim" in target.__dataclass_fields__ or target.is_latent:
+        dim = _round(target.dim * share)
+    overrides: dict[str, Any] = {"dim": dim, "n_layers": layers, "n_heads": heads}
+    if target.n_kv_heads is not None:
+        overrides["n_kv_heads"] = _kv_heads(target, heads)
+    overrides["ffn_dim"] = _round(target.ffn_width * share)
+    for name in _WIDTHS[1:]:
+        if name in target.__dataclass_fields__ and getattr(target, name):
+            overrides[name] = _round(getattr(target, name) * share)
+    dense = getattr(target, "n_dense_layers", 0)
+    if dense and "n_dense_layers" in target.__dataclass_fields__:
+        overrides["n_dense_layers"] = min(max(round(dense * share), 1), layers - 1)
+    try:
+        args = replace(target, **overrides)
+    except ShapeError:
+        return None
+    skew = abs(math.log(layers / (target.n_layers * dim / target.dim)))
+    return Shape(args, count_multiplied_parameters(args), overrides, skew)
+
+
+def _round(width: float) -> int:
+    """Return the nearest width that matrix products like."""
+    unit = _COARSE if width >= 10 * _COARSE else _FINE
+    return max(round(width / unit), 1) * unit

@@ -1,0 +1,148 @@
+"""The config whose loss is to be predicted, and what a ladder cannot take from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from titanlite.cli.parser import files_of
+from titanlite.cli.plan.plan import ranks_of
+from titanlite.config.checks import placed
+from titanlite.config.errors import refuse
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.rules import Finding
+from titanlite.config.run_sections import Ladder
+from titanlite.contrib.lab.ladder.law import LadderError
+from titanlite.models.counts import count_multiplied_parameters
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.plan.hardware import cluster_of
+from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.plan import Plan, make_plan
+from titanlite.resolve.load import check_loaded
+from titanlite.run.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run that is to be predicted, and what all runs of its ladder follow from."""
+
+    config: LoadedConfig
+    run: RunConfig
+    args: LlamaArgs
+    #: Its N.
+    parameters: int
+    #: Its D.
+    tokens: int
+    ladder: Ladder
+    #: The command line: files, and the flags of the user.
+    files: Sequence[str]
+    flags: Sequence[str]
+    #: Ranks of each run of the ladder, and how many runs there are at a time.
+    ranks: int
+    at_once: int
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of each model's runs."""
+        first = self.run.training.seed
+        return [first + number for number in range(self.ladder.seeds)]
+
+    @property
+    def whole(self) -> int:
+        """Parameters with the embedding."""
+        return self.run.spec.count_parameters(self.args)
+
+
+def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
+    """Return the target of a command line.
+
+    Raises ConfigError and LadderError for what cannot be the end of a ladder.
+    """
+    config, problems = read([*files_of(arguments), *flags])
+    refuse(problems)
+    # What this machine lacks matters only to runs on it.
+    runs = not (arguments.fit or arguments.dry_run)
+    config, run = check_loaded(config, problems, ranks_of(arguments, config), training=runs)
+    refuse(placed(config, list(_obstacles(config))))
+    run = with_vocabulary(run)
+    args = run.model_args()
+    if not isinstance(args, LlamaArgs):
+        raise LadderError(
+            f"model.name = {run.model.name!r}: no rule makes smaller models of it. Train them by "
+            "files of your own, and give --fit a CSV of their parameters, tokens and losses"
+        )
+    if run.tokens is None:
+        raise LadderError("training.epochs: give the length as training.steps or training.tokens")
+    return Target(
+        config=config,
+        run=run,
+        args=args,
+        parameters=count_multiplied_parameters(args),
+        tokens=run.tokens,
+        ladder=config.sections.ladder,
+        files=files_of(arguments),
+        flags=flags,
+        ranks=arguments.nproc_per_node or 1,
+        at_once=arguments.at_once or 1,
+    )
+
+
+def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
+    """Find the keys with which smaller runs would tell nothing of this one."""
+    d = config.sections
+    if not d.validation.enable:
+        hint = "set it to true, with a held-out text"
+        yield "needs", "validation.enable", "a ladder compares losses on held-out text", hint
+    if d.checkpoint.initial_load_path is not None:
+        message = "the law is of models that are trained from the start"
+        yield "conflict", "checkpoint.initial_load_path", message, "remove it"
+    if d.lora.rank:
+        yield (
+            "conflict",
+            "lora.rank",
+            "the law is of models whose weights are all trained",
+            "set it to 0",
+        )
+    if d.data.phase:
+        message = "the text of a ladder must not change on the way"
+        yield "conflict", "data.phase", message, "predict the first phase alone"
+    if d.mup.base_dim and d.ladder.lr_exponent and config.is_given("ladder.lr_exponent"):
+        message = "has no effect with mup.base_dim: all models have the rate of this file"
+        yield "conflict", "ladder.lr_exponent", message, "remove one of them"
+    has_rates = any(group.lr is not None for group in d.optimizer.groups)
+    if has_rates and d.ladder.lr_exponent and not d.mup.base_dim:
+        message = "groups have rates of their own, which ladder.lr_exponent does not scale"
+        yield (
+            "conflict",
+            "optimizer.groups",
+            message,
+            "set ladder.lr_exponent = 0, or remove their lr",
+        )
+
+
+def plan_of(target: Target, arguments: argparse.Namespace) -> Plan | None:
+    """Return the plan of the target on its hardware; None: none is named. Raises ConfigError."""
+    named = arguments.gpu or arguments.instance or target.run.launch.instance_type
+    if not named:
+        return None
+    names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
+    cluster = cluster_of(target.run, **names)
+    return make_plan(target.run, replace(cluster, price=None))
+
+
+def schedule_note(target: Target) -> str | None:
+    """Return how the target's learning rate differs from those of the ladder; None: it does not."""
+    schedule = target.run.schedule
+    total = schedule.total_steps or 1
+    share = target.ladder.decay_ratio
+    falls = schedule.decay_steps
+    is_same = falls is not None and abs(falls / total - share) < 0.01
+    if is_same and schedule.decay_type in ("linear", "cosine", "sqrt"):
+        return None
+    length = "all its steps" if falls is None else f"{falls / total:.0%} of its steps"
+    return (
+        f"the rate of this file falls over {length} ({schedule.decay_type}), those of the ladder "
+        f"over the last {share:.0%}: lr_scheduler.decay_ratio = {share:g} makes them equal"
+    )

@@ -1,0 +1,316 @@
+"""Runs of one config that differ in flags, each in its own folder: for ladders and sweeps.
+
+FOLDER/run.lock            keeps a second process out
+FOLDER/NAME/               job.dump_folder of a run
+FOLDER/NAME/console.log    what the run printed
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from os.path import normpath
+from pathlib import Path
+
+from titanlite import exit_codes, torchrun
+from titanlite.cli.processes import (
+    Stopped,
+    end_all,
+    last_lines,
+    start,
+    stoppable,
+    tell,
+    training_environment,
+)
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.loaded import LoadedConfig
+from titanlite.metrics.trackers.tracker import RUN_IDS
+from titanlite.run.config import RunConfig
+from titanlite.runs import provenance
+from titanlite.runs.lock import RunLock, last_sign_of_life
+from titanlite.runs.read import Run, RunError, read_run
+from titanlite.runs.record import CONFIG
+from titanlite.utils import counted
+
+CONSOLE = "console.log"
+#: Lines of a failed run's output that are shown.
+LINES_SHOWN = 8
+#: Seconds that the runs have for their last save after Ctrl-C.
+GRACE_SECONDS = 240.0
+#: A training loss is the mean of this part of the logged steps, the last ones.
+_TAIL = 0.1
+_POLL_SECONDS = 0.1
+#: Keys of a run's config that do not change what it learns.
+_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
+
+
+class MemberError(ValueError):
+    """Runs cannot start; the text names them and the remedy."""
+
+    exit_code = exit_codes.CONFIG
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run. name: of its folder. flags: `--section.key=value`, over those that all share."""
+
+    name: str
+    flags: Sequence[str]
+
+    def arguments(self, config_args: Sequence[str], folder: Path) -> list[str]:
+        """Return its command line behind `titanlite train`. folder: the one above all runs."""
+        return [*config_args, *self.flags, f"--job.dump_folder={folder / self.name}"]
+
+
+@dataclass(frozen=True)
+class MemberResult:
+    """How a run stands, by its folder. Losses are in nats per token; None: there is none."""
+
+    name: str
+    #: done, diverged (a loss was not finite, or the guard ended it), failed, or unfinished.
+    state: str
+    steps: int
+    #: Mean over the last tenth of the logged steps.
+    training_loss: float | None
+    #: Of the last validation.
+    validation_loss: float | None
+    tokens: int
+    seconds: float
+    reason: str
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another start would change nothing."""
+        return self.state in ("done", "diverged")
+
+
+def check_members(
+    members: Sequence[Member], config_args: Sequence[str], folder: Path, nproc: int
+) -> list[RunConfig]:
+    """Check the config of each run as `titanlite config check` does, and what its folder has.
+
+    Raises ConfigError if all have the same problems, else MemberError with those of each.
+    """
+    from titanlite.resolve.load import check_config
+
+    runs = []
+    refused: dict[str, ConfigError] = {}
+    for member in members:
+        own = folder / member.name
+        try:
+            config, run = check_config(member.arguments(config_args, folder), nproc)
+            problems = [*_shared(run, own), *_changes(config, run, own)]
+            if problems:
+                raise ConfigError(problems)
+            runs.append(run)
+        except ConfigError as error:
+            refused[member.name] = error
+    texts = {str(error) for error in refused.values()}
+    if len(refused) == len(members) and len(texts) == 1:
+        raise next(iter(refused.values()))
+    if refused:
+        lines = [f"{len(refused)} of {len(members)} runs cannot start; nothing was started"]
+        for name, problem in refused.items():
+            lines.append(f"  {name}:")
+            lines += [f"    {line}" for line in str(problem).splitlines()]
+        raise MemberError("\n".join(lines))
+    return runs
+
+
+def _shared(run: RunConfig, own: Path) -> list[Problem]:
+    """Return places outside of the run's own folder: all runs would write there."""
+    paths = {
+        "checkpoint.folder": run.checkpoint.folder,
+        "job.save_config_file": run.job.save_config_file,
+        "metrics.save_tb_folder": run.metrics.save_tb_folder,
+        "profiling.save_traces_folder": run.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": run.profiling.save_memory_snapshot_folder,
+    }
+    # Without "..", which would lead out of the folder again.
+    found = {
+        key: path
+        for key, path in paths.items()
+        if path and not Path(normpath(path)).is_relative_to(normpath(own))
+    }
+    if run.checkpoint.hub:
+        found["checkpoint.hub"] = run.checkpoint.hub
+    hint = "leave it out, so that each run has its own"
+    return [Problem("", key, f"all runs would share {path!r}", hint) for key, path in found.items()]
+
+
+def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
+    """Return the keys in which an earlier run in the folder differs.
+
+    Other ranks count as a change where the batch follows from them.
+    """
+    try:
+        old = (own / CONFIG).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    known = provenance.config_values(old)
+    found = provenance.config_changes(old, provenance.public_config(config.to_toml()))
+    for key in list(found):
+        # An older titanlite did not have it.
+        is_new = key not in known and config.source(key).kind == "default"
+        if is_new or key.startswith(_MAY_DIFFER):
+            del found[key]
+    attempts = _run_in(own).attempts
+    ranks = attempts[-1].get("ranks") if attempts else None
+    if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
+        found["ranks"] = f"{ranks} -> {run.mesh.world_size}"
+    hint = f"name another folder with --folder, or delete {own} to run it again"
+    return [Problem(str(own), key, change, hint) for key, change in found.items()]
+
+
+def run_members(
+    members: Sequence[Member],
+    config_args: Sequence[str],
+    folder: Path,
+    *,
+    at_once: int = 1,
+    nproc: int = 1,
+) -> list[MemberResult]:
+    """Run the members that are not done, and return how all stand, in their order.
+
+    A run that was stopped resumes from its checkpoint, or starts again without one; one that fails
+    does not end the others. config_args: files and flags that all share. at_once: runs at a time.
+    nproc: ranks of each.
+
+    Call it from the main thread. Raises MemberError or ConfigError before any run starts,
+    LockedError where another process holds the folder, OSError where it cannot be written to.
+    Raises `processes.Stopped` on Ctrl-C and SIGTERM, when all runs have ended.
+    """
+    check_members(members, config_args, folder, nproc)
+    slots = make_slots(at_once, nproc)
+    waiting = list(members)
+    codes: dict[str, int] = {}
+    running: list[tuple[Member, subprocess.Popen[bytes], Mapping[str, str]]] = []
+    with stoppable(), RunLock(folder, "folder"):
+        try:
+            while waiting or running:
+                while waiting and slots:
+                    member = waiting.pop(0)
+                    _await_other(folder / member.name)
+                    if (result := result_of(member, folder)).is_final:
+                        tell(f"{member.name} is {result.state} already")
+                        continue
+                    slot = slots.pop()
+                    process = _start(member, config_args, folder, nproc, slot)
+                    running.append((member, process, slot))
+                time.sleep(_POLL_SECONDS)
+                for one in [one for one in running if one[1].poll() is not None]:
+                    running.remove(one)
+                    member, process, slot = one
+                    slots.append(slot)
+                    codes[member.name] = process.returncode
+                    _tell_end(result_of(member, folder, process.returncode), folder)
+        except Stopped as stop:
+            tell(f"stopped by {stop}: the runs under way save and end; the same command goes on")
+            raise
+        finally:
+            end_all([process for _, process, _ in running], grace=GRACE_SECONDS)
+    return [result_of(member, folder, codes.get(member.name)) for member in members]
+
+
+def make_slots(at_once: int, nproc: int) -> list[Mapping[str, str]]:
+    """Return the variables of each run at a time: its GPUs, if there are any.
+
+    Raises MemberError where there are too few.
+    """
+    from titanlite.cli.train import count_gpus
+
+    gpus = count_gpus()
+    if not gpus:
+        return [{} for _ in range(at_once)]
+    if at_once * nproc > gpus:
+        raise MemberError(
+            f"{counted(at_once, 'runs')} at a time with {counted(nproc, 'ranks')} each need "
+            f"{at_once * nproc} GPUs, and this machine shows {gpus}"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible is not None else list(map(str, range(gpus)))
+    firsts = range(0, at_once * nproc, nproc)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + nproc])} for i in firsts]
+
+
+def _await_other(own: Path) -> None:
+    """Wait for a run that another process has started, such as one that a kill left behind."""
+    if last_sign_of_life(own) is not None:
+        tell(f"{own.name} runs already, in another process; waiting for it")
+    while last_sign_of_life(own) is not None:
+        time.sleep(_POLL_SECONDS)
+
+
+def _start(
+    member: Member,
+    config_args: Sequence[str],
+    folder: Path,
+    nproc: int,
+    slot: Mapping[str, str],
+) -> subprocess.Popen[bytes]:
+    own = folder / member.name
+    own.mkdir(parents=True, exist_ok=True)
+    environment = {**training_environment("cuda" if slot else "cpu", GRACE_SECONDS), **slot}
+    # With them all runs would be one run at a tracker.
+    for name in RUN_IDS.values():
+        environment.pop(name, None)
+    words = ["train", *member.arguments(config_args, folder)]
+    command = [sys.executable, "-m", "titanlite", *words]
+    if nproc > 1:
+        command = torchrun.command(nproc, words)
+    tell(f"{member.name} starts; its output: {own / CONSOLE}")
+    return start(command, own / CONSOLE, environment)
+
+
+def _tell_end(result: MemberResult, folder: Path) -> None:
+    lines = [f"{result.name} {result.state} after step {result.steps} {result.reason}".rstrip()]
+    if result.state == "failed":
+        shown = last_lines(folder / result.name / CONSOLE, LINES_SHOWN)
+        lines += [f"    {line}" for line in shown]
+    tell("\n".join(lines))
+
+
+def result_of(member: Member, folder: Path, exit_code: int | None = None) -> MemberResult:
+    """Return how a run stands. folder: the one above it. exit_code: of a start just now."""
+    run = _run_in(folder / member.name)
+    losses = [row["loss"] for row in run.training]
+    validations = [row["validation_loss"] for row in run.validations]
+    state = _state(run, exit_code, [*losses[-1:], *validations[-1:]])
+    reason = run.reason.partition("\n")[0]
+    if state == "failed" and not reason:
+        reason = f"exit code {exit_code}"
+    tail = losses[-max(round(len(losses) * _TAIL), 1) :]
+    return MemberResult(
+        name=member.name,
+        state=state,
+        steps=run.step or 0,
+        training_loss=math.fsum(tail) / len(tail) if tail else None,
+        validation_loss=validations[-1] if validations else None,
+        tokens=int(run.training[-1].get("tokens_seen", 0)) if run.training else 0,
+        seconds=run.duration or 0.0,
+        reason=reason if state in ("failed", "diverged") else "",
+    )
+
+
+def _state(run: Run, exit_code: int | None, losses: Sequence[float]) -> str:
+    """Return the state of a run. losses: its last ones."""
+    is_whole = run.state == "done" and (run.step or 0) >= (run.steps or 0)
+    if run.state == "stopped" or (is_whole and not all(map(math.isfinite, losses))):
+        return "diverged"
+    if is_whole:
+        return "done"
+    has_failed = exit_code or (exit_code is None and run.state == "failed")
+    return "failed" if has_failed and run.state != "preempted" else "unfinished"
+
+
+def _run_in(folder: Path) -> Run:
+    """Return the run in a folder; one without records where there is none."""
+    with suppress(RunError):
+        return read_run(folder, partial=True)
+    return Run(folder)

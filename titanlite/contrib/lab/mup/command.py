@@ -1,0 +1,235 @@
+"""`titanlite mup check`: the coordinate check of a config."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from titanlite import exit_codes
+from titanlite.cli import at_least
+from titanlite.cli.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
+from titanlite.cli.run_figures import to_json
+from titanlite.config.errors import bad_flag, problems_of, refuse, unfit
+from titanlite.config.sections import Mup
+from titanlite.contrib.lab.mup.models import Models, models_of
+from titanlite.contrib.lab.mup.verdict import LIMIT, Line, as_json, verdict
+from titanlite.features.mup.checks import misfits
+from titanlite.models.llama_args import LlamaArgs
+from titanlite.resolve.load import check_config
+from titanlite.utils import Table, counted, render
+
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.contrib.lab.mup.coordinates import Sizes, Task
+    from titanlite.run.config import RunConfig
+
+#: Exit status where a slope fails.
+FAILED = 1
+_BASE = "mup.base_dim"
+
+_ABOUT = (
+    "Models of several widths take a few steps, with muP and without it. The size of what changes "
+    "in their activations must not depend on the width. It prints slopes of log2(change) over "
+    "log2(width), and draws them with --png."
+)
+_EXITS = (
+    f"{FLAGS} Exit status: 0 if every slope with muP is within {LIMIT} of 0, {FAILED} if not, 2 "
+    "when the config is wrong."
+)
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `titanlite mup` to argparse."""
+    actions = add_group(commands, "mup", "check that settings of narrow models hold for wide ones")
+    help = "train several widths for a few steps, and compare how much their activations change"
+    parser = add_to_group(actions, _check, help, _ABOUT, _EXITS)
+    add_files(parser)
+    add = parser.add
+    widths = "values of dim (default: the first four of 64, 128, 256, … that the model can have)"
+    add("--widths", widths, "N,N,…", type=_widths, default=())
+    add("--steps", "steps of each (default: 4)", "N", type=at_least(1), default=4)
+    add("--layers", "blocks of the models at most (default: 4)", "N", type=at_least(1), default=4)
+    # So few that updates add up in the same direction for most tokens, at small widths too.
+    tokens = "tokens of a step, one sequence (default: 16)"
+    add("--tokens", tokens, "N", type=at_least(2), default=16)
+    seeds = "seeds of initial weights, whose sizes are averaged (default: 3)"
+    add("--seeds", seeds, "N", type=at_least(1), default=3)
+    add("--random", "random tokens in place of the config's text")
+    add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
+    add("--png", "draw the slopes to this file, and a dark picture beside it", "FILE", type=Path)
+    add("--json", "print a JSON object")
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if len(found) < 2 or found[0] < 1:
+        raise argparse.ArgumentTypeError("give two positive widths at least, as 64,128,256")
+    return tuple(found)
+
+
+def _check(arguments: argparse.Namespace) -> tuple[str, int]:
+    words = [*files_of(arguments), *arguments.flags]
+    run = check_config(words, training=False)[1]
+    tokenizer_size = _tokenizer_size(run)
+    args = run.model_args(tokenizer_size)
+    if not isinstance(args, LlamaArgs):
+        message = f"has no rules for the matrices of model.name = {run.model.name!r}"
+        raise unfit(_BASE, message)
+    models = models_of(args, run.mup, arguments.widths, arguments.layers)
+    if not run.mup.base_dim:
+        # With a base model the optimizer's settings are checked.
+        check_config([*words, f"--{_BASE}={args.dim}"], training=False)
+    _check_model(run, models)
+    task, source = _task(run, arguments, models)
+    lines = measure(task, models, arguments.seeds)
+    good, told = verdict(lines)
+    title = _title(run, arguments, models)
+    code = exit_codes.DONE if good else FAILED
+    drawn = _draw(lines, title, arguments.png) if arguments.png else []
+    if arguments.json:
+        return to_json(
+            {
+                "ok": good,
+                "base_dim": models.base.dim,
+                "widths": models.widths,
+                "steps": arguments.steps,
+                "limit": LIMIT,
+                "text": source,
+                "lines": as_json(lines),
+                "written": list(map(str, drawn)),
+            }
+        ), code
+    parts = [f"{title}; {source}", render(_table(lines, models))]
+    parts.append("\n".join(told))
+    if drawn:
+        parts.append(f"written: {', '.join(map(str, drawn))}")
+    return "\n\n".join(parts), code
+
+
+def _tokenizer_size(run: RunConfig) -> int | None:
+    """Return the vocabulary of models that take the tokenizer's; None for others."""
+    if run.model_args().vocab_size is not None:
+        return None
+    from titanlite.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
+
+
+def _check_model(run: RunConfig, models: Models) -> None:
+    """Raise ConfigError for a model whose multipliers have no place."""
+    given = Mup(models.base.dim, models.kept)
+    found = misfits(replace(run, mup=given), models.of[models.widths[-1]])
+    refuse(problems_of(found))
+
+
+def _task(run: RunConfig, arguments: argparse.Namespace, models: Models) -> tuple[Task, str]:
+    """Return what all models have in common, and where their tokens are from."""
+    import torch
+
+    from titanlite.cli.loading import choose_device
+    from titanlite.contrib.lab.mup.coordinates import Task
+
+    device = choose_device(arguments.device)
+    if not arguments.random and run.row_len <= arguments.tokens:
+        most = run.row_len - 1
+        raise bad_flag("--tokens", f"a row of the text serves {most} at most; raise seq_len")
+    wanted = arguments.steps, arguments.tokens
+    source = "random tokens"
+    rows = None
+    if not arguments.random:
+        try:
+            rows = _rows(run, *wanted)
+            source = f"text of {run.training.dataset_path or run.training.dataset}"
+        except Exception as error:
+            if exit_codes.own_code(error) is None and not isinstance(error, OSError):
+                raise
+            reason = str(error).partition("\n")[0]
+            source = f"random tokens, as the text cannot be read: {reason}"
+    vocabulary = models.base.n_vocab
+    if rows is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (arguments.steps, arguments.tokens + 1)
+        rows = torch.randint(vocabulary, shape, generator=generator)
+    rows = (rows % vocabulary).to(device)
+    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
+    return Task(run.spec, run.optimizer, batches, device), source
+
+
+def _rows(run: RunConfig, steps: int, length: int) -> torch.Tensor:
+    """Return the first tokens of the first rows of the training text: [steps, length + 1] int64.
+
+    Raises what `read_training_text` raises.
+    """
+    import torch
+
+    from titanlite.assembly.datasets import read_training_text
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    text = read_training_text(run, tokenizer)
+    rows = [torch.from_numpy(text.sequence(i).tokens[: length + 1].copy()) for i in range(steps)]
+    return torch.stack(rows)
+
+
+def measure(task: Task, models: Models, seeds: int) -> list[Line]:
+    """Return a line for each kind of activation, with muP and without."""
+    lines = []
+    for is_on in (True, False):
+        base = models.base if is_on else None
+        by_width = []
+        for args in models.of.values():
+            by_width.append([task.measure(args, base, seed) for seed in range(seeds)])
+        for kind in by_width[0][0]:
+            of_kind = [[one[kind] for one in runs] for runs in by_width]
+            lines.append(_line(kind, is_on, models.widths, of_kind))
+    order = list(dict.fromkeys(line.kind for line in lines))
+    return sorted(lines, key=lambda line: (not line.mup, order.index(line.kind)))
+
+
+def _line(kind: str, mup: bool, widths: Sequence[int], runs: Sequence[Sequence[Sizes]]) -> Line:
+    """Return the means over seeds. runs: by width, then by seed."""
+    values = []
+    changes = []
+    for step in range(len(runs[0][0].value)):
+        values.append([sum(one.value[step] for one in seeds) / len(seeds) for seeds in runs])
+        changes.append([sum(one.change[step] for one in seeds) / len(seeds) for seeds in runs])
+    return Line(kind, mup, widths, values, changes[1:])
+
+
+def _title(run: RunConfig, arguments: argparse.Namespace, models: Models) -> str:
+    optimizer = f"{run.optimizer.name}, rate {run.optimizer.peak_lr:g}"
+    steps = f"{counted(arguments.steps, 'steps')} of {arguments.tokens} tokens"
+    seeds = counted(arguments.seeds, "seeds")
+    return f"{run.model.title} from base dim {models.base.dim}: {optimizer}, {steps}, {seeds}"
+
+
+def _table(lines: Sequence[Line], models: Models) -> Table:
+    widths = [str(width) for width in models.widths]
+    columns = ("change of", "muP", *widths, "slope", "slope at start")
+    rows = []
+    for line in lines:
+        changes = [f"{change:.3g}" for change in line.changes[-1]]
+        slopes = f"{line.slope:+.2f}", f"{line.start_slope:+.2f}"
+        rows.append([line.kind, "yes" if line.mup else "no", *changes, *slopes])
+    return Table(columns, rows, left=(0, 1))
+
+
+def _draw(lines: Sequence[Line], title: str, path: Path) -> list[Path]:
+    """Draw, and return what was written."""
+    from titanlite.cli.plots import PlotsMissing
+    from titanlite.contrib.lab.mup.picture import draw
+
+    try:
+        return draw(lines, title, path)
+    except PlotsMissing as error:
+        raise bad_flag("--png", str(error)) from None
+    except OSError as error:
+        raise bad_flag("--png", f"cannot write {path}: {error}") from None

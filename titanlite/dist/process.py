@@ -1,0 +1,112 @@
+"""Settings of a rank's process: open files, malloc, the order of attention kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from contextlib import AbstractContextManager, nullcontext
+
+from titanlite.dist import ParallelismError
+
+#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves.
+#: Other files.
+_GROUPS = 4
+_FILES = 256
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Let this process and its children open `wanted` files, or as many as the hard limit allows.
+
+    Return the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # systems have further limits
+            higher = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (higher, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def allow_files(ranks: int) -> None:
+    """Raise the limit of open files for a run on `ranks` ranks: gloo has a socket per rank and
+    group.
+
+    Raises ParallelismError where the hard limit is too low.
+    """
+    needed = _FILES + _GROUPS * ranks
+    # The process that serves the store has connections to all as well.
+    limit = raise_file_limit(2 * needed)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ParallelismError(
+            f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks "
+            f"need {needed:,}: gloo connects each to all others in {_GROUPS} groups. Raise the "
+            "hard limit (ulimit -Hn): LimitNOFILE in the service of slurmd or containerd, "
+            "/etc/security/limits.conf, or docker run --ulimit nofile"
+        )
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether there is no process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is of another user
+        return False
+    return False
+
+
+#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of
+#: `SDPBackend`.
+KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+def kernel_order(device_type: str) -> AbstractContextManager[object]:
+    """Let attention on GPUs try its kernels in the order of `KERNELS`; elsewhere do nothing."""
+    if device_type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # Around the whole run: at each call it would cost tens of microseconds.
+    return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
+
+
+#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks. These lie in the
+#: remainders of aligned requests, and holes between them are too small for the next tensor. Huge
+#: pages: 3 s of a start for 2 % speed.
+TUNABLES = ":".join(
+    f"glibc.malloc.{setting}"
+    for setting in ("mmap_max=0", f"trim_threshold={2**62}", "mxfast=0", "tcache_count=0")
+)
+
+
+def chose_malloc() -> bool:
+    """Return whether the user has chosen an allocator for the host's memory, or its settings."""
+    return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep freed memory for the next step, for the rest of the process.
+
+    Return whether that was possible.
+
+    glibc returns large blocks to the system when they are freed, and asks for them again. Each 4
+    KiB is a page fault: hundreds of thousands in a step of a small model on a CPU. The next step
+    needs as much memory as this one. Does nothing without glibc, or where `chose_malloc`.
+    """
+    import ctypes
+
+    if chose_malloc():
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
+        return False
+    # Options of mallopt(3) in glibc's malloc.h.
+    trim_threshold = -1
+    mmap_max = -4
+    # Without blocks of their own from mmap, large tensors come from the heap, whose end is not
+    # trimmed.
+    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))

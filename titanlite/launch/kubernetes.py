@@ -1,0 +1,285 @@
+"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob, or HyperPod's
+HyperPodPyTorchJob.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.toml import quote_key
+from titanlite.config.urls import is_url
+from titanlite.launch.instances import network_environment
+from titanlite.launch.launch import CONFIG, Job, LaunchError, limit_seconds, render
+from titanlite.launch.pod_resources import pod_resources
+from titanlite.launch.remote import (
+    checkpoint_folder,
+    relative_paths,
+    secrets,
+    shown_urls,
+    unset_variables,
+)
+
+FILE = "job.yaml"
+CONFIG_FILE = "config.yaml"
+#: Folder of the config in a pod.
+_CONFIG_FOLDER = "/etc/titanlite"
+#: 128 and the number of SIGUSR1: Kubeflow's operator replaces a pod that ends with 128 or more.
+_RESTART_CODE = 138
+#: From the end of the ranks to that of the container.
+_SPARE_SECONDS = 30
+#: Variables that the pods have by themselves.
+_SET = r"(PET|KUBERNETES)_\w+"
+#: Pods of a job, by the label of its kind.
+_LABELS = {
+    "PyTorchJob": "training.kubeflow.org/job-name",
+    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+    "HyperPodPyTorchJob": "HPJob",
+}
+#: The label by which Kueue finds the queue of a job.
+_QUEUE = "kueue.x-k8s.io/queue-name"
+#: Labels by which the manifests find pods.
+_OWN_LABELS = "titanlite/"
+_METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
+
+
+def files(job: Job) -> dict[str, str]:
+    """Return the manifests by their names in the job's folder. Raises ConfigError."""
+    launch = job.launch
+    name = _name(job)
+    _check(job)
+    kind = launch.kind
+    gpus = not launch.cpu
+    resources = pod_resources(job)
+    fabric = job.instance if launch.nodes > 1 and gpus else None
+    values = {
+        "name": name,
+        "folder": _folder(job),
+        "run_folder": job.run.job.dump_folder,
+        "ranks": job.ranks,
+        "gpus": gpus,
+        "efa": fabric.efa if fabric else 0,
+        "node_type": _node_type(job),
+        "container": "node" if kind == "TrainJob" else "pytorch",
+        "words": _words(job),
+        "environment": {
+            # So that a log shows each step when it is done.
+            "PYTHONUNBUFFERED": "1",
+            # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
+            **(
+                {exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)}
+                if kind != "HyperPodPyTorchJob"
+                else {}
+            ),
+            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
+            **launch.environment,
+        },
+        "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
+        "requests": resources.requests,
+        "shm_size": resources.shm,
+        "labels": launch.labels,
+        "annotations": launch.annotations,
+        "job_deadline": _has_deadline(job),
+        "deadline": limit_seconds(launch.time_limit),
+        "volumes": [
+            (claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()
+        ],
+        "config_folder": _CONFIG_FOLDER,
+        "config_file": CONFIG,
+        "config": job.config,
+        "kind": kind,
+    }
+    names = ("nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
+    values |= {name: getattr(launch, name) for name in names}
+    return {
+        CONFIG_FILE: render("configmap.yaml.jinja", job, values),
+        FILE: render("kubernetes.yaml.jinja", job, values),
+    }
+
+
+def _folder(job: Job) -> str:
+    return shlex.quote(str(job.folder))
+
+
+def _node_type(job: Job) -> str:
+    """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
+    kind = job.launch.instance_type
+    if kind and job.launch.kind == "HyperPodPyTorchJob":
+        return f"ml.{kind.removeprefix('ml.')}"
+    return kind
+
+
+def _name(job: Job) -> str:
+    """Return the name of the job: a host name, with room for that of a pod.
+
+    Two run folders have two names.
+    """
+    name = re.sub(r"[^a-z0-9-]+", "-", job.name)
+    if not name[0].isalpha():
+        name = f"run-{name}"
+    start = name[:33].strip("-")
+    return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
+
+
+def _has_deadline(job: Job) -> bool:
+    """Return whether a TrainJob itself has the field activeDeadlineSeconds."""
+    major, minor = (int(part) for part in job.launch.trainer_version.split("."))
+    return (major, minor) >= (2, 2)
+
+
+def _metadata_problems(job: Job) -> Iterator[Problem]:
+    """Yield what no API server takes as a label or an annotation."""
+    launch = job.launch
+    given = {"labels": launch.labels, "annotations": launch.annotations}
+    hint = "as kueue.x-k8s.io/priority-class: letters, digits, -, _ and ., after a domain and /"
+    for kind, table in given.items():
+        for name, value in table.items():
+            key = f"launch.{kind}.{quote_key(name)}"
+            if not re.fullmatch(_METADATA_NAME, name):
+                yield Problem("", key, f"{name!r} is no name of Kubernetes", hint)
+            if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
+                message = f"{value!r} is no value of a label"
+                yield Problem("", key, message, "it has up to 63 letters, digits, -, _ and .")
+            if name == _QUEUE:
+                yield Problem("", key, "is the label that launch.queue sets", "set launch.queue")
+            if name.startswith(_OWN_LABELS):
+                yield Problem("", key, f"{_OWN_LABELS} is titanlite's own", "take another name")
+
+
+def _words(job: Job) -> list[str]:
+    """Return the command of a pod."""
+    config = f"{_CONFIG_FOLDER}/{CONFIG}"
+    torchrun = ["python", "-m", "titanlite.torchrun", *_rendezvous(job)]
+    return [*torchrun, "-m", "titanlite", "train", config]
+
+
+def _rendezvous(job: Job) -> list[str]:
+    """Return the arguments of torchrun that the operator does not give in the environment."""
+    if job.launch.kind == "TrainJob":
+        return []
+    ranks = ["--nproc_per_node", str(job.ranks)]
+    if job.launch.kind == "PyTorchJob":
+        return ranks
+    # HyperPod's own agent would get all of it from the operator.
+    meet = [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"{_name(job)}:29400",
+        "--local_addr",
+        "$(POD_IP)",
+    ]
+    return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
+
+
+def _check(job: Job) -> None:
+    launch = job.launch
+    checkpoint = job.run.checkpoint
+    folder = job.run.job.dump_folder
+    # The names of the secret's variables are not known here.
+    in_pods = r"\w+" if launch.token_secret else _SET
+    problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
+    for name in secrets(launch.environment):
+        hint = (
+            f"kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret "
+            '= "NAME"'
+        )
+        problems.append(
+            Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint)
+        )
+    for key in shown_urls(job.run.toml):
+        hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
+        problems.append(
+            Problem(
+                "", key, "all readers of the manifest see the login or signature of its URL", hint
+            )
+        )
+    problems += _metadata_problems(job)
+    if not launch.image:
+        advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
+        problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
+    paths = {claim: PurePosixPath(path) for claim, path in launch.volumes.items()}
+    for claim, path in paths.items():
+        if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+            message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
+            problems.append(Problem("", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
+    folders = {"job.dump_folder": folder}
+    checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
+    if checkpoint.enable_checkpoint and not is_url(checkpoints):
+        folders["checkpoint.folder"] = checkpoints
+    for key, text in folders.items():
+        if not any(
+            PurePosixPath(posixpath.normpath(text)).is_relative_to(path) for path in paths.values()
+        ):
+            mounted = ", ".join(map(str, paths.values())) or "none"
+            message = (
+                f"{text!r} is not on a volume of the pods ({mounted}): checkpoints would end with "
+                "the pod"
+            )
+            advice = (
+                'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
+            )
+            problems.append(Problem("", key, message, advice))
+    if problems:
+        raise ConfigError(problems)
+
+
+def warnings(job: Job) -> list[str]:
+    """Return warnings of paths and of memory."""
+    return pod_resources(job).warnings + relative_paths(
+        job.run.toml, "pods look for it below /workspace, not on a volume"
+    )
+
+
+def advice(job: Job) -> str:
+    """Return how to submit the manifest, follow, stop and continue the job."""
+    return "\n".join([f"submit it with: kubectl apply -f {_folder(job)}", *_next(job)])
+
+
+def _next(job: Job) -> list[str]:
+    launch = job.launch
+    name = _name(job)
+    kubectl = "kubectl"
+    if launch.namespace:
+        kubectl += f" -n {launch.namespace}"
+
+    kind: str = launch.kind
+
+    def suspend(value: bool) -> str:
+        spec: dict[str, Any] = {"suspend": value}
+        patch = json.dumps({"spec": spec if kind == "TrainJob" else {"runPolicy": spec}})
+        return f"{kubectl} patch {kind.lower()} {name} --type=merge -p {shlex.quote(patch)}"
+
+    logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[kind]}={name}"
+    return [
+        f"follow it with: {logs}",
+        f"stop it with a checkpoint: {suspend(True)}",
+        f"continue it: {suspend(False)}",
+        f"start it again when it has ended: kubectl replace --force -f {_folder(job)}",
+        f"remove it: kubectl delete -f {_folder(job)}",
+    ]
+
+
+def submit(job: Job) -> str:
+    """Submit the manifests; return what to do next. Raises LaunchError."""
+    if shutil.which("kubectl") is None:
+        raise LaunchError(
+            f"kubectl is not installed here; run kubectl apply -f {_folder(job)} where it is"
+        )
+    words = ["kubectl", "apply", "-f", str(job.folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"kubectl did not take {job.folder}: {done.stderr.strip()}")
+    return "\n".join([done.stdout.strip(), *_next(job)])

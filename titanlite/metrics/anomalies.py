@@ -1,0 +1,210 @@
+"""The record of bad steps: the text they were trained on, and how to skip it.
+
+guard.jsonl in the run's folder has a line for each bad step, and is only ever appended to:
+
+    {"step": 7, "time": 1764682391.2, "kind": "not finite", "action": "skip", "loss": "nan",
+     "grad_norm": "nan",
+     "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49":
+     [5], …}}
+
+`documents` has the numbers of the documents of each sequence of the global batch. They count from 0
+in the order of the files and of the records in them. Of a stream it has files and records, for the
+sequences of rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from titanlite.data.course import Course
+from titanlite.data.loader import Batch
+from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import count, merged, take
+from titanlite.optim.bad_steps import BadStepError, WeightsError
+from titanlite.runs.jsonl import MetricsLog
+from titanlite.step import PlainRunner, Runner
+from titanlite.utils import counted, logger
+
+#: Name of the file below `job.dump_folder`.
+FILE = "guard.jsonl"
+#: A checkpoint is suspect when a bad step followed this many returns to it, within this many steps.
+#: The text differs each time, so the weights are to blame.
+_SOON, _RETURNS = 10, 2
+
+
+class Fetched(NamedTuple):
+    """The data of one step."""
+
+    #: This rank's micro-batches, on its device.
+    batches: list[Batch]
+    #: The loader's state before and after they were fetched.
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences of the step, over all ranks."""
+        first, end = self.before["next_sequence"], self.after["next_sequence"]
+        left_out = merged(self.after.get("left_out", ()))
+        return take(first, end - first - count(first, end, left_out), left_out)
+
+
+class AnomalyLog:
+    """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
+
+    folder: the run's; None on other ranks. course: of an undisturbed run. share: data-parallel rank
+    and degree.
+    """
+
+    def __init__(
+        self, folder: Path | None, dataset: Rows, course: Course, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._log = None if folder is None else MetricsLog(folder / FILE)
+        self._dataset = dataset
+        self._course = course
+        self._share = share
+        #: Step of the checkpoint that the run returned to. How often in a row a bad step came soon
+        #: after it.
+        self._returned = (-1, 0)
+
+    def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
+        """Report a step whose update was skipped."""
+        self._write(bad, "skip", fetched, ". Skipped")
+
+    def stopped(self, bad: BadStepError, fetched: Fetched) -> None:
+        """Record the step that ends the run; the caller logs it."""
+        self._write(bad, "stop", fetched)
+
+    def rolled_back(
+        self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
+    ) -> None:
+        """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
+        skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._course)
+        words = (
+            f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
+            "from now on"
+        )
+        self._write(bad, "rollback", fetched, words, back_to_step=step, left_out=skipped)
+        before, times = self._returned
+        if bad.step - step > _SOON:
+            times = 0
+        elif step == before:
+            times += 1
+        else:
+            times = 1
+        self._returned = step, times
+
+    def mark_suspect(self, bad: BadStepError, newest: int) -> str:
+        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it
+        may.
+        """
+        step, times = self._returned
+        if step != newest or times < _RETURNS or bad.step - newest > _SOON:
+            return ""
+        return (
+            f"its weights are suspect: the run went back to it {counted(times, 'times')}, and "
+            f"each time a bad step came within {counted(_SOON, 'steps')}, the last time step "
+            f"{bad.step}"
+        )
+
+    def _write(
+        self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any
+    ) -> None:
+        if self._log is None:
+            return
+        if words:
+            logger.warning(
+                f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}"
+            )
+        sequences = fetched.sequences
+        rank, degree = self._share
+        known = sequences
+        if self._dataset.lanes is not None:
+            # This rank has not read the other ranks' part of a stream.
+            known = sequences[(rank - sequences[0]) % degree :: degree]
+        row = {
+            "step": bad.step,
+            "time": time.time(),
+            "kind": bad.kind,
+            "action": action,
+            "loss": bad.loss,
+            "grad_norm": bad.norm,
+            "message": str(bad),
+            "ranks": bad.ranks,
+            "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._course),
+            **more,
+            "documents": self._documents(known),
+        }
+        self._log.write(row)
+
+    def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the documents of each sequence, without those that fill up the last step."""
+        total = self._dataset.total_sequences
+        found = {}
+        for number in sequences:
+            if total is None or number < total:
+                found[str(number)] = [name for name, _ in self._dataset.documents_in(number)]
+        return found
+
+
+def check_weights(bad: BadStepError, model: nn.Module) -> None:
+    """Raise WeightsError where the weights themselves are not finite: every later step would be
+    skipped too. All ranks call it together.
+    """
+    from titanlite.checkpoint.storage import gather
+    from titanlite.optim.nonfinite import find_nonfinite
+
+    where = find_nonfinite(gather(model))
+    if where:
+        raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
+
+
+def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
+    """Add to the error which module is to blame. All ranks call it together."""
+    if bad.kind != "not finite":
+        return
+    if not isinstance(runner, PlainRunner):
+        bad.explain(
+            "Its origin is not searched for in a pipeline: to find it, resume with "
+            "experimental.pipeline_parallel_degree = 1"
+        )
+        return
+    try:
+        from titanlite.metrics.nan_finder import diagnose_nonfinite
+
+        finding: object = diagnose_nonfinite(
+            model, fetched.batches, sync_every=runner.sync_every, loss_function=runner.loss_function
+        )
+    except Exception as failure:
+        finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
+    bad.explain(finding)
+
+
+def steps_text(first: int, end: int, course: Course) -> str:
+    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
+    "7" or "6-8". course: of an undisturbed run.
+    """
+    begin = course.steps_with_rows(first + 1)
+    last = course.steps_with_rows(end)
+    return str(begin) if begin == last else f"{begin}-{last}"
+
+
+def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
+    """Return the loader state `data`, moved behind the step `bad`; the text between the two is
+    skipped.
+    """
+    between = data["next_sequence"], bad.after["next_sequence"]
+    left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
+    moved = {**data, "next_sequence": between[1], "left_out": left_out}
+    served = bad.after.get("rows", {})
+    if "segments" in served:
+        # A mixture: the stretch that is skipped had the shares of this run, not those of the
+        # checkpoint.
+        order = {name: served[name] for name in ("names", "plan", "segments")}
+        moved["rows"] = {**data.get("rows", {}), "slots": served["slots"], **order}
+    return moved

@@ -1,0 +1,219 @@
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite import exit_codes
+from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
+from titanlite.dist.dist_env import patience, set_timeouts
+from titanlite.runs import record
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.data.course import StepSize
+    from titanlite.metrics.watchdog import HangWatchdog
+    from titanlite.parallel.compile import CompileWatch
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+
+def has_new_size(trainer: Trainer) -> bool:
+    """Whether the step under way has another size than the one before, and so may compile again."""
+    course = trainer.parts.course
+    return course.size(trainer.step) != course.size(trainer.step - 1)
+
+
+class Watchdog(Callback):
+    """Tells the hang watchdog what this rank does.
+
+    entered: the caller has entered it, and leaves it.
+    """
+
+    def __init__(self, watch: HangWatchdog, entered: bool) -> None:
+        self.watch = watch
+        self._entered = entered
+
+    def on_start(self, trainer: Trainer) -> None:
+        if not self._entered:
+            self.watch.__enter__()
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase == "data" and has_new_size(trainer):
+            self.watch.expect_warm_up(trainer.step)
+        self.watch.phase(phase, trainer.step if phase == "data" else None)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """First of all callbacks: the other ranks wait for this one."""
+        if end.error is not None:
+            end.reason = self.watch.failed(end.error) or end.reason
+        self.watch.ending(
+            end.error, lambda: trainer.callbacks.ending or "the end of the run's threads"
+        )
+        if not self._entered:
+            self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
+
+
+class Timeouts(Callback):
+    """Sets the timeouts of collectives, in seconds: of the first step and slow phases, and of all
+    else.
+
+    A slow phase must end on all ranks together.
+    """
+
+    def __init__(self, first: int, later: int) -> None:
+        self._first = first
+        self._later = later
+        self._lowered = False
+        self._slow = contextlib.ExitStack()
+        self._is_slow = False
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        slow = self._lowered and (phase in SLOW_PHASES or has_new_size(trainer))
+        if slow and not self._is_slow:
+            self._slow.enter_context(patience(self._first, self._later))
+        elif self._is_slow and not slow:
+            self._slow.close()
+        self._is_slow = slow
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if not self._lowered:
+            self._lowered = True
+            set_timeouts(self._later)
+
+
+class CompileReport(Callback):
+    """Reports what `torch.compile` compiles, and what it compiles again."""
+
+    def __init__(self, watch: CompileWatch) -> None:
+        self._watch = watch
+        self._first: StepSize | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._first = trainer.parts.course.size(trainer.step + 1)
+        if trainer.step < trainer.steps:
+            self._watch.start()
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        size = trainer.parts.course.size(trainer.step)
+        phase = "training"
+        if size != self._first:
+            phase = f"steps of {size.sequences} sequences of {size.seq_len} tokens"
+        self._watch.after(trainer.step, phase)
+
+    def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
+        self._watch.after(trainer.step, "validation")
+
+
+class AttemptRecord(Callback):
+    """Records on rank 0 that an attempt starts, what it saves and how it ends
+    (`titanlite.runs.record`).
+
+    toml: the resolved config. watch: when another rank has raised, it ends this process, and
+    records that first.
+    """
+
+    def __init__(
+        self, folder: Path, toml: str, description: str, device: str, watch: HangWatchdog | None
+    ) -> None:
+        self._folder, self._toml, self._description, self._device = (
+            folder,
+            toml,
+            description,
+            device,
+        )
+        self._watch = watch
+        #: Lines about the attempt before, for the start report.
+        self.lines: list[str] = []
+        self._record: record.AttemptRecord | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        world = trainer.parts.world
+        if world.rank:
+            return
+        if self._watch is not None:
+            self._watch.on_peer = lambda error: self.on_end(
+                trainer, RunEnd("failed", trainer.done, error, str(error))
+            )
+        loaded = trainer.loaded
+        start = record.Start(
+            config_toml=self._toml,
+            steps=trainer.steps,
+            ranks=world.size,
+            device=self._device,
+            description=self._description,
+            step=trainer.step,
+            tokens=trainer.tokens_seen,
+            resumed=loaded is not None and loaded.origin == "resume",
+            source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
+        )
+        self._record, self.lines = record.begin(self._folder, start)
+        exit_codes.report_code(exit_codes.BEGUN, str(self._folder.absolute()))
+
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
+        if self._record:
+            self._record.saved(step, self._tokens_at(trainer, step))
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        if self._record:
+            self._record.saved(
+                trainer.step, trainer.tokens_seen
+            )  # what is kept, should the run end now
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """Record the end. The first call counts: the watchdog may call it before the
+        trainer does.
+        """
+        if self._record:
+            code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
+            self._record.end(
+                end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
+            )
+
+    def _tokens_at(self, trainer: Trainer, step: int) -> int:
+        """Tokens seen when `step` was done."""
+        later = range(step + 1, trainer.done + 1)
+        return trainer.tokens_seen - sum(trainer.parts.course.size(one).tokens for one in later)
+
+
+class GarbageCollection(Callback):
+    """Collects every `every` steps on all ranks; otherwise the pause of one rank makes all others
+    wait.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._enabled = False
+        self._seconds = self._began = 0.0
+
+    def read(self) -> float:
+        """Return the seconds that collections took since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
+
+    def on_start(self, trainer: Trainer) -> None:
+        gc.collect()  # before any time is measured
+        self._enabled = gc.isenabled()
+        gc.disable()
+        gc.callbacks.append(self._note)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if trainer.step % self._every == 0:
+            gc.collect(1)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        if self._note in gc.callbacks:
+            gc.callbacks.remove(self._note)
+        if self._enabled:
+            gc.enable()
+
+    def _note(self, phase: str, _: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._seconds += time.perf_counter() - self._began

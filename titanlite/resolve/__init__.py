@@ -1,0 +1,1 @@
+"""From config files to a checked run: load, check, derive."""

@@ -1,0 +1,239 @@
+"""A run's model and the folder that its weights come from: the shape taken from there, or compared
+with it. No torch.
+
+`titanlite.resolve.load` calls both before any text is read. Checkpoints are imported only where
+a run names such a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import GROUPS
+from titanlite.config.model_sections import Model
+from titanlite.config.sections import Checkpoint
+from titanlite.config.toml import quote
+from titanlite.models.args import FROM_FOLDER, missing_fields
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.source_model import SourceModel
+
+_LOAD = "checkpoint.initial_load_path"
+_FLAVOR = "model.flavor"
+_CONFIG = "model.hf_config"
+_ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
+
+
+class FolderShapeError(ValueError):
+    """A folder that gives no shape; `key` is the one to blame, `advice` what to do."""
+
+    def __init__(self, key: str, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        self.advice = advice
+
+
+@dataclass(frozen=True)
+class FolderShape:
+    """The shape of a folder's model, as entries of `model.overrides`."""
+
+    overrides: Mapping[str, Any]
+    #: The file that it was read from.
+    file: str
+
+
+def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | None:
+    """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that
+    needs no folder.
+
+    folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of
+    its first start. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
+    FolderShapeError, and ShapeError for a name that no model has.
+    """
+    if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
+        return None
+    source = _source_of(model, section, folder)
+    there = source.model
+    if there is None and source.path is None:
+        advice = (
+            f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
+        )
+        raise FolderShapeError(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
+    if there is None:
+        message = f"{quote(source.path)} describes no model: it has no config.json or params.json"
+        raise FolderShapeError(source.key, message)
+    if there.family is not None:
+        from titanlite.checkpoint.source_model import remedy
+
+        message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
+        raise FolderShapeError("model.name", message, remedy(there, get_spec(model.name)))
+    if there.args is None:
+        raise FolderShapeError(source.key, f"{there.file}: {there.problem}")
+    return FolderShape(_as_overrides(there.args, model), str(there.file))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a shape comes from."""
+
+    #: The key that names it, and its value.
+    key: str
+    path: str | None
+    #: What the files there describe; None: no model.
+    model: SourceModel | None
+
+
+def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
+    """Return the first of the places of a shape that there is. Raises FolderShapeError."""
+    from titanlite.checkpoint.paths import StoreError, to_path
+
+    spec = get_spec(model.name)
+    key = _LOAD
+    path = section.initial_load_path
+    try:
+        own = _of_own_checkpoint(to_path(folder), model.name, spec)
+        if own is not None:
+            return _Source(key, path, own)
+        if model.hf_config is not None:
+            key = _CONFIG
+            path = model.hf_config
+            return _Source(key, path, _of_config(path, model.name, spec))
+        if path is not None:
+            return _Source(key, path, _of_folder(to_path(path), model.name, spec))
+    except (CheckpointError, StoreError) as error:
+        raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
+    return _Source(key, None, None)
+
+
+def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
+    if not isinstance(root, Path) or not _holds_steps(root):
+        return None
+    from titanlite.checkpoint.source_model import from_checkpoint
+
+    # A run tells what is wrong there.
+    with contextlib.suppress(CheckpointError):
+        return from_checkpoint(root, name, spec)
+    return None
+
+
+def _holds_steps(root: Path) -> bool:
+    if not root.is_dir():
+        return False
+    from titanlite.checkpoint.manifest import steps_in
+
+    return bool(steps_in(root))
+
+
+def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
+    from titanlite.checkpoint.source_model import from_hf, read_json, read_model
+    from titanlite.models.hf import config_file
+
+    if os.path.isdir(source):
+        return read_model(Path(source), name, spec)
+    try:
+        file = Path(config_file(source))
+    except Exception as error:
+        # huggingface_hub and its HTTP client raise their own classes.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(reason) from error
+    return from_hf(file, read_json(file), spec)
+
+
+def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
+    if isinstance(path, Path) and not path.exists():
+        raise CheckpointError("it is not there")
+    from titanlite.checkpoint.source_model import read_model
+
+    return read_model(path, name, spec)
+
+
+def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
+    """Return a model's arguments as entries of `model.overrides`; those that the config gives
+    itself win.
+    """
+    from titanlite.models.rope_scaling import Scaling
+
+    found = {}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        # vocab_size, norm_type, rope_scaling
+        is_given = getattr(model, field.name, None) is not None
+        if value is None or field.name == "max_seq_len" or is_given:
+            continue
+        found[field.name] = value.as_table() if isinstance(value, Scaling) else value
+    return {**found, **model.overrides}
+
+
+def source_misfits(
+    model: Model, section: Checkpoint, args: Any
+) -> Iterator[tuple[str, str, str, str]]:
+    """Compare a run's model with the one that it starts from: (code, key, message, remedy).
+
+    args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
+    nothing is compared, as the run resumes. A store is not asked.
+    """
+    if section.initial_load_path is None or not section.enable_checkpoint:
+        return
+    from titanlite.checkpoint.paths import StoreError, to_path
+
+    path = to_path(section.initial_load_path)
+    own = to_path(section.folder)
+    is_local = isinstance(path, Path) and path.exists()
+    resumes = isinstance(own, Path) and _holds_steps(own)
+    if not is_local or resumes or "model" in section.allow_changes:
+        return
+    from titanlite.checkpoint.source_model import MANIFEST, differences, read_model, remedy
+
+    spec = get_spec(model.name)
+    try:
+        there = read_model(path, model.name, spec)
+    except (CheckpointError, StoreError):
+        # The load tells which file is damaged, and what to do.
+        return
+    if there is None or (there.kind == MANIFEST and _has_patterns(section)):
+        # Tensors that are left out may have other shapes.
+        return
+    found = differences(there, model.name, args)
+    if found:
+        lines = "".join(f"\n  {line}" for line in found)
+        message = (
+            f"{quote(section.initial_load_path)} holds another model, by its {there.kind}:{lines}"
+        )
+        way = _own_entries(model, found) or remedy(there, spec)
+        yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED
+
+
+def _own_entries(model: Model, differences: Sequence[str]) -> str:
+    """Return what to do where `model.flavor = "from_folder"` and the config itself differs from
+    the folder; "" where it does not.
+    """
+    if model.flavor != FROM_FOLDER or model.name == "hf":
+        return ""
+    from titanlite.checkpoint.source_model import OWN_KEYS, key_of
+
+    given = {key_of(name): f"model.overrides.{name}" for name in model.overrides}
+    given |= {key_of(name): key_of(name) for name in OWN_KEYS if getattr(model, name) is not None}
+    keys = [line.partition(" is ")[0] for line in differences]
+    left_out = [given[key] for key in keys if key in given]
+    if not left_out and model.hf_config is not None:
+        left_out = [_CONFIG]
+    if not left_out:
+        return ""
+    taken = f"then {_FLAVOR} = {quote(FROM_FOLDER)} takes the shape from there"
+    return f"leave out {', '.join(left_out)}: {taken}"
+
+
+def _has_patterns(section: Checkpoint) -> bool:
+    """Return whether the config names weights that are not loaded, or may be missing."""
+    parts = set(GROUPS) - {"model"}
+    excluded = [entry for entry in section.exclude_from_loading if entry not in parts]
+    return bool(section.allow_missing or excluded)

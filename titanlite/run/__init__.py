@@ -1,0 +1,1 @@
+"""A resolved config: its derived numbers and its features. No torch here."""

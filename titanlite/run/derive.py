@@ -1,0 +1,211 @@
+"""Derive a run from a config.
+
+It adds what follows from two sections, the number of ranks or the length of the text.
+
+It checks nothing: `titanlite.resolve.load.load_config` does both. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, TypeVar
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config import extensions
+from titanlite.config.idle_keys import idle_keys
+from titanlite.config.keys import sections
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import Config
+from titanlite.config.urls import is_url
+from titanlite.data.course import Course, StepSize
+from titanlite.features import features_of, pipeline_of
+from titanlite.run.config import BatchSizes, MeshSizes, PipelineSizes, RunConfig
+from titanlite.run.length import steps_of
+from titanlite.run.schedule_parts import Told, schedule_of
+from titanlite.utils import counted
+
+S = TypeVar("S", bound=Any)
+
+
+def derive(config: LoadedConfig, world_size: int) -> RunConfig:
+    """Derive the run of a config on `world_size` ranks. It checks nothing.
+
+    A run in epochs has no length yet: `steps` and `schedule.total_steps` are None, and the
+    schedule's other numbers are provisional. `with_length` fills them in.
+    """
+    d = config.sections
+    told = Told(list(config.notes), [])
+    mesh = _mesh(d, world_size, told.notes)
+    batch = _batch(d, mesh, told.notes)
+    if mesh.weight_shards == 1 and d.training.prefetch:
+        told.warnings.append(
+            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
+            "weights"
+        )
+    filled = _filled(d)
+    sizes = PipelineSizes()
+    pipeline = pipeline_of(d.experimental, mesh.pipeline)
+    if pipeline is not None:
+        cut = pipeline.cut(filled, mesh, batch)
+        filled = cut.sections
+        sizes = PipelineSizes(cut.stages, cut.microbatches)
+        told.notes += cut.notes
+        told.warnings += cut.warnings
+    course = _course(filled, batch, told.notes)
+    steps = steps_of(filled, course, told.notes)
+    schedule = schedule_of(filled, steps, course, told)
+    notes, warnings = idle_keys(config)
+    told.notes += notes
+    told.warnings += warnings
+    told.warnings += extensions.not_given(config)
+    run = RunConfig(
+        **{name: getattr(filled, name) for name in sections()},
+        mesh=mesh,
+        batch=batch,
+        course=course,
+        pipeline=sizes,
+        steps=steps,
+        schedule=schedule,
+        notes=tuple(told.notes),
+        warnings=tuple(told.warnings),
+        toml=config.to_toml(),
+    )
+    more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
+    return replace_fields(run, warnings=(*run.warnings, *more))
+
+
+def below(folder: str, path: str) -> str:
+    """Return a path of the run: below `folder`, unless it is absolute or a URL."""
+    return path if is_url(path) else os.path.join(folder, path)
+
+
+# Ranks and batches
+
+
+def degrees_of(d: Config) -> dict[str, int]:
+    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks
+    left over.
+    """
+    replicate = d.training.data_parallel_replicate_degree
+    shard = d.training.data_parallel_shard_degree
+    if d.training.data_parallel_type == "ddp":
+        shard = 1
+        if replicate == 1:
+            replicate = -1
+    return {
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
+        "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
+        "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
+        "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
+    }
+
+
+def parallelism(key: str) -> str:
+    """Return the name of a dimension of the mesh, by the key of its degree."""
+    return key.rpartition(".")[2].removesuffix("_degree")
+
+
+def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
+    # A seed checkpoint holds whole tensors, which any mesh can load.
+    if d.checkpoint.create_seed_checkpoint:
+        notes.append(
+            "one process for any degrees of parallelism: it makes a seed checkpoint and ends"
+        )
+        return MeshSizes(world_size)
+    degrees = degrees_of(d)
+    for key, degree in degrees.items():
+        if degree == -1:
+            degrees[key] = _ranks_left(d, key, degrees, world_size, notes)
+    replicate, shard, tensor, pipeline, context = degrees.values()
+    return MeshSizes(
+        world_size=world_size,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        context=context,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=d.parallelism.expert_parallel_degree,
+    )
+
+
+def _ranks_left(
+    d: Config, key: str, degrees: dict[str, int], world_size: int, notes: list[str]
+) -> int:
+    """Return the degree of the dimension that takes the ranks left over."""
+    fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
+    left = max(world_size // math.prod(fixed.values()), 1)
+    divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
+    why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
+    ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
+    notes.append(f"{parallelism(key)} = {left}: {ranks}")
+    return left
+
+
+def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
+    micro = d.training.batch_size
+    wanted = d.training.global_batch_size
+    ranks = mesh.dp_degree
+    at_once = micro * ranks
+    accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
+    total = at_once * accumulation
+    tokens = total * d.training.seq_len
+    share = f"batch_size {micro} * {counted(ranks, 'data-parallel ranks')}"
+    if wanted == -1:
+        notes.append(f"global batch = {counted(total, 'sequences')}: {share}")
+    else:
+        notes.append(
+            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} "
+            f"/ ({share})"
+        )
+    notes.append(
+        f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len "
+        f"{d.training.seq_len}"
+    )
+    return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
+
+
+def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
+    """Return the sizes of all steps."""
+    total = batch.global_batch_size
+    if not d.data.phase:
+        return Course.steady(StepSize(total, batch.seq_len, total))
+    from titanlite.data.phases import Phases
+
+    course = Phases(d.data.phase, {}, total, batch.tokens_per_step).course()
+    for done, size in course.legs[1:]:
+        notes.append(
+            f"from step {done.steps + 1}: {counted(size.sequences, 'sequences')} * seq_len "
+            f"{size.seq_len} = {size.tokens:,} tokens per step (data.phase)"
+        )
+    return course
+
+
+# Sections that depend on others
+
+
+def _filled(d: Config) -> Config:
+    """Return the sections with folders below that of the run, and with values of other sections."""
+    validation = replace_fields(
+        d.validation,
+        batch_size=d.validation.batch_size or d.training.batch_size,
+        seq_len=d.validation.seq_len or d.training.seq_len,
+    )
+    folder = d.job.dump_folder
+    return replace_fields(
+        d,
+        job=_below(folder, d.job, "save_config_file"),
+        checkpoint=_below(folder, d.checkpoint, "folder"),
+        metrics=_below(folder, d.metrics, "save_tb_folder"),
+        profiling=_below(folder, d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        validation=validation,
+    )
+
+
+def _below(folder: str, section: S, *names: str) -> S:
+    """Return a section with the paths of these names below a folder; empty ones stay."""
+    paths = {name: getattr(section, name) for name in names}
+    joined = {name: below(folder, path) for name, path in paths.items() if path}
+    return replace_fields(section, **joined)

@@ -1,0 +1,131 @@
+"""Rules that concern two features, each with the reason that made it. No torch here.
+
+A rule about one feature and a key is in that feature's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from titanlite.config.rules import Finding, around
+from titanlite.config.sections import ActivationCheckpoint, Config, Experimental, Float8
+from titanlite.config.toml import quote
+
+if TYPE_CHECKING:
+    from titanlite.run.config import RunConfig
+
+_AC_OPTION = "activation_checkpoint.selective_ac_option"
+_EP = "parallelism.expert_parallel_degree"
+_TP = "training.tensor_parallel_degree"
+_CP = "experimental.context_parallel_degree"
+
+
+def compiles_halves(
+    tensor: int,
+    expert: int,
+    ac: ActivationCheckpoint,
+    float8: Float8,
+    experimental: Experimental,
+) -> bool:
+    """Whether `torch.compile` makes two graphs of each block, and not one.
+
+    tensor, expert: ranks that share products, and experts.
+
+    Where ranks share experts, the host reads a number in the middle of a block. Where they share
+    products, whole blocks have wrong gradients before torch 2.13. With full recomputation torch
+    cannot divide their graph: it puts a device mesh among the saved tensors. With offload, float8
+    and asynchronous tensor parallelism the gradients of whole blocks are not tested.
+    """
+    if expert > 1:
+        return True
+    if tensor == 1:
+        return False
+    untested = (
+        ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
+    )
+    divides = ac.by_op or ac.mode == "none"
+    return untested or not divides or version("torch") < "2.13"
+
+
+def halving_key(run: RunConfig) -> str | None:
+    """Return the key of the ranks that make halves of compiled blocks; None: blocks are whole."""
+    mesh = run.mesh
+    if not run.compiles_blocks:
+        return None
+    in_halves = compiles_halves(
+        mesh.tensor, mesh.expert, run.activation_checkpoint, run.float8, run.experimental
+    )
+    if not in_halves:
+        return None
+    return _TP if mesh.tensor > 1 else _EP
+
+
+def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
+    """Find what excludes schedules that split a backward into one for inputs and one for weights.
+
+    Yield the reason and the remedy of each.
+    """
+    ac = d.activation_checkpoint
+    reshard = d.training.reshard_after_forward
+    if d.compiles_blocks:
+        reason = "a compiled block has one backward, which would run twice or fail"
+        yield reason, 'training.compile = false, or compile.components = ["loss"]'
+    if ac.by_op:
+        reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
+        yield reason, 'activation_checkpoint.mode = "full" or "none"'
+    if d.float8.enable_float8_linear:
+        reason = "a float8 linear has one backward, which would run twice"
+        yield reason, "float8.enable_float8_linear = false"
+    if d.lora.rank:
+        reason = "frozen weights are tested with one backward alone"
+        yield reason, "lora.rank = 0"
+    if reshard not in ("default", "never"):
+        frees = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
+        remedy = 'training.reshard_after_forward = "default"'
+        yield f"{frees}: they would get no gradient", remedy
+
+
+def needs_whole_groups(d: Config) -> Iterator[str]:
+    """Find what excludes FSDP groups inside of blocks. Yield the reason of each."""
+    if d.compiles_blocks:
+        yield "training.compile makes one graph of the block around it"
+    if d.activation_checkpoint.by_op:
+        # torch matches a block's operators by their order, and the second time weights are gathered
+        # at other places.
+        yield f'{_AC_OPTION} = "op" runs the block around it again, by operator'
+    if d.activation_checkpoint.offload:
+        # Weights that stay on the device are listed where the block begins; these are gathered
+        # later.
+        yield (
+            "activation_checkpoint.offload would send its gathered weights to host memory with "
+            "the block's"
+        )
+
+
+def uneven_sequences(run: RunConfig) -> Iterator[Finding]:
+    """Find sequences that the ranks of tensor parallelism cannot divide: between products they
+    divide what context parallelism has left of them.
+    """
+    if run.spec.whole_activations:
+        return
+    tensor, context = run.mesh.tensor, run.mesh.context
+    ranks = tensor * context
+    for key, length in run.sequence_lengths.items():
+        if length % ranks == 0:
+            continue
+        by = f"{_TP} {tensor}"
+        if context > 1:
+            by += f" * {_CP} {context}"
+        message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
+        yield "divide", key, message, f"these work: {around(length, ranks)}"
+
+
+def is_below_bf16(d: Config) -> bool:
+    """Whether products are rounded more than those of bf16.
+
+    Then other losses count as equal in the check of a resume, and the MFU, which is of the peak in
+    bf16, says so.
+    """
+    return d.float8.enable_float8_linear

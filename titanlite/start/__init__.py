@@ -1,1 +1,0 @@
-"""From a config and ranks to what a run needs before its first step."""

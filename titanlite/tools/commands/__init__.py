@@ -1,1 +1,0 @@
-"""Commands on configs, data, checkpoints and runs."""

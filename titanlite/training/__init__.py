@@ -1,1 +1,0 @@
-"""What accompanies the loop: validation, bad steps, generation, callbacks of every run."""
