@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from titanlite.cli.push.stage import Form, stage
+from titanlite.cli.push.subject import find_subject
 
 from tests.cli.poison import (
     CODE,
@@ -42,8 +44,6 @@ from titanlite import exit_codes
 from titanlite.cli.command_table import make_parser
 from titanlite.cli.config import DIFFERENT
 from titanlite.cli.main import main
-from titanlite.cli.push.stage import Form, stage
-from titanlite.cli.push.subject import find_subject
 from titanlite.config import trust
 from titanlite.data import DataError
 

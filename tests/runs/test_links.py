@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from titanlite.cli.push.stage import locked
 
 from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT, titanlite
@@ -19,7 +20,6 @@ from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
 from titanlite.checkpoint.pin import pinned
-from titanlite.cli.push.stage import locked
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers.tracker import TrackedRun, Tracker

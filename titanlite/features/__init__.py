@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Mup,
         Training,
     )
+    from titanlite.contrib.hub.feature import HubFeature
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.hub import HubFeature
     from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.tasks import TaskEvaluation
     from titanlite.models.spec import ModelSpec
+
+#: A feature beside the core.
+HUB = "titanlite.contrib.hub.feature:HubFeature"
 
 
 @dataclass(frozen=True)
@@ -227,9 +230,10 @@ def hub_of(section: Checkpoint) -> HubFeature | None:
     """Return uploads to the hub if a repository is named."""
     if not section.hub or not section.enable_checkpoint:
         return None
-    from titanlite.features.hub import HubFeature
+    from titanlite.config.resolve import resolve
 
-    return HubFeature(section)
+    feature: HubFeature = resolve(HUB)(section)
+    return feature
 
 
 def local_saves_of(section: Checkpoint) -> LocalSaves | None:
