@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.hf_files import hf_form
 from titanlite.config.errors import Problem
-from titanlite.features.feature import Feature
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
-    from titanlite.config.sections import Checkpoint
+    from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
 
@@ -28,8 +28,8 @@ class HubFeature(Feature):
 
     key = "checkpoint.hub"
 
-    def __init__(self, section: Checkpoint) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.checkpoint
 
     def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
         """Find an average of the weights that no checkpoint, or not the last one, will hold."""
