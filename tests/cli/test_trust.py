@@ -42,9 +42,9 @@ from titanlite import exit_codes
 from titanlite.cli.command_table import make_parser
 from titanlite.cli.config import DIFFERENT
 from titanlite.cli.main import main
-from titanlite.cli.push.stage import Form, stage
-from titanlite.cli.push.subject import find_subject
 from titanlite.config import trust
+from titanlite.contrib.hub.command import export
+from titanlite.contrib.hub.weights import find_weights
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -155,9 +155,8 @@ def _start(words: list[str]) -> int:
         if words[0] == "eval":
             load_model(arguments)
         else:
-            form = Form(trust_code=arguments.trust_code)
-            work = arguments.source.parent.parent / "exports"
-            stage(find_subject(arguments.source, None, work), form, work)
+            target = arguments.source.parent.parent / "exports"
+            export(find_weights(arguments.source, None), target, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -26,7 +26,7 @@ COMMANDS = {
     "checkpoint": "titanlite.cli.checkpoint:add_commands",
     "export": "titanlite.cli.exchange:add_commands",
     "import": "titanlite.cli.exchange:add_commands",
-    "push": "titanlite.cli.push.command:add_command",
+    "push": "titanlite.contrib.hub.command:add_command",
     "benchmark": "titanlite.cli.benchmark:add_command",
     "tokenizer": "titanlite.cli.hub.tokenizer:add_commands",
     "completion": "titanlite.cli.completion:add_command",
