@@ -141,7 +141,9 @@ def meta_logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch
 
 def test_the_logits_are_those_of_metas_model(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(write_shards, tmp_path / "step-4", ARGS)
-    weights = open_torchtitan(tmp_path / "step-4", "llama3", replace(ARGS, vocab_size=None))
+    weights = open_torchtitan(
+        tmp_path / "step-4", get_spec("llama3"), replace(ARGS, vocab_size=None)
+    )
     assert weights.args == ARGS
     tokens = torch.arange(40)[None] * 7 % 96
     found = our_logits("llama3", ARGS, weights.read, tokens)
@@ -204,7 +206,7 @@ def test_experts_are_where_they_are_here(tmp_path: Path, family: str) -> None:
     names |= {"layers.1.moe.router.gate.weight": (4, 16), "tok_embeddings.weight": (8, 16)}
     there = {name: weight(name, shape) for name, shape in names.items()}
     there["layers.1.moe.expert_bias"] = torch.zeros(4)
-    weights = open_torchtitan(write(tmp_path / "step-1", there), family, args)
+    weights = open_torchtitan(write(tmp_path / "step-1", there), get_spec(family), args)
     found = {name: weights.read(name) for name in weights.parts}
     place = "layers.1.feed_forward."
     assert torch.equal(found.pop(f"{place}gate.weight"), there["layers.1.moe.router.gate.weight"])
@@ -228,7 +230,7 @@ def test_experts_are_where_they_are_here(tmp_path: Path, family: str) -> None:
         assert torch.equal(found[f"{place}experts.{name}"], tensor)
     # A bias that says something is not dropped.
     there["layers.1.moe.expert_bias"] = torch.ones(4)
-    weights = open_torchtitan(write(tmp_path / "step-2", there), family, args)
+    weights = open_torchtitan(write(tmp_path / "step-2", there), get_spec(family), args)
     assert any(name.endswith("expert_bias") for name in weights.parts)
 
 
@@ -285,5 +287,5 @@ def test_files_of_somebody_else_run_no_code(tmp_path: Path, place: str) -> None:
         index.storage_data[at] = replace(info, relative_path="../step-4/__0_0.distcp")
     (source / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match=r"metadata cannot be used|norm.weight"):
-        open_torchtitan(source, "llama3", ARGS).read("norm.weight")
+        open_torchtitan(source, get_spec("llama3"), ARGS).read("norm.weight")
     assert not (tmp_path / "ran").exists()

@@ -18,8 +18,8 @@ from titanlite.data.course import FRESH, Course, Progress, StepSize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.phases import Phases
 from titanlite.data.rows import Row
-from titanlite.data.skip_ranges import Range, ranges_of_steps, take
-from titanlite.metrics.anomalies import Fetched, skip_to, steps_text
+from titanlite.data.skip_ranges import Range, ranges_of_steps, skip_to, take
+from titanlite.metrics.anomalies import Fetched, steps_text
 from titanlite.optim.schedule import LearningRate, Schedule
 
 SEQ_LEN = 10
@@ -178,7 +178,7 @@ def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(
     rows.order.clear()
     run.step = 4
     run.tokens_seen = 4 * 8
-    load_text(run, skip_to(saved, fetched))
+    load_text(run, skip_to(saved, fetched.after))
     go(run, 10)
     # Steps 5 and 6 have 4 rows, later ones 8, and nothing is read twice.
     assert run.tokens_seen == (6 * 4 + 4 * 8) * 2

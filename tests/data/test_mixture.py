@@ -22,9 +22,9 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.mixtures.figures import RowLosses, SourceFigures
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.phases import Phases
-from titanlite.data.skip_ranges import take
+from titanlite.data.skip_ranges import skip_to, take
 from titanlite.loss import cross_entropy_sum
-from titanlite.metrics.anomalies import AnomalyLog, Fetched, skip_to
+from titanlite.metrics.anomalies import AnomalyLog, Fetched
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.resolve.load import load_config
@@ -345,7 +345,7 @@ def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_te
         for index in range(before["next_sequence"], run.loader.position)
     ]
     run.served = {step: pair for step, pair in run.served.items() if step <= 15}
-    run.go_on(skip_to(data, fetched), 15, 240)
+    run.go_on(skip_to(data, fetched.after), 15, 240)
     skipped = [
         run.loader.dataset.locate(index)
         for index in range(before["next_sequence"], run.loader.position)

@@ -80,8 +80,6 @@ class Candidate:
     changes: tuple[str, ...] = ()
     #: The files are another program's.
     is_foreign: bool = False
-    #: They are PEFT's.
-    is_peft: bool = False
 
 
 @dataclass
@@ -303,8 +301,7 @@ class Chooser:
 
     def _judge_peft(self, path: AnyPath) -> Candidate:
         """Return the adapters in a folder of PEFT's, if they fit those of this run."""
-        from titanlite.checkpoint.foreign import as_manifest
-        from titanlite.features.lora.peft import check_record, open_peft
+        from titanlite.checkpoint.foreign import as_manifest, open_weights
 
         record = self.run_config.get("lora")
         if not isinstance(record, dict):
@@ -314,10 +311,11 @@ class Chooser:
             )
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())
-        weights, settings = open_peft(path, *self.model())
-        check_record(path, settings, record)
-        manifest = as_manifest(weights)
-        return Candidate(path, manifest, "from", is_foreign=True, is_peft=True)
+        weights = open_weights(path, *self.model())
+        if differ := _other_adapters(weights.config, record):
+            lines = "".join(f"\n  {line}" for line in differ)
+            raise CheckpointError(f"{path} holds other adapters than [lora] describes:{lines}")
+        return Candidate(path, as_manifest(weights), "from", is_foreign=True)
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
         """Return the weights of another program in `path`, whose config fits the model."""
@@ -381,3 +379,18 @@ def _unequal(name: str, saved: object, wanted: object) -> str:
         return ""
     keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
     return f"{saved} there, {wanted} here{keep}"
+
+
+def _other_adapters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return how two records of adapters differ, a line each; the base is not compared."""
+    lines = []
+    for name in ("rank", "alpha", "rslora"):
+        if theirs.get(name) != ours.get(name):
+            lines.append(f"lora.{name} is {ours.get(name)} here, {theirs.get(name)} there")
+    there = set(theirs.get("targets", ()))
+    here = set(ours.get("targets", ()))
+    for what, names in (("here alone", here - there), ("there alone", there - here)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"lora.targets: {min(names)}{more} has an adapter {what}")
+    return lines

@@ -1,5 +1,4 @@
-"""Weights of other programs: Hugging Face's folders of safetensors files, and Meta's
-consolidated.*.pth.
+"""Weights of other programs, in the formats of one table.
 
 `open_weights` reads names, shapes and the config alone. `WeightsReader` then gives DCP slices of
 the tensors: each rank reads its own part of the model, and has one slice besides it in memory.
@@ -7,7 +6,9 @@ the tensors: each rank reads its own part of the model, and has one slice beside
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,40 +25,41 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES, is_torchtitan
+from titanlite.checkpoint.hf_files import holds_adapters, holds_meta, is_torchtitan
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.source_model import differences, read_model, remedy
 from titanlite.checkpoint.weights import Part, Weights
 from titanlite.models.spec import ModelSpec
 
+#: What knows a format by its files → what opens such weights, as `open_weights` does.
+_FORMATS: dict[Callable[[Path], bool], str] = {
+    holds_adapters: "titanlite.features.lora.peft:open_peft",
+    holds_meta: "titanlite.checkpoint.meta:open_meta",
+    is_torchtitan: "titanlite.checkpoint.torchtitan:open_torchtitan",
+    lambda path: True: "titanlite.checkpoint.hf:open_hf",
+}
+
 
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
     path: a folder with config.json and safetensors files, one such file, Meta's consolidated.*.pth
-    with params.json, or a checkpoint of torchtitan. spec, args: the model that shall take them;
-    None: the one that config.json describes.
+    with params.json, a checkpoint of torchtitan, or a folder of PEFT's. spec, args: the model that
+    shall take them; None: the one that config.json describes.
 
     Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the
     caller's to find, by `Weights.entries`.
     """
     if isinstance(path, StorePath):
         raise CheckpointError(
-            f"{path}: Hugging Face weights are not read from a store; copy it to this machine first"
+            f"{path}: weights of other programs are not read from a store; copy them to this "
+            "machine first"
         )
-    if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(META_FILES)):
-        from titanlite.checkpoint.meta import open_meta
-
-        return open_meta(path, args)
-    if is_torchtitan(path):
-        from titanlite.checkpoint.torchtitan import open_torchtitan
-
-        assert spec is not None
-        return open_torchtitan(path, spec.name, args)
-    from titanlite.checkpoint.hf import open_hf
-
-    return open_hf(path, spec, args)
+    opener = next(opener for knows, opener in _FORMATS.items() if knows(path))
+    module, _, function = opener.partition(":")
+    weights: Weights = getattr(importlib.import_module(module), function)(path, spec, args)
+    return weights
 
 
 # The model that a folder describes, against the section [model]
@@ -102,7 +104,7 @@ class WeightsReader(StorageReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Raises CheckpointError when the files are not those that rank 0 has seen."""
-        weights = self._open()
+        weights = open_weights(self.folder, self._spec, self._args)
         tensors: dict[str, TensorStorageMetadata] = {}
         described = {}
         for name, entry in weights.entries().items():
@@ -119,9 +121,6 @@ class WeightsReader(StorageReader):
         if described != seen:
             raise CheckpointError(f"{self.folder} is not the same for all ranks, or has changed")
         return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
-
-    def _open(self) -> Weights:
-        return open_weights(self.folder, self._spec, self._args)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the slices that this rank needs, one at a time, in the order of the files."""

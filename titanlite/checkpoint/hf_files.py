@@ -41,6 +41,11 @@ def holds_adapters(path: AnyPath) -> bool:
     return (path / PEFT_CONFIG).is_file()
 
 
+def holds_meta(path: Path) -> bool:
+    """Return whether a path is a folder of Meta's."""
+    return (path / META_CONFIG).is_file() and any(path.glob(META_FILES))
+
+
 def holds_weights(path: AnyPath) -> bool:
     """Return whether a path is a folder or file of weights of another program, by its content."""
     if isinstance(path, StorePath):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.choice import Candidate, Chooser
-from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of
+from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of, weight_of
 from titanlite.checkpoint.selection import Selection, select
 from titanlite.checkpoint.storage import (
     PLACES,
@@ -235,10 +235,6 @@ class Loader:
     def _reader(self, candidate: Candidate) -> CheckedReader | WeightsReader:
         if not candidate.is_foreign:
             return CheckedReader(candidate.folder, candidate.manifest)
-        if candidate.is_peft:
-            from titanlite.features.lora.peft import PeftReader
-
-            return PeftReader(candidate.folder, candidate.manifest, *self.model())
         from titanlite.checkpoint.foreign import WeightsReader
 
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())
@@ -266,12 +262,8 @@ class Loader:
             if group_of(name) == "optimizer":
                 # `gather` gave it a state of one step.
                 tensors[name].zero_()
-        new = self.averages.keys() - state.keys()
-        if new:
-            from titanlite.features.ema.names import weight_of
-
-            for name in new:
-                self.averages[name].copy_(tensors[weight_of(name)])
+        for name in self.averages.keys() - state.keys():
+            self.averages[name].copy_(tensors[weight_of(name)])
 
     def _fill(self, reader: CheckedReader | WeightsReader, state: Tensors) -> None:
         with dcp_errors(f"loading {reader.folder}"):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 #: Prefix of the names of weights.
 WEIGHT = "model."
+#: The same of averages of the weights.
+AVERAGE = "ema."
 #: Endings of the names of biases that balance experts, ours and those of `transformers`.
 EXPERT_BIAS = (".expert_bias", ".e_score_correction_bias")
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
@@ -30,6 +32,16 @@ RESUME = "resume"
 def group_of(name: str) -> str:
     """Return the part of a checkpoint that a tensor belongs to, one of `GROUPS`."""
     return name.partition(".")[0]
+
+
+def average_of(weight: str) -> str:
+    """Return the name of a weight's average."""
+    return AVERAGE + weight.removeprefix(WEIGHT)
+
+
+def weight_of(average: str) -> str:
+    """Return the name of the weight that an average is of."""
+    return WEIGHT + average.removeprefix(AVERAGE)
 
 
 @dataclass(frozen=True)

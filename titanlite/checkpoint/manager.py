@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
-from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.loaded import LoadedState, weight_of
 from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path, write_whole
 from titanlite.checkpoint.retention import (
@@ -41,6 +41,7 @@ from titanlite.checkpoint.storage import (
     HashingWriter,
     Tensors,
     Written,
+    converted,
     dcp_errors,
     describe,
     gather,
@@ -335,10 +336,10 @@ class Checkpointer:
             tensors = gather(model, optimizer)
             generators = rng_state(self._world.device, self._world.size)
             return {**tensors, **self._averages, RNG: generators}
-        from titanlite.checkpoint.weights_only import weights_to_save
-
-        averages = self._averages if self.config.export_ema else {}
-        return weights_to_save(model, averages, weights_only)
+        tensors = gather(model)
+        if self.config.export_ema:
+            tensors |= {weight_of(name): average for name, average in self._averages.items()}
+        return {name: converted(name, one, weights_only) for name, one in tensors.items()}
 
     def _mark(self, step: int) -> None:
         """On rank 0: mark the folder of a save, when what has its place is gone."""

@@ -20,9 +20,10 @@ from titanlite.models.families import get_spec
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.llama_hf import hf_names, permute
+from titanlite.models.spec import ModelSpec
 
 
-def open_meta(path: Path, args: LlamaArgs | None) -> Weights:
+def open_meta(path: Path, _: ModelSpec | None, args: LlamaArgs | None) -> Weights:
     """Return the weights of a folder of Meta's: args are those of the model, None: those of
     params.json.
     """

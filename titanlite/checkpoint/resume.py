@@ -16,9 +16,9 @@ from titanlite.checkpoint.loaded import HELD_OUT, RESUME, LoadedState
 from titanlite.checkpoint.manifest import Manifest, steps_in
 from titanlite.data.course import Progress
 from titanlite.data.loader import gather_state
+from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state import StateError, check_loader
 from titanlite.dist.dist_env import log_once
-from titanlite.metrics.anomalies import skip_to
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.utils import logger
 
@@ -143,7 +143,7 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
         raise bad from error
     fetched = trainer.recent[bad.step]
     data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
-    train = {**loaded.train, "data": skip_to(data, fetched)}
+    train = {**loaded.train, "data": skip_to(data, fetched.after)}
     trainer.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
     restore(trainer, trainer.loaded)
     trainer.recent.clear()

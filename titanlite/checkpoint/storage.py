@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +47,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
-from titanlite.parallel.own_linear import weights_replaced
+from titanlite.dist.local import plain
+from titanlite.parallel.own_linear import adapter_names, weights_replaced
 from titanlite.utils import logger, note_progress
 
 if TYPE_CHECKING:
@@ -76,13 +76,10 @@ def gather(
     An optimizer without a step first gets the state of a step without gradients, as a target of the
     load.
     """
-    weights = cast(Tensors, state_dicts.get_model_state_dict(model))
-    if "torchao" in sys.modules:
-        # float8 wraps weights that are gathered in it; a checkpoint holds plain ones.
-        from titanlite.features.float8.gathered import plain
-
-        weights = {name: plain(tensor) for name, tensor in weights.items()}
-    adapters = _adapters_of(model)
+    found = cast(Tensors, state_dicts.get_model_state_dict(model))
+    # float8 wraps weights that are gathered in it; a checkpoint holds plain ones.
+    weights = {name: plain(tensor) for name, tensor in found.items()}
+    adapters = adapter_names(model)
     if adapters:
         weights = {name: one for name, one in weights.items() if (name in adapters) != frozen}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -90,15 +87,6 @@ def gather(
         for name, value in _optimizer_state(model, optimizer).items():
             tensors[f"optimizer.{name}"] = value
     return tensors
-
-
-def _adapters_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained beside frozen ones; empty: all are."""
-    if "titanlite.features.lora.modules" not in sys.modules:
-        return set()
-    from titanlite.parallel.own_linear import adapter_names
-
-    return adapter_names(model)
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -137,7 +125,7 @@ def scatter(
     as configured.
     """
     # Of a model with adapters a part.
-    options = state_dicts.StateDictOptions(strict=not _adapters_of(model))
+    options = state_dicts.StateDictOptions(strict=not adapter_names(model))
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."), options=options)
     weights_replaced(model)
     if optimizer is None:

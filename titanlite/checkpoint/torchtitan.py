@@ -23,6 +23,7 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import DCP_INDEX
 from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.llama_hf import permute
+from titanlite.models.spec import ModelSpec
 
 #: Families that torchtitan has, and whether it rotates pairs of neighbours where we rotate halves.
 _FAMILIES = {
@@ -58,12 +59,13 @@ _STACKS = {
 }
 
 
-def open_torchtitan(path: Path, family: str, args: Any) -> Weights:
-    """Return the weights in a folder `step-N` of torchtitan's. family, args: of their model, which
+def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
+    """Return the weights in a folder `step-N` of torchtitan's. spec, args: of their model, which
     the folder does not tell.
 
     Raises CheckpointError.
     """
+    family = spec.name
     if family not in _FAMILIES:
         raise CheckpointError(
             f"{path} is of torchtitan, whose models are {', '.join(_FAMILIES)} here: set model.name"

@@ -5,7 +5,7 @@ A range is [first, end) by global index of sequences; several ranges are sorted 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titanlite.config.data_sections import steps_of
@@ -91,3 +91,19 @@ def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range,
     """Return the part of these ranges that was served before a loader's `state`."""
     past = before(state["next_sequence"], merged(skip))
     return without(past, merged(state.get("left_out", ())))
+
+
+def skip_to(data: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loader state `data`, moved to the place of the state `after`; the text between the
+    two is skipped.
+    """
+    between = data["next_sequence"], after["next_sequence"]
+    left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
+    moved = {**data, "next_sequence": between[1], "left_out": left_out}
+    served = after.get("rows", {})
+    if "segments" in served:
+        # A mixture: the stretch that is skipped had the shares of this run, not those of the
+        # checkpoint.
+        order = {name: served[name] for name in ("names", "plan", "segments")}
+        moved["rows"] = {**data.get("rows", {}), "slots": served["slots"], **order}
+    return moved

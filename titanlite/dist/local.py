@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +20,29 @@ def plain_local(tensor: Tensor) -> Tensor:
     No operator of DTensor runs: a thread that ran one releases references without Python's lock.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wrapper_of(tensor: Tensor) -> Any:
+    """Return torchao's wrapper of a weight that is gathered in float8, or None."""
+    part = plain_local(tensor)
+    module = sys.modules.get("torchao.float8.fsdp_utils")
+    if module is None or not isinstance(part, module.WeightWithDynamicFloat8CastTensor):
+        return None
+    return part
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as
+    it is.
+    """
+    wrapper = wrapper_of(tensor)
+    if wrapper is None:
+        return tensor
+    inner: Tensor = wrapper._tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return inner
+    # Keep the placements: `from_local` does not take those of tensor parallelism under FSDP.
+    return DTensor(inner, tensor._spec, requires_grad=False)
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

@@ -192,19 +192,3 @@ def steps_text(first: int, end: int, course: Course) -> str:
     begin = course.steps_with_rows(first + 1)
     last = course.steps_with_rows(end)
     return str(begin) if begin == last else f"{begin}-{last}"
-
-
-def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
-    """Return the loader state `data`, moved behind the step `bad`; the text between the two is
-    skipped.
-    """
-    between = data["next_sequence"], bad.after["next_sequence"]
-    left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
-    moved = {**data, "next_sequence": between[1], "left_out": left_out}
-    served = bad.after.get("rows", {})
-    if "segments" in served:
-        # A mixture: the stretch that is skipped had the shares of this run, not those of the
-        # checkpoint.
-        order = {name: served[name] for name in ("names", "plan", "segments")}
-        moved["rows"] = {**data.get("rows", {}), "slots": served["slots"], **order}
-    return moved

@@ -36,7 +36,7 @@ from titanlite.checkpoint.hf_save import (
     write_configs,
     write_files,
 )
-from titanlite.checkpoint.loaded import WEIGHT
+from titanlite.checkpoint.loaded import AVERAGE, WEIGHT
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
@@ -56,7 +56,6 @@ from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, qui
 from titanlite.cli.hub.torch_file import MODEL, STATE, STEP, write_torch
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.files import FILES, hf_files
-from titanlite.features.ema.names import AVERAGE
 from titanlite.features.lora.settings import RECORD, without_adapters
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record

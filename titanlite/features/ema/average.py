@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
+from titanlite.checkpoint.loaded import average_of
 from titanlite.dist.local import local, parts_of
-from titanlite.features.ema.names import average_of
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.own_linear import weights_replaced
 

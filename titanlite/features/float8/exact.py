@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlite.dist.local import parts_of
-from titanlite.features.float8.gathered import plain, wrapper_of
+from titanlite.dist.local import parts_of, plain, wrapper_of
 from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.parallel.fsdp import free_gathered
 

@@ -5,42 +5,15 @@ after_update = ScalePrecompute(model, mesh)   # for a step, once there is memory
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from titanlite.dist.local import plain_local
+from titanlite.dist.local import wrapper_of
 from titanlite.features.float8.package import float8_linears, torchao
 from titanlite.parallel.meshes import fsdp_mesh
-
-
-def wrapper_of(tensor: Tensor) -> Any:
-    """Return torchao's wrapper of a weight that is gathered in float8, or None."""
-    local = plain_local(tensor)
-    module = sys.modules.get("torchao.float8.fsdp_utils")
-    if module is None or not isinstance(local, module.WeightWithDynamicFloat8CastTensor):
-        return None
-    return local
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as
-    it is.
-    """
-    wrapper = wrapper_of(tensor)
-    if wrapper is None:
-        return tensor
-    inner: Tensor = wrapper._tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return inner
-    # Keep the placements: `from_local` does not take those of tensor parallelism under FSDP.
-    return DTensor(inner, tensor._spec, requires_grad=False)
 
 
 class ScalePrecompute:

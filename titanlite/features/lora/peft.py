@@ -7,6 +7,7 @@ A name there is Hugging Face's of the linear, between a prefix and the matrix: o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,13 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.foreign import WeightsReader
 from titanlite.checkpoint.hf import DTYPES, open_safetensors
 from titanlite.checkpoint.hf_files import PEFT_CONFIG, PEFT_FILE
 from titanlite.checkpoint.hf_save import as_json, begin_folder, publish_folder
-from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder
+from titanlite.checkpoint.paths import AnyPath, remove_folder
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
-from titanlite.features.lora.settings import DOWN, UP, Adapters, differing, names_at_hf
+from titanlite.features.lora.settings import DOWN, UP, Adapters, names_at_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.spec import ModelSpec, Size
 from titanlite.utils import sync
@@ -61,22 +61,12 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _INIT = "init_lora_weights"
 
 
-class PeftReader(WeightsReader):
-    """Gives DCP the adapters of a folder of PEFT's under the names of a checkpoint."""
-
-    def _open(self) -> Weights:
-        return open_peft(self.folder, self._spec, self._args)[0]
-
-
-def open_peft(path: AnyPath, spec: ModelSpec, args: Any) -> tuple[Weights, Adapters]:
+def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
     """Open the adapters in a folder of PEFT's: names and shapes; the tensors are read later.
 
-    spec, args: the model that they belong to. Raises CheckpointError, naming file, entry or tensor.
+    `Weights.config` is their record. spec, args: the model that they belong to. Raises
+    CheckpointError, naming file, entry or tensor.
     """
-    if isinstance(path, StorePath):
-        raise CheckpointError(
-            f"{path}: PEFT's files are not read from a store; copy them to this machine first"
-        )
     rank, alpha, rslora = _settings(path / PEFT_CONFIG)
     file = path / PEFT_FILE
     if not file.is_file():
@@ -95,7 +85,8 @@ def open_peft(path: AnyPath, spec: ModelSpec, args: Any) -> tuple[Weights, Adapt
         shape = tuple(view.get_shape())
         parts[ours[name]] = [Part(file, name, dtype, shape, partial(_sliced, view)).at_start()]
     weights = Weights(path, spec.name, args, parts)
-    return weights, Adapters(rank, alpha, rslora, _sizes(file, weights, rank))
+    adapters = Adapters(rank, alpha, rslora, _sizes(file, weights, rank))
+    return replace(weights, config=adapters.as_record())
 
 
 def _settings(file: AnyPath) -> tuple[int, float, bool]:
@@ -153,17 +144,6 @@ def _sizes(file: AnyPath, weights: Weights, rank: int) -> dict[str, Size]:
 def _sliced(view: Any, slices: Slices) -> Tensor:
     tensor: Tensor = view[slices]
     return tensor
-
-
-def check_record(path: AnyPath, adapters: Adapters, record: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the adapters of a folder are those that a run has by its keys.
-
-    record: of the run.
-    """
-    differ = differing(adapters.as_record(), record)
-    if differ:
-        lines = "".join(f"\n  {line}" for line in differ)
-        raise CheckpointError(f"{path} holds other adapters than [lora] describes:{lines}")
 
 
 def base_of(path: AnyPath) -> str:

@@ -135,18 +135,3 @@ def is_target(entry: str, name: str, at_hf: str) -> bool:
 def without_adapters(fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the fingerprints of a run without those of its adapters."""
     return {name: one for name, one in fingerprints.items() if name not in (RECORD, BASE)}
-
-
-def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return how two records of adapters differ, a line each; the base is not compared."""
-    lines = []
-    for name in ("rank", "alpha", "rslora"):
-        if theirs.get(name) != ours.get(name):
-            lines.append(f"lora.{name} is {ours.get(name)} here, {theirs.get(name)} there")
-    there = set(theirs.get("targets", ()))
-    here = set(ours.get("targets", ()))
-    for what, names in (("here alone", here - there), ("there alone", there - here)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"lora.targets: {min(names)}{more} has an adapter {what}")
-    return lines

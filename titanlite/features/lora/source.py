@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,7 @@ def of_checkpoint(folder: AnyPath, manifest: Manifest, read: Read, prefix: str) 
         record = entry_of(manifest.config, RECORD, dict)
         base = entry_of(record, BASE, dict)
         digests = {str(name): str(one) for name, one in entry_of(base, "tensors", dict).items()}
-        sizes = {}
-        for name in texts_of(record, "targets"):
-            down = manifest.tensors[f"{prefix}{name}.{DOWN}"][1]
-            up = manifest.tensors[f"{prefix}{name}.{UP}"][1]
-            sizes[name] = Size(down[1], up[0])
-        adapters = Adapters(
-            entry_of(record, "rank", int),
-            entry_of(record, "alpha", float),
-            entry_of(record, "rslora", bool),
-            sizes,
-        )
+        adapters = _adapters(record, lambda name: manifest.tensors[prefix + name][1])
         place = entry_of(base, "path", str)
     except (ValueError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{folder / FILE}: its adapters cannot be read: {error}") from None
@@ -62,10 +52,25 @@ def of_checkpoint(folder: AnyPath, manifest: Manifest, read: Read, prefix: str) 
 
 def of_peft(path: AnyPath, spec: Any, args: Any) -> AdapterFiles:
     """Return the adapters in a folder of PEFT's. Raises CheckpointError."""
-    from titanlite.features.lora.peft import base_of, open_peft
+    from titanlite.checkpoint.foreign import open_weights
+    from titanlite.features.lora.peft import base_of
 
-    weights, adapters = open_peft(path, spec, args)
+    weights = open_weights(path, spec, args)
+    adapters = _adapters(weights.config, weights.shape)
     return AdapterFiles(path, adapters, weights.read, base_of(path))
+
+
+def _adapters(record: Mapping[str, Any], shape: Callable[[str], Sequence[int]]) -> Adapters:
+    """Return the adapters of a record. shape: of a parameter, by its name."""
+    sizes = {}
+    for name in texts_of(record, "targets"):
+        sizes[name] = Size(shape(f"{name}.{DOWN}")[1], shape(f"{name}.{UP}")[0])
+    return Adapters(
+        entry_of(record, "rank", int),
+        entry_of(record, "alpha", float),
+        entry_of(record, "rslora", bool),
+        sizes,
+    )
 
 
 def base_path(files_base: str, given: AnyPath | None, adapters: AnyPath) -> AnyPath:
