@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.contact import fetch_remedy
+from titanlite.data.connectivity import fetch_remedy
 from titanlite.data.foreign.find import Found, beside, find_tokens
 from titanlite.data.foreign.headers import (
     DATATROVE,
