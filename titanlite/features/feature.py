@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -32,15 +31,15 @@ class Feature:
 
     # Before the ranks start. Nothing here imports torch.
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         """Find keys that exclude each other on any ranks and with any model."""
         return ()
 
-    def rank_misfits(self, run: RunConfig) -> Iterable[Finding]:
+    def rank_problems(self, run: RunConfig) -> Iterable[Problem]:
         """Find what does not fit the number of ranks."""
         return ()
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
         """Find what does not fit the model on these ranks.
 
         args: the model's. `vocab_size` is None where the tokenizer decides it.

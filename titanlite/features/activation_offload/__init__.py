@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from titanlite.config.rules import Finding
+from titanlite.config.errors import Problem
 from titanlite.features.feature import Feature
 from titanlite.utils import human_bytes
 
@@ -35,7 +35,7 @@ class ActivationOffload(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Check that blocks do not recompute by operator."""
         if not config.sections.activation_checkpoint.by_op:
             return
@@ -44,7 +44,7 @@ class ActivationOffload(Feature):
             "the device"
         )
         hint = 'take mode = "full", or selective_ac_option = "N"'
-        yield "conflict", self.key, message, hint
+        yield Problem("conflict", self.key, message, hint)
 
     # The model: `titanlite.parallel.activation_checkpoint` calls it last
 

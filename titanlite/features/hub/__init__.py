@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Checkpoint
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
@@ -45,7 +45,7 @@ class HubFeature(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Find weights that no checkpoint, or not the last one, will hold."""
         section = self.section
         if not section.hub_ema:
@@ -53,10 +53,10 @@ class HubFeature(Feature):
         key = "checkpoint.hub_ema"
         if not config.sections.optimizer.ema_decay:
             message = "needs an average of the weights, and optimizer.ema_decay is 0"
-            yield "conflict", key, message, "set optimizer.ema_decay"
+            yield Problem("conflict", key, message, "set optimizer.ema_decay")
         elif section.model_weights_only and not section.export_ema:
             message = "finds no average in the last save, of checkpoint.model_weights_only"
-            yield "conflict", key, message, "set checkpoint.export_ema"
+            yield Problem("conflict", key, message, "set checkpoint.export_ema")
 
     # On the machine of a rank
 
@@ -64,12 +64,12 @@ class HubFeature(Feature):
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
         problem = _contact_problem(self.section.hub, run.job.dump_folder, run.checkpoint.folder)
         if problem:
-            yield Problem("", self.key, problem)
+            yield Problem("does-not-fit", self.key, problem)
         try:
             if args is not None:
                 hf_form(run.spec, args)
         except ValueError as error:
-            yield Problem("", self.key, str(error), "train without it")
+            yield Problem("does-not-fit", self.key, str(error), "train without it")
 
     # The run: `titanlite.assembly.callbacks` calls this
 

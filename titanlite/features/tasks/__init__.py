@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.rules import Finding
 from titanlite.features.feature import Feature
 from titanlite.features.tasks import entries
 
@@ -44,7 +43,7 @@ class TaskEvaluation(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Find entries that cannot be told apart, and keys for tasks that are not there."""
         section = config.sections.eval
         yield from entries.entry_problems(section.tasks)
@@ -53,9 +52,9 @@ class TaskEvaluation(Feature):
         for name in ("num_fewshot", "include_path"):
             if getattr(section, name) is not None:
                 message = "is for tasks of lm-evaluation-harness, and eval.tasks has files alone"
-                yield "conflict", f"eval.{name}", message, "leave it out"
+                yield Problem("conflict", f"eval.{name}", message, "leave it out")
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterator[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterator[Problem]:
         """Check that padding changes nothing where ranks share sequences."""
         scaling = getattr(args, "rope_scaling", None)
         above = getattr(scaling, "varies_above", None)
@@ -66,7 +65,7 @@ class TaskEvaluation(Feature):
             f"cannot be exact: above {above} tokens RoPE tables depend on the length, and these "
             "ranks pad a text"
         )
-        yield "conflict", self.key, message, "evaluate checkpoints by `titanlite eval`"
+        yield Problem("conflict", self.key, message, "evaluate checkpoints by `titanlite eval`")
 
     # The tasks: `titanlite.assembly.datasets` calls this
 
@@ -159,5 +158,5 @@ def _refuse_writing(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
                 "cannot"
             )
             hint = "run it by `titanlite eval`"
-            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+            problems.append(Problem("conflict", entries.KEY, message, hint))
     refuse(problems)

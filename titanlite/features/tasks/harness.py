@@ -145,7 +145,7 @@ def load_tasks(
     for name in unknown_names(manager, names):
         message = f"the harness has no task {name!r}"
         hint = "`lm_eval ls tasks` lists them, eval.include_path adds yours"
-        problems.append(Problem("", KEY, message, hint, code="unknown-value"))
+        problems.append(Problem("unknown-value", KEY, message, hint))
     refuse(problems)
     for task in found:
         problems += _loaded(task)
@@ -165,7 +165,7 @@ def load_problem(task: HarnessTask, names: Sequence[str], key: str) -> Problem |
         if not _is_of_network(error):
             message = f"{named} cannot be loaded: {type(error).__name__}: {error}"
             hint = "correct its file, or leave it out"
-            return Problem("", key, message, hint, code="unknown-value")
+            return Problem("unknown-value", key, message, hint)
         data = re.search(r"'([^']+)' on the Hub", str(error))
         what = f"the data set {data[1]}" if data else "data that is not on this machine"
         message = f"{named} cannot be loaded: {what} is not in the cache, and cannot be fetched"
@@ -174,7 +174,7 @@ def load_problem(task: HarnessTask, names: Sequence[str], key: str) -> Problem |
             "with a network, copy its HF_HOME (~/.cache/huggingface) here, and set "
             "HF_DATASETS_OFFLINE=1"
         )
-        return Problem("", key, f"{message} ({words(error)})", hint, code="unreadable")
+        return Problem("unreadable", key, f"{message} ({words(error)})", hint)
     return None
 
 
@@ -198,7 +198,7 @@ def _loaded(task: HarnessTask) -> Iterator[Problem]:
         yield problem
     elif task.runs_code:
         message = f"the task {task.name} runs code that the model writes"
-        yield Problem("", KEY, message, "run it apart from training", code="conflict")
+        yield Problem("conflict", KEY, message, "run it apart from training")
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
