@@ -22,7 +22,6 @@ from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import experts_of, features_of, moe_layers_of
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
@@ -30,6 +29,7 @@ from titanlite.models.spec import ShapeError
 from titanlite.resolve import model_rules, rank_rules
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import below, degrees_of, derive
+from titanlite.run.features import features_of, moe_layers_of
 from titanlite.utils import is_dotted
 
 _TP = "training.tensor_parallel_degree"
@@ -124,7 +124,7 @@ def smallest_world(config: LoadedConfig) -> int:
     if degrees[shard] == -1:
         reshard = d.training.reshard_after_forward
         degrees[shard] = reshard if isinstance(reshard, int) else 1
-        experts = experts_of(d.parallelism.expert_parallel_degree)
+        experts = features_of(d).experts
         if experts is not None:
             context = degrees["experimental.context_parallel_degree"]
             degrees[shard] *= experts.fewest_shards(context * degrees[_TP])
@@ -203,14 +203,14 @@ def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
-    features = features_of(run)
+    features = run.features
     pipeline = features.pipeline
     found = list(rank_rules.mesh_problems(d, run))
     if not found:
         for rule in rank_rules.RULES:
             found += rule(d, run)
-        for feature in features.on:
-            found += feature.rank_problems(run)
+        if features.context is not None:
+            found += features.context.rank_problems(run)
         if pipeline is not None:
             found += pipeline.problems(d, run)
     if not found and pipeline is not None:

@@ -14,7 +14,6 @@ from titanlite.config.rules import divisors
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote
-from titanlite.features import features_of
 from titanlite.run.config import RunConfig
 from titanlite.run.interactions import halving_key, uneven_sequences
 
@@ -121,7 +120,7 @@ def _not_offered(run: RunConfig, args: Any) -> Iterator[Problem]:
     halving = halving_key(run)
     if halving is not None:
         fields["sublayer_names"] = halving
-    for feature in features_of(run).on:
+    for feature in run.features.on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
     for field, key in fields.items():
