@@ -156,7 +156,7 @@ class ModelSpec:
     #: the kinds of `titanlite.parallel.tensor_whole`.
     whole_activations: bool = False
     #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
-    #: "": it can. Asked of the keys of `titanlite.resolve.rank_rules.refused_keys`.
+    #: "": it can. Asked of the keys of `titanlite.resolve.model_rules`.
     why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
 
     def moe_layers(self, args: Any) -> dict[str, int]:
