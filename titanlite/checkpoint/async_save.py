@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
@@ -64,6 +65,7 @@ class AsyncSave:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()
+        self._hook: RemovableHandle | None = None
         # Not DCP's DefaultStager: that of torch 2.11 can copy once only.
         self._stager = StateDictStager(pin_memory=pinned and device.type == "cuda")
         self._timeout = timeout
@@ -80,16 +82,24 @@ class AsyncSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]
+        self,
+        step: int,
+        folder: AnyPath,
+        work: Callable[[Copy, dist.ProcessGroup], None],
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         """In the thread that `prepare` has started, call `work(copy, group)`, which writes
         `copy(tensors)`.
 
-        When `await_copy` returns the tensors may change. An error goes into the outcome;
-        `raise_bad` raises a WeightsError, which `work` raises on all ranks or none.
+        When `await_copy` returns the tensors may change; the optimizer waits for that. An error
+        goes into the outcome; `raise_bad` raises a WeightsError, which `work` raises on all ranks
+        or none.
         """
         started = time.perf_counter()
         self._copied.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         if self._stream is not None:
             # For the update that was issued.
             self._stream.wait_stream(torch.cuda.current_stream())
