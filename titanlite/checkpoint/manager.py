@@ -243,12 +243,13 @@ class Checkpointer:
         save = Save(folder, tensors, unconverted, draft, proven)
         if in_hf:
             self._write_hf(save, self._group)
-            self._report_foreground(save)
-        elif self._async and self._async.prepare(self._group):
+            if self._async:
+                self._async.report(step, folder, time.perf_counter() - self._began)
+        elif self._async:
+            self._async.prepare(self._group)
             self._async.start(step, folder, partial(self._write, save), optimizer)
         else:
             self._write(save, lambda tensors: tensors, self._group)
-            self._report_foreground(save)
         return folder
 
     def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
@@ -302,12 +303,6 @@ class Checkpointer:
         if self._async:
             self._async.wait()
             self._async.raise_bad()
-
-    def _report_foreground(self, save: Save) -> None:
-        """Tell `poll` of a save that did not run in the background."""
-        if self._async:
-            seconds = time.perf_counter() - self._began
-            self._async.report(save.draft.step, save.folder, seconds)
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async
 from titanlite.checkpoint.manifest import FILE, Manifest, find
 from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import Tensors, describe, on_each_rank
+from titanlite.checkpoint.storage import describe, on_each_rank
 from titanlite.features.local_saves.abandoned import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
@@ -194,33 +192,24 @@ class TieredCheckpointer(Checkpointer):
             self._copies,
         )
         saving = self._local_async
-        if not saving.prepare(self._group):
-            began = time.perf_counter()
-            problem = ""
-            try:
-                writer.write(save, _as_is, self._group)
-            except CheckpointError as error:
-                problem = str(error)
-            self._tell(step, problem, time.perf_counter() - began)
-        elif self._async is None:
-            work = partial(_without_copy, writer, save)
-            saving.start(step, save.folder, work, optimizer)
+        saving.prepare(self._group)
+
+        def work(copy: Copy, group: dist.ProcessGroup) -> None:
+            # No copy where the loop waits.
+            writer.write(save, copy if self._async else lambda tensors: tensors, group)
+
+        saving.start(step, save.folder, work, optimizer)
+        if self._async is None:
             self.wait_for_local()
-        else:
-            saving.start(step, save.folder, partial(writer.write, save), optimizer)
 
     def poll_local(self) -> None:
         """Log how local saves in the background ended. It neither waits nor communicates."""
         while outcome := self._local_async.poll():
-            self._tell(outcome.step, outcome.problem, outcome.seconds)
-
-    def _tell(self, step: int, problem: str, seconds: float) -> None:
-        if self._world.rank != 0:
-            return
-        if problem:
-            logger.warning(f"step {step}: no local save was written: {problem}")
-        else:
-            logger.info(f"local save of step {step} written in {human_time(seconds)}")
+            step, problem = outcome.step, outcome.problem
+            if self._world.rank == 0 and problem:
+                logger.warning(f"step {step}: no local save was written: {problem}")
+            elif self._world.rank == 0:
+                logger.info(f"local save of step {step} written in {human_time(outcome.seconds)}")
 
     def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
         draft = super()._draft(step, tensors, train)
@@ -246,16 +235,6 @@ class TieredCheckpointer(Checkpointer):
     def close(self) -> None:
         self._local_async.close()
         super().close()
-
-
-def _without_copy(writer: LocalWriter, save: Save, _: Copy, group: dist.ProcessGroup) -> None:
-    """Write a save while the loop waits."""
-    writer.write(save, _as_is, group)
-
-
-def _as_is(tensors: Tensors) -> Tensors:
-    """Make no copy: the loop waits."""
-    return tensors
 
 
 def _ensure(path: Path, content: bytes) -> None:
