@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
+    from titanlite.contrib.hub.feature import HubFeature
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.hub import HubFeature
     from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
@@ -192,7 +192,7 @@ FEATURES = (
     ),
     Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
     Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
-    Entry("hub", "titanlite.features.hub:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
+    Entry("hub", "titanlite.contrib.hub.feature:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
     Entry(
         "local_saves",
         "titanlite.features.local_saves:LocalSaves",
