@@ -106,16 +106,18 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     """A cell: builds, answers each line on stdin with one step, and says its peak at the end."""
     sys.path.insert(0, str(ROOT))
     import torch
+    from msgspec.structs import replace as replace_fields
 
     from titanlite.config.model_sections import Optimizer
     from titanlite.config.sections import ActivationCheckpoint, Compile, Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.dist.dist_env import DistEnv
     from titanlite.metrics.throughput import reset_peak
-    from titanlite.models import LlamaArgs, get_spec
+    from titanlite.models import LlamaArgs
     from titanlite.optim.guard import FiniteGuard
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.resolve.load import load_config
     from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
@@ -127,15 +129,13 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     )
     with DistEnv.open() as world:
         device = world.device
-        builder = ModelBuilder(
-            get_spec("llama3"),
-            args,
-            world.build_mesh(),
-            device,
-            Training(mixed_precision_param=shape.dtype, compile=compiled),  # type: ignore[arg-type]
+        run = replace_fields(
+            load_config("debug_model.toml", 1),
+            training=Training(mixed_precision_param=shape.dtype, compile=compiled),  # type: ignore[arg-type]
             activation_checkpoint=ActivationCheckpoint(**plan),
             compile=Compile(components=["model"]),
         )
+        builder = ModelBuilder(run, args, world.build_mesh(), device)
         kept = kept_bytes(args, shape, plan["mode"], plan.get("selective_ac_option", "op"))
         model = builder.build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), device)

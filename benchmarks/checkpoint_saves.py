@@ -104,20 +104,22 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
 
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.config.model_sections import Optimizer
-    from titanlite.config.sections import Checkpoint, Training
+    from titanlite.config.sections import Checkpoint
     from titanlite.data.loader import Batch, to_device
     from titanlite.dist.dist_env import DistEnv
-    from titanlite.models import LlamaArgs, get_spec
+    from titanlite.models import LlamaArgs
     from titanlite.optim.guard import FiniteGuard
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.resolve.load import load_config
     from titanlite.step import PlainRunner, TrainStep, do_nothing
 
     with DistEnv.open() as world:
         mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
-        training = Training(mixed_precision_param="float32")
-        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
+        flags = ["--training.mixed_precision_param=float32"]
+        run = load_config("debug_model.toml", world.size, flags)
+        model = ModelBuilder(run, args, mesh, world.device).build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), world.device)
         train_step = TrainStep(
             model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0

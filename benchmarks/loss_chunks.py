@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from titanlite.config.model_sections import Optimizer
-from titanlite.config.sections import Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.throughput import device_name
-from titanlite.models import LlamaArgs, get_spec
+from titanlite.models import LlamaArgs
 from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.resolve.load import load_config
 from titanlite.step import PlainRunner, TrainStep
 
 MIB = 2**20
@@ -50,8 +50,12 @@ class Cell:
 
     def __init__(self, world: DistEnv, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
-        training = Training(mixed_precision_param=dtype, loss_chunks=chunks)
-        builder = ModelBuilder(get_spec("llama3"), args, world.build_mesh(), self.device, training)
+        flags = [
+            f"--training.mixed_precision_param={dtype}",
+            f"--training.loss_chunks={chunks}",
+        ]
+        run = load_config("debug_model.toml", 1, flags)
+        builder = ModelBuilder(run, args, world.build_mesh(), self.device)
         model = builder.build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), self.device)
         runner = PlainRunner(model, builder.loss())

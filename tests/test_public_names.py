@@ -148,7 +148,7 @@ def words_of(found: Any) -> set[str]:
     own = vars(found).items() if inspect.isclass(found) else [("__init__", found)]
     functions = [
         value
-        for name, value in own
+        for name, value in ((name, getattr(value, "func", value)) for name, value in own)
         if inspect.isfunction(value) and not re.match("_(?!_(init|call)__)", name)
     ]
     annotated = [*functions, *([found] if inspect.isclass(found) else [])]

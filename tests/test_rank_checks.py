@@ -21,7 +21,7 @@ import torch
 from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import EIGHT_STEPS
-from titanlite.assembly.build import rank_checks
+from titanlite.assembly import rank_checks
 from titanlite.assembly.rank_checks import Measured, Rank, RankCheckError, check_ranks
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.interfaces import interface_problem

@@ -12,7 +12,7 @@ import torch
 from tests.support.processes import ROOT, python
 from tests.support.tiny import EIGHT_STEPS
 from titanlite import exit_codes
-from titanlite.assembly.build import supported
+from titanlite.assembly import supported
 from titanlite.assembly.supported import TESTED, accelerator_warning
 from titanlite.cli import doctor
 from titanlite.cli.main import main
@@ -25,7 +25,7 @@ for module in ("fcntl", "grp", "pwd", "resource", "termios"):
 for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
     delattr(signal, name)
 from types import SimpleNamespace
-from titanlite.assembly.build import supported
+from titanlite.assembly import supported
 supported.os = SimpleNamespace(name="nt")
 """
 REFUSAL = (

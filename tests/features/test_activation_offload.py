@@ -26,8 +26,8 @@ from tests.support.pool import Pools
 from tests.support.recompute import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.activation_offload.blocks import offload
-from titanlite.features.activation_offload.host_memory import HostMemory
+from titanlite.parallel.host_memory import HostMemory
+from titanlite.parallel.offload_blocks import offload
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,8 @@ from titanlite.config.sections import (
     Parallelism,
     Training,
 )
-from titanlite.features import features_of
-from titanlite.features.feature import Feature
 from titanlite.resolve.load import load_config
+from titanlite.run.features import FEATURES, Feature, features_of
 
 #: Flags that switch a feature on, by its folder.
 ON = {
@@ -49,7 +49,7 @@ import sys
 import titanlite.checkpoint.manager
 print(*(name for name in sys.modules if name.startswith("titanlite.features.")))
 """
-MOMENTS = [
+HOOKS = [
     name for name, member in vars(Feature).items() if inspect.isfunction(member) and name[0] != "_"
 ]
 
@@ -91,8 +91,8 @@ def test_features_are_on_as_their_keys_say() -> None:
         "parallelism.expert_parallel_degree",
         "experimental.pipeline_parallel_degree",
         "experimental.enable_async_tensor_parallel",
-        "float8.enable_float8_linear",
         "training.loss_chunks",
+        "float8.enable_float8_linear",
         "activation_checkpoint.offload",
         "optimizer.ema_decay",
     ]
@@ -111,14 +111,19 @@ def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None
     assert features_of(load_config("debug_model.toml", 1, flags)).on == []
 
 
-def test_a_moment_that_a_feature_leaves_out_says_nothing() -> None:
+def test_a_hook_that_a_feature_leaves_out_changes_nothing() -> None:
     run = load_config("debug_model.toml", 1)
-    arguments = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
-    for name in MOMENTS:
-        moment = getattr(Feature(), name)
-        given = inspect.signature(moment).parameters
-        assert list(moment(**{one: arguments.get(one) for one in given})) == []
+    given = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
+    passed_on = {"init_rule": "rule", "product_memory": "products", "product_speed": "products"}
+    for name in HOOKS:
+        names = inspect.signature(getattr(Feature(run), name)).parameters
+        arguments = {one: given.get(one, object()) for one in names}
+        result = getattr(Feature(run), name)(**arguments)
+        assert result is arguments[passed_on[name]] if name in passed_on else not result, name
 
 
-def test_there_are_at_most_ten_moments() -> None:
-    assert 1 < len(MOMENTS) <= 10
+def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:
+    classes = [pkgutil.resolve_name(entry.place) for entry in FEATURES]
+    users = {name: sum(name in vars(cls) for cls in classes) for name in HOOKS}
+    assert len(users) <= 12
+    assert min(users.values()) >= 2, users

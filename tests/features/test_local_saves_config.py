@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from titanlite.config.errors import ConfigError
-from titanlite.features import local_saves_of
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
@@ -40,7 +39,7 @@ def test_what_cannot_work_is_refused(flags: list[str], shown: str) -> None:
 )
 def test_folders_of_a_node(folder: str) -> None:
     run = _read(f"--checkpoint.local_folder={folder}")
-    assert local_saves_of(run.checkpoint) is not None
+    assert run.features.local_saves is not None
 
 
 def test_an_interval_in_seconds_is_longer_than_any_number_of_steps() -> None:
@@ -51,4 +50,4 @@ def test_an_interval_in_seconds_is_longer_than_any_number_of_steps() -> None:
 def test_without_a_folder_the_other_keys_are_named() -> None:
     run = _read("--checkpoint.local_interval=10")
     assert any("checkpoint.local_interval" in note for note in run.notes)
-    assert local_saves_of(run.checkpoint) is None
+    assert run.features.local_saves is None

@@ -20,7 +20,7 @@ from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.cli.main import main
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
-from titanlite.config.sections import Mup
+from titanlite.config.sections import Config, Mup
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.mup import MupFeature, scales_of
 from titanlite.features.mup.base import base_args
@@ -589,5 +589,5 @@ def test_the_start_report_names_the_base_model() -> None:
 
 def test_the_section_makes_the_rules() -> None:
     args = args_of("llama3")
-    rules = MupFeature(Mup(64, {"n_layers": 2})).rules(SPECS["llama3"], args)
+    rules = MupFeature(Config(mup=Mup(64, {"n_layers": 2}))).rules(SPECS["llama3"], args)
     assert rules.base.n_layers == 2 and rules.base.dim == 64

@@ -99,7 +99,7 @@ def no_waiting() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from titanlite.assembly.build import rank_checks
+    from titanlite.assembly import rank_checks
     from titanlite.checkpoint import manager
     from titanlite.dist import dist_env, rendezvous, run_store
     from titanlite.features.experts import exchange

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.support import run_of as sections
 from tests.support.checkpoints import assert_equal, hand_on, unequal
 from tests.support.checkpoints import train as train_and_save
 from tests.support.compare import LABELS, TOKENS
@@ -45,10 +48,11 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.features.experts.sharding import apply_ep, expert_mesh
 from titanlite.models import mixtral
 from titanlite.models.experts.layer import MoE
+from titanlite.models.spec import ModelSpec
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.resolve.load import load_config, smallest_world
-from titanlite.run.config import RunConfig
+from titanlite.run.config import MeshSizes, RunConfig
 
 #: Without the loss that balances experts: it depends on how sequences are cut into calls.
 SIZE = {
@@ -428,13 +432,18 @@ def _parts(world: DistEnv) -> tuple[list[bool], list[str]]:
         experts = {"layers.0.feed_forward.experts": "vector"}
         return {**mixtral.SPEC.tensor_plan(args), **experts}
 
+    def build_as(spec: ModelSpec, args: Any, one: DeviceMesh, world: DistEnv) -> None:
+        run = sections.run_of("mixtral", MeshSizes(expert=world.size))
+        with mock.patch("titanlite.run.config.get_spec", return_value=spec):
+            ModelBuilder(run, args, one, world.device).build_on_meta()
+
     messages = []
     for spec, one in (
         (replace(mixtral.SPEC, build=build), mesh),
         (replace(mixtral.SPEC, tensor_plan=divided), world.build_mesh(tp=world.size)),
     ):
         with pytest.raises(ParallelismError) as caught:
-            ModelBuilder(spec, args, one, world.device, ep=world.size).build_on_meta()
+            build_as(spec, args, one, world)
         messages.append(str(caught.value))
     with pytest.raises(ParallelismError, match="asks for a mean"):
         apply_fsdp(moe, [], mesh, average=True, placement=lambda _: None)
@@ -454,7 +463,7 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
 
 def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replace(mixtral.SPEC, whole_activations=True)
-    monkeypatch.setattr("titanlite.run.derive.get_spec", lambda _: whole)
+    monkeypatch.setattr("titanlite.run.config.get_spec", lambda _: whole)
     with pytest.raises(ConfigError) as caught:
         config_of(4, **{EP: 2, TP: 2})
     (problem,) = caught.value.problems

@@ -12,9 +12,8 @@ from torch import nn
 from tests.support.mx_runs import MX
 from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Float8
+from titanlite.config.sections import Config, Float8
 from titanlite.dist import ParallelismError
-from titanlite.features import float8_of
 from titanlite.features.float8.choice import Float8Choice
 from titanlite.features.mx import package
 from titanlite.features.mx.convert import apply_mx
@@ -22,6 +21,7 @@ from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
 from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
+from titanlite.run.features import features_of
 
 LLAMA = get_spec("llama3")
 ON = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
@@ -34,7 +34,9 @@ def run(*flags: str, ranks: int = 1) -> RunConfig:
 
 
 def choices(args: Any, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
-    feature = float8_of(Float8(enable_float8_linear=True, recipe_name="mxfp8", **settings))
+    feature = features_of(
+        Config(float8=Float8(enable_float8_linear=True, recipe_name="mxfp8", **settings))
+    ).float8
     assert feature is not None
     found = feature.choices(linears_of(LLAMA, args, tp))
     return {choice.kind: choice for choice in found}
@@ -70,7 +72,7 @@ def test_weights_that_tensor_parallelism_leaves_whole_stay() -> None:
     """Their products sum over tokens of several ranks."""
     spec = get_spec("deepseek_v3")
     args = resolve_args("deepseek_v3", "16B")
-    feature = float8_of(MX)
+    feature = features_of(Config(float8=MX)).float8
     assert feature is not None
     alone, parts = (feature.choices(linears_of(spec, args, ranks)) for ranks in (1, 2))
     kept = {choice.kind for choice in parts if choice.reason.startswith("tensor parallelism does")}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.reference import Curve
+from tests.support.run_of import run_of
 from tests.support.steps import train_step
 from titanlite.assembly.loaders import data_parallel_rank
 from titanlite.config.model_sections import Optimizer
@@ -28,10 +29,11 @@ from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.features.pipeline.runner import Pipeline
 from titanlite.features.pipeline.stages import PipelineModel
 from titanlite.loss import LossFunction
-from titanlite.models import LlamaArgs, get_spec
+from titanlite.models import LlamaArgs
 from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.run.config import MeshSizes
 from titanlite.step import ReplicationFactors, StepResult
 
 TINY = LlamaArgs(
@@ -136,18 +138,18 @@ class Run:
             pipeline_parallel_split_points=list(self.split_points),
             pipeline_parallel_microbatches=self.pieces,
         )
-        return ModelBuilder(
-            get_spec(self.family),
-            self.args,
-            self.mesh(world.size).build(world),
-            world.device,
-            training,
-            experimental,
-            self.activations,
-            self.compile or Compile(),
-            self.float8,
-            ep=self.expert,
+        degrees = self.mesh(world.size)
+        sizes = MeshSizes(world.size, **dataclasses.asdict(degrees), expert=self.expert)
+        run = run_of(
+            self.family,
+            sizes,
+            training=training,
+            experimental=experimental,
+            activation_checkpoint=self.activations,
+            compile=self.compile or Compile(),
+            float8=self.float8,
         )
+        return ModelBuilder(run, self.args, degrees.build(world), world.device)
 
     def alone(self) -> Run:
         """The same run on one rank."""

@@ -25,10 +25,10 @@ from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.hashes import add_hashes
 from titanlite.data.phases import Phases
 from titanlite.dist import dist_env
-from titanlite.features import moe_layers_of
 from titanlite.metrics import run_callbacks
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.resolve.load import load_config
+from titanlite.run.features import moe_layers_of
 from titanlite.utils import read_lines
 
 #: Sequences of each of eight steps, and tokens of one.

@@ -13,8 +13,8 @@ import pytest
 from torch import nn
 
 from tests.support.golden_run import GoldenRun
-from titanlite.assembly.build import report_rows as report
-from titanlite.assembly.build import start_report as opening
+from titanlite.assembly import report_rows as report
+from titanlite.assembly import start_report as opening
 from titanlite.assembly.report_rows import Setup
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
@@ -22,11 +22,11 @@ from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
+    Config,
     Experimental,
     Float8,
     Training,
 )
-from titanlite.features import float8_of
 from titanlite.features.float8.report import float8_rows
 from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
@@ -34,6 +34,7 @@ from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
 from titanlite.run.config import MeshSizes
+from titanlite.run.features import features_of
 
 CPU = "CPU (some model)"
 H100 = "NVIDIA H100"
@@ -72,7 +73,7 @@ def test_derived_numbers_and_the_singular() -> None:
     layout: Any = SimpleNamespace(
         stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1]
     )
-    pipeline = PipelineParallel(Experimental(), 2)
+    pipeline = PipelineParallel(Config(experimental=Experimental(pipeline_parallel_degree=2)))
     builder: Any = SimpleNamespace(stage_layout=layout)
     ((_, shown),) = pipeline.report_rows(_setup(), builder, nn.Identity())
     assert shown == (
@@ -114,7 +115,7 @@ LINEARS = [
 
 def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
     config = Float8(enable_float8_linear=True, **keys)
-    feature = float8_of(config)
+    feature = features_of(Config(float8=config)).float8
     assert feature is not None
     setup = _setup(device)
     return dict(float8_rows(config, feature.numbers, LINEARS, setup, compiled))  # type: ignore[arg-type]

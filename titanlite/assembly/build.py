@@ -28,7 +28,6 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features import ema_of
 from titanlite.metrics.anomalies import AnomalyLog
 from titanlite.metrics.console import ensure_console
 from titanlite.models.spec import ModelSpec
@@ -145,7 +144,7 @@ def build(
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
     _check_updates(step, own)
-    ema = ema_of(run.optimizer)
+    ema = run.features.ema
     average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
     saves = _saves(run, world, model, datasets, loaders, average)

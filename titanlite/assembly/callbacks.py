@@ -13,7 +13,6 @@ from titanlite.assembly.report_rows import report_lines
 from titanlite.assembly.start_report import SkippedText, StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.features import float8_of, hub_of, lora_of, tasks_of
 from titanlite.metrics.dead_weights import DeadWeights
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.run_callbacks import (
@@ -58,8 +57,8 @@ def build_callbacks(
     metrics = _metrics(built, gc, figures)
     if sampler is not None:
         sampler.show = metrics.write_texts
-    tasks = tasks_of(run.eval)
-    hub = hub_of(run.checkpoint)
+    tasks = run.features.tasks
+    hub = run.features.hub
     # The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(
@@ -168,7 +167,7 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
 
     in_epochs = run.training.epochs is not None
     skip = SkippedText(built.loaders.skip, run.course)
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     if lora is None:
         return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
     section = lora.checkpoint(run.checkpoint)
@@ -195,7 +194,7 @@ def _compile_report(built: Built) -> Callback | None:
 
 
 def _float8_error(built: Built, metrics: MetricsLogger) -> Callback | None:
-    float8 = float8_of(built.run.float8)
+    float8 = built.run.features.float8
     if float8 is None:
         return None
     return float8.drift_check(built.model.builder.param_dtype, metrics.write)

@@ -12,7 +12,6 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.features import tasks_of
 from titanlite.run.config import RunConfig
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     validation: dict[str, Rows] = {}
     if run.validation.enable:
         validation = read_held_out(run, tokenizer, share)
-    tasks = tasks_of(run.eval)
+    tasks = run.features.tasks
     if tasks is None:
         return Datasets(tokenizer, train, validation)
     return Datasets(tokenizer, train, validation, tasks.load(run, share))

@@ -16,7 +16,6 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.features import context_of
 from titanlite.run.config import RunConfig
 from titanlite.validation import ValidationSet
 
@@ -106,7 +105,7 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
     """Return a loader of this rank's part of each sequence, where ranks share sequences."""
-    context = context_of(run.mesh.context)
+    context = run.features.context
     return loader if context is None else context.loader(loader, mesh)
 
 

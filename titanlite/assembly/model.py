@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.extensions import load_function
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features import async_tp_of, float8_of, moe_layers_of, mup_of
 from titanlite.loss import LossFunction
 from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.run.config import RunConfig
+from titanlite.run.features import moe_layers_of
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
 
@@ -62,7 +62,7 @@ def build_model(
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
     loss = _loss(run, builder)
-    async_tp = async_tp_of(run.experimental)
+    async_tp = run.features.async_tp
     if async_tp is not None:
         async_tp.enable(mesh)
     if make is None:
@@ -85,21 +85,7 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
     own_loss = None
     if is_dotted(run.training.loss):
         own_loss = load_function("training.loss", run.training.loss)
-    return ModelBuilder(
-        run.spec,
-        args,
-        mesh,
-        device,
-        run.training,
-        run.experimental,
-        run.activation_checkpoint,
-        run.compile,
-        run.float8,
-        own_loss,
-        run.mesh.expert,
-        run.lora,
-        run.mup,
-    )
+    return ModelBuilder(run, args, mesh, device, own_loss)
 
 
 def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
@@ -148,7 +134,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
     parameters = dict(model.named_parameters())
     if run.lora.rank:
         parameters = {name: one for name, one in parameters.items() if one.requires_grad}
-    mup = mup_of(run.mup)
+    mup = run.features.mup
     scales = None if mup is None else mup.scales(run.spec, parts.args)
     optimizer = build_optimizer(parameters, run.optimizer, device, blocks, scales)
     policy = run.guard
@@ -163,7 +149,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
         train_step.guard.applied = True
     if parts.moe_layers is not None:
         train_step.balance = parts.moe_layers.balance(run, parts.args, model, device)
-    float8 = float8_of(run.float8)
+    float8 = run.features.float8
     if float8 is not None:
         train_step.after_update = float8.after_update(model, parts.mesh)
     return optimizer, train_step

@@ -16,7 +16,6 @@ from titanlite.config.errors import Problem, problems_of, refuse
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import Compile, Config, Training
 from titanlite.dist import ParallelismError
-from titanlite.features import features_of
 from titanlite.models.spec import ModelSpec
 from titanlite.resolve.misfits import tensor_misfits
 from titanlite.run.config import RunConfig
@@ -40,7 +39,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     args = run.model_args(tokenizer_size)
     # Its vocabulary may be known only since the tokenizer is read.
     problems = problems_of(tensor_misfits(args, run))
-    for feature in features_of(run).on:
+    for feature in run.features.on:
         problems += feature.machine_problems(run, args)
     problems += mask_problems(run.spec, args, run.data)
     problems += optimizer_problems(run.spec, args, run.optimizer)
@@ -54,7 +53,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
 def machine_problems(run: RunConfig) -> list[Problem]:
     """Find what this machine lacks for a run, before the model is known."""
     problems = compile_problems(run.training, run.compile)
-    for feature in features_of(run).on:
+    for feature in run.features.on:
         problems += feature.machine_problems(run, None)
     return problems
 

@@ -27,7 +27,6 @@ from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.features import activation_offload_of, ema_of, features_of, lora_of
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.state_bytes import state_bytes
@@ -200,9 +199,9 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
         text = "all kept"
         amount = f"{human_bytes(kept.plain)} in {counted(kept.blocks, 'blocks')} per micro-batch"
     parts = [text, amount]
-    offload = activation_offload_of(config)
-    if offload is not None:
-        parts.append(_NO_OFFLOAD if setup.cpu else offload.report(kept.kept))
+    if config.offload:
+        sent = f"up to {human_bytes(kept.kept)} of that wait in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else sent)
     return "activations", "; ".join(parts)
 
 
@@ -279,9 +278,8 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
     parts = [f"{optimizer.name}, {training.dtype} weights"]
     if state is not None:
         parts.append(f"{state:.3g} bytes of state per parameter")
-    ema = ema_of(optimizer)
-    if ema is not None:
-        parts.append(ema.report())
+    if optimizer.ema_decay:
+        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
     if optimizer.early_step_in_backward:
         parts.append("updates in the backward, without clipping")
     rows = [("optimizer", ", ".join(parts))]
@@ -371,7 +369,7 @@ def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
     """whole: the model of all ranks, on the meta device."""
     builder = built.model.builder
     batch = run.batch
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     return Setup(
         device=device_name(builder.device),
         cpu=builder.device.type == "cpu",
@@ -395,7 +393,7 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
     rows.append(mesh_row(run.mesh))
-    for feature in features_of(run).on:
+    for feature in run.features.on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows
 

@@ -13,7 +13,6 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import unfit
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features import local_saves_of, lora_of
 from titanlite.models.args import as_record
 from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import public_config
@@ -60,12 +59,12 @@ def build_saves(
     averages = None if average is None else average.tensors
     section = run.checkpoint
     base = None
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     if lora is not None:
         base = lora.base(run, world, args, prints, about).load
         section = lora.checkpoint(section)
     saver, schedule = Checkpointer, SaveSchedule
-    local = local_saves_of(section)
+    local = run.features.local_saves
     if local is not None:
         saver, schedule = local.parts()
     checkpointer = saver(section, world, prints, about, files, averages=averages, base=base)

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from titanlite import exit_codes
 from titanlite.assembly.supported import accelerator_warning
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.features import local_saves_of
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
@@ -534,9 +533,9 @@ def _variables() -> _Found:
 def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
     from titanlite.assembly.preflight import machine_problems
-    from titanlite.cli.train import count_gpus
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.dist.process import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()
@@ -546,7 +545,7 @@ def _config(run: RunConfig) -> _Found:
     # Without a size of the vocabulary the model has no size.
     if saves_here and run.model_args().vocab_size is not None:
         yield from _checkpoint_space(run)
-    if local_saves_of(run.checkpoint) is not None:
+    if run.features.local_saves is not None:
         yield from _local_folder(run.checkpoint.local_folder or "")
     # It imports torch.
     for one in machine_problems(run):

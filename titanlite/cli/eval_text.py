@@ -221,7 +221,6 @@ def evaluate(
     from titanlite.assembly.model import build_model
     from titanlite.checkpoint.load import Loader
     from titanlite.data.text_report import checks_of
-    from titanlite.features import ema_of, lora_of
     from titanlite.models.args import as_record
     from titanlite.parallel.init import use_deterministic
 
@@ -230,7 +229,7 @@ def evaluate(
         use_deterministic(run.debug.deterministic_warn_only)
     held_out = build_validation(run, parts.mesh, texts)
     averages: dict[str, torch.Tensor] = {}
-    ema = ema_of(run.optimizer)
+    ema = run.features.ema
     if ema is not None and run.validation.ema:
         average = ema.begin(parts.model)
         averages = average.tensors
@@ -238,7 +237,7 @@ def evaluate(
     section = run.checkpoint
     prints: dict[str, str] = {}
     about: dict[str, Any] = {}
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     if lora is not None:
         about["model"] = as_record(run.model.name, parts.args)
         lora.base(run, world, parts.args, prints, about).load(parts.model)

@@ -216,7 +216,7 @@ def contradictions(config: LoadedConfig) -> list[Problem]:
 
 
 def _of_features(config: LoadedConfig) -> Iterator[Finding]:
-    from titanlite.features import features_of
+    from titanlite.run.features import features_of
 
     for feature in features_of(config.sections).on:
         yield from feature.contradictions(config)

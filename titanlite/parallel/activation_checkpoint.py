@@ -26,7 +26,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.features import activation_offload_of
 from titanlite.parallel.own_linear import adapter_rank
 
 if TYPE_CHECKING:
@@ -156,9 +155,13 @@ def apply_ac(
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
-    offload = activation_offload_of(settings)
-    if offload is not None:
-        offload.apply(blocks.values(), model, device)
+    if settings.offload and device.type == "cuda":  # on a CPU all is in host memory
+        from titanlite.parallel.host_memory import HostMemory
+        from titanlite.parallel.offload_blocks import offload
+
+        host = HostMemory(device)
+        for block in blocks.values():
+            offload(block, host, model)
     return [name for name in names if name in chosen]
 
 

@@ -237,7 +237,7 @@ def watch_compilation(builder: ModelBuilder, model: nn.Module) -> CompileWatch |
     functions = [builder.plain_loss] if builder.compiles("loss") else []
     if not modules and not functions:
         return None
-    return CompileWatch(modules, functions, builder.compile.backend)
+    return CompileWatch(modules, functions, builder.run.compile.backend)
 
 
 class CompileWatch:

@@ -1,7 +1,8 @@
 """The recipe from a model's arguments to this rank's part of it: the features, their order and
 their settings.
 
-    builder = ModelBuilder(spec, args, mesh, device, training=Training(compile=True))
+    run = load_config("debug_model.toml", world.size)
+    builder = ModelBuilder(run, run.model_args(), world.build_mesh(), world.device)
     model = builder.build(seed=0)
     loss = builder.loss()
 
@@ -13,7 +14,7 @@ context and expert parallelism → activation checkpointing → `torch.compile` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.sections import (
-    ActivationCheckpoint,
-    Compile,
-    Experimental,
-    Float8,
-    Lora,
-    Mup,
-    Training,
-)
 from titanlite.dist.local import parts_of
-from titanlite.features import (
-    async_tp_of,
-    context_of,
-    experts_of,
-    float8_of,
-    lora_of,
-    loss_chunks_of,
-    mup_of,
-    pipeline_of,
-)
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.spec import Init, ModelSpec
 from titanlite.parallel import needs_torch, offered
@@ -49,36 +31,28 @@ from titanlite.parallel.init import init_weights, materialize
 from titanlite.run.interactions import compiles_halves
 
 if TYPE_CHECKING:
-    from titanlite.features.experts import ExpertParallel
-    from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
     from titanlite.models.linears import Linears
     from titanlite.parallel.wrapping import FSDPGroup
+    from titanlite.run.config import RunConfig
 
 
 @dataclass(frozen=True)
 class ModelBuilder:
     """Builds this rank's part of a model, as the config sections say."""
 
-    spec: ModelSpec
+    run: RunConfig
     #: The model's arguments.
     args: Any
     #: From `DistEnv.build_mesh`.
     mesh: DeviceMesh
     #: Where the model will run.
     device: torch.device
-    training: Training = Training()
-    experimental: Experimental = Experimental()
-    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint(mode="none")
-    compile: Compile = Compile()
-    float8: Float8 = Float8()
     #: (logits [tokens, vocab], labels [tokens]) → the summed loss. None: cross-entropy.
     own_loss: LossFunction | None = None
-    #: Ranks that share the experts of an MoE layer.
-    ep: int = 1
-    lora: Lora = Lora()
-    mup: Mup = Mup()
+    #: Settings of inductor for the blocks; features add theirs.
+    compile_options: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights; no rank ever holds a full
@@ -95,7 +69,7 @@ class ModelBuilder:
                 part.init_buffers()  # type: ignore[operator]
 
         memory = self.device
-        if offloads(self.training.enable_cpu_offload, self.device.type):
+        if offloads(self.run.training.enable_cpu_offload, self.device.type):
             memory = torch.device("cpu")
         for part in parts_of(model):
             materialize(part, self.device, initialize, memory)
@@ -104,15 +78,13 @@ class ModelBuilder:
     def _init_rule(self) -> Callable[[str], Init]:
         """Return full parameter name → how to draw it."""
 
-        mup = mup_of(self.mup)
-        if mup is not None:
-            return mup.rules(self.spec, self.args).init
-
         def of_model(name: str) -> Init:
             return self.spec.init_rule(name, self.args)
 
-        lora = lora_of(self.lora)
-        return of_model if lora is None else lora.init_rule(of_model, self.spec, self.args)
+        rule: Callable[[str], Init] = of_model
+        for feature in self.run.features.on:
+            rule = feature.init_rule(rule, self.spec, self.args)
+        return rule
 
     def build_on_meta(self) -> nn.Module:
         """Build the model as `build` does, divided and sharded, but on the meta device: without
@@ -125,7 +97,7 @@ class ModelBuilder:
         # Groups of the whole model, so that they do not depend on where it is cut.
         model = whole()
         groups = self._groups(model)
-        pipeline = self.pipelined
+        pipeline = self.run.features.pipeline
         if pipeline is None:
             return self.parallelize(model, groups)
 
@@ -137,54 +109,39 @@ class ModelBuilder:
     def _groups(self, whole: nn.Module) -> Sequence[FSDPGroup]:
         """Return the FSDP groups of the whole model."""
         blocks = self.spec.fsdp_groups(self.args)
-        policy = self.training.fsdp_units
+        policy = self.run.training.fsdp_units
         if policy == "block":
             return blocks
         from titanlite.parallel.wrapping import choose_groups
 
-        return choose_groups(whole, policy, self.training.fsdp_min_params, blocks)
+        return choose_groups(whole, policy, self.run.training.fsdp_min_params, blocks)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the
         order that works.
         """
         self._set_dtype(model)
-        chunks = loss_chunks_of(self.training)
-        if chunks is not None:
-            chunks.apply(model, self.spec.head)
-        float8 = float8_of(self.float8)
-        if float8 is not None:
-            float8.convert(model, self.linears)
-        lora = lora_of(self.lora)
-        if lora is not None:
-            lora.add(model, self.spec, self.args, self.frozen_dtype)
+        for feature in self.run.features.on:
+            feature.convert(self, model)
         if self.tp > 1:
             needs_torch("2.12", "tensor parallelism")
-            if self.activation_checkpoint.mode == "budget":
+            if self.run.activation_checkpoint.mode == "budget":
                 needs_torch("2.13", "tensor parallelism with a budget of activations")
             self._apply_tp(model)
-        context = context_of(self.cp)
-        has_blocks = bool(select(model, self.spec.block_names(self.args)))
-        if context is not None and has_blocks:  # a stage may have none
-            context.apply(model, self.mesh)
-        if self.experts is not None:
-            self.experts.apply(model, self.mesh, offered(self.spec, "experts")(self.args))
+        for feature in self.run.features.on:
+            feature.distribute(self, model)
         self._apply_ac(model)
         self._apply_compile(model)
-        if lora is not None:
-            lora.freeze(model)
         self._apply_fsdp(model, groups)
-        if float8 is not None:
-            float8.after_sharding(model, self.mesh)
-        if lora is not None:
-            lora.after_sharding(model)
+        for feature in self.run.features.on:
+            feature.after_sharding(self, model)
         return model
 
     def _set_dtype(self, model: nn.Module) -> None:
         """Give the parameters the dtype of the run; buffers keep theirs: RoPE tables need
         float32.
         """
-        dtype = DTYPES[self.training.dtype]
+        dtype = DTYPES[self.run.training.dtype]
         if dtype != torch.float32:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -196,12 +153,12 @@ class ModelBuilder:
             from titanlite.parallel.tensor import apply_tp
 
         # torch divides cross-entropy over ranks, and no other loss.
-        shard_logits = self.training.enable_loss_parallel and self.own_loss is None
+        shard_logits = self.run.training.enable_loss_parallel and self.own_loss is None
         plan = offered(self.spec, "tensor_plan")(self.args)
         apply_tp(model, plan, self.mesh["tp"], shard_logits)
 
     def _apply_ac(self, model: nn.Module) -> None:
-        settings = self.activation_checkpoint
+        settings = self.run.activation_checkpoint
         if settings.mode == "none" and not settings.offload:
             return
         from titanlite.parallel.activation_checkpoint import apply_ac
@@ -219,27 +176,28 @@ class ModelBuilder:
             from titanlite.parallel.compile import apply_compile
 
             modules = self.compiled_modules(model)
-            apply_compile(modules, self.compile.backend, self.compile_options)
+            apply_compile(modules, self.run.compile.backend, self.compile_options)
 
     def _separate_cache(self) -> None:
         """Keep graphs of tensor-parallel ranks apart, also those that code of the user compiles."""
-        if self.training.compile or self.tp > 1:
+        if self.run.training.compile or self.tp > 1:
             from titanlite.parallel.compile import separate_cache
 
             separate_cache(self.mesh, self.device)
 
     def _apply_fsdp(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
+        experts = self.run.features.experts
         present = [tuple(select(model, group)) for group in groups]
         apply_fsdp(
             model,
             [group for group in present if group],
             self.mesh,
             param_dtype=self.param_dtype,
-            reduce_dtype=DTYPES[self.training.mixed_precision_reduce],
+            reduce_dtype=DTYPES[self.run.training.mixed_precision_reduce],
             reshard_after_forward=self.reshard_after_forward,
-            prefetch=self.training.prefetch,
-            cpu_offload=self.training.enable_cpu_offload,
-            placement=None if self.experts is None else self.experts.placement(self.mesh),
+            prefetch=self.run.training.prefetch,
+            cpu_offload=self.run.training.enable_cpu_offload,
+            placement=None if experts is None else experts.placement(self.mesh),
         )
 
     def loss(self) -> LossFunction:
@@ -249,7 +207,7 @@ class ModelBuilder:
         if self.compiles("loss"):
             from titanlite.parallel.compile import compile_loss
 
-            loss = compile_loss(loss, self.compile.backend)
+            loss = compile_loss(loss, self.run.compile.backend)
         if self.tp > 1:
             from titanlite.parallel.tensor import tensor_loss
 
@@ -260,7 +218,7 @@ class ModelBuilder:
     def plain_loss(self) -> LossFunction:
         if self.own_loss is not None:
             return of_tokens(self.own_loss)
-        z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
+        z_loss, smoothing = self.run.training.z_loss, self.run.training.label_smoothing
         if not z_loss and not smoothing:
             return cross_entropy_sum
         from titanlite.regularized_loss import regularized
@@ -281,14 +239,14 @@ class ModelBuilder:
         batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches
         per step.
         """
-        assert self.pipelined is not None
+        assert self.run.features.pipeline is not None
         sizes = {"batch_size": batch_size, "seq_len": seq_len, "accumulation": accumulation}
-        return self.pipelined.runner(self, model, loss, **sizes)
+        return self.run.features.pipeline.runner(self, model, loss, **sizes)
 
     def positions(self, rank_len: int) -> torch.Tensor:
         """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
         everywhere = torch.arange(rank_len * self.cp, device=self.device)
-        context = context_of(self.cp)
+        context = self.run.features.context
         return everywhere if context is None else context.part(everywhere, self.mesh)
 
     # What was applied
@@ -303,17 +261,14 @@ class ModelBuilder:
 
     def compiles(self, component: str) -> bool:
         """Whether `torch.compile` is applied to "model" or to "loss"."""
-        return self.training.compile and component in self.compile.components
+        return self.run.training.compile and component in self.run.compile.components
 
     @property
     def compiled_names(self) -> list[str]:
         """The modules of the whole model that `torch.compile` makes one graph each."""
         if not self.compiles("model"):
             return []
-        halves = compiles_halves(
-            self.tp, self.ep, self.activation_checkpoint, self.float8, self.experimental
-        )
-        field = "sublayer_names" if halves else "block_names"
+        field = "sublayer_names" if compiles_halves(self.run) else "block_names"
         names: list[str] = offered(self.spec, field)(self.args)
         return names
 
@@ -322,25 +277,24 @@ class ModelBuilder:
         that ranks share.
         """
         modules = select(model, self.compiled_names)
-        return modules if self.experts is None else self.experts.compiled(modules)
+        experts = self.run.features.experts
+        return modules if experts is None else experts.compiled(modules)
 
-    # Values that follow from the sections and the mesh
+    # Values that follow from the run and the mesh
 
-    @cached_property
-    def experts(self) -> ExpertParallel | None:
-        """Expert parallelism, which divides the mesh once; None: each rank has all experts."""
-        return experts_of(self.ep)
+    @property
+    def spec(self) -> ModelSpec:
+        return self.run.spec
+
+    def has_blocks(self, model: nn.Module) -> bool:
+        """Return whether this model or pipeline stage has decoder blocks."""
+        return bool(select(model, self.spec.block_names(self.args)))
 
     @cached_property
     def stage_layout(self) -> StageLayout:
         """Where the model is cut into the stages of a pipeline."""
-        assert self.pipelined is not None
-        return self.pipelined.layout(self.spec, self.args, self.args.max_seq_len)
-
-    @property
-    def pipelined(self) -> PipelineParallel | None:
-        """The pipeline; None: each rank has all layers."""
-        return pipeline_of(self.experimental, self.pp)
+        assert self.run.features.pipeline is not None
+        return self.run.features.pipeline.layout(self.spec, self.args, self.args.max_seq_len)
 
     @property
     def tp(self) -> int:
@@ -355,27 +309,15 @@ class ModelBuilder:
         return self.mesh["pp"].size()
 
     @property
-    def compile_options(self) -> dict[str, Any]:
-        """Settings of inductor for the blocks."""
-        options: dict[str, Any] = {}
-        async_tp = async_tp_of(self.experimental)
-        if async_tp is not None:
-            options |= async_tp.compile_options()
-        float8 = float8_of(self.float8)
-        if float8 is not None and self.compile.backend == "inductor":
-            options |= float8.compile_options()
-        return options
-
-    @property
     def frozen_dtype(self) -> torch.dtype:
         """Of weights that are not trained: products take them in no other."""
-        dtypes = (DTYPES[self.training.dtype], self.param_dtype)
+        dtypes = (DTYPES[self.run.training.dtype], self.param_dtype)
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
     @property
     def param_dtype(self) -> torch.dtype:
         """Of gathered weights and of activations."""
-        return DTYPES[self.training.mixed_precision_param]
+        return DTYPES[self.run.training.mixed_precision_param]
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
@@ -384,9 +326,10 @@ class ModelBuilder:
         Raises ParallelismError where the schedule of a pipeline does not allow it.
         """
         named: dict[Any, bool | None] = {"default": None, "always": True, "never": False}
-        given = self.training.reshard_after_forward
+        given = self.run.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
-        return reshard if self.pipelined is None else self.pipelined.resharding(reshard)
+        pipeline = self.run.features.pipeline
+        return reshard if pipeline is None else pipeline.resharding(reshard)
 
 
 def select(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

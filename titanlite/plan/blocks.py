@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from titanlite.features import context_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import ModuleMemory, Op, OpList, Peak
 from titanlite.plan.product_memory import Product, ProductMemory
+from titanlite.run.features import Features
 
 if TYPE_CHECKING:
     from titanlite.models.deepseek_args import DeepSeekV3Args
@@ -32,6 +32,7 @@ class Shape:
     cp: int = 1
     products: ProductMemory = ProductMemory()
     feed_forward: FeedForwardMemory = FeedForwardMemory()
+    features: Features = Features()
 
     @property
     def rows(self) -> int:
@@ -140,9 +141,8 @@ class Shape:
 
         sums: bytes of the logarithms of its sums.
         """
-        context = context_of(self.cp)
-        if context is not None:
-            return context.pairs(self, width, kv_width, sums)
+        if self.features.context is not None:
+            return self.features.context.pairs(self, width, kv_width, sums)
         taken = ("qr", "kr", "v")
         size = self.tokens * width * self.size
         y = Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from titanlite.features import context_of
 from titanlite.plan.step_sizes import StepSizes
 
 #: Seconds for which the host prepares the kernels of a block, forward and backward.
@@ -85,7 +84,7 @@ def _products(step: StepSizes) -> float:
 def _attention(step: StepSizes) -> float:
     flops = step.attention_flops / 3 * step.pairs * step.tokens / step.mesh.tensor
     seconds = flops / (step.rates.peak * step.rates.gpu.attention)
-    context = context_of(step.mesh.context)
+    context = step.run.features.context
     return seconds if context is None else seconds * context.attention_slower(step)
 
 

@@ -35,10 +35,8 @@ def head_ops(s: Shape, loss: Loss) -> OpList:
         ops.append(s.gather(x, "n"))
     else:
         loss = replace(loss, divided="whole")
-    if loss.chunks > 1:
-        from titanlite.features.loss_chunks.plan_memory import chunked_loss
-
-        ops.append(chunked_loss(s, loss, x))
+    if s.features.loss_chunks is not None:
+        ops.append(s.features.loss_chunks.memory(s, loss, x))
         return OpList(ops, {"x": s.hidden})
     ops.append(s.linear("logits", x, s.vocabulary, s.args.dim))
     if loss.divided == "in place":

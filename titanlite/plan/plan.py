@@ -11,7 +11,6 @@ from typing import Any
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
-from titanlite.features import ema_of, lora_of
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
@@ -318,7 +317,7 @@ def _saves_in_memory(run: RunConfig, memory: RankMemory) -> dict[str, int]:
     """Return what a rank's saves take of the host's memory, in bytes by part."""
     held = {**memory.peak.parts, **memory.host}
     weights = held.get("parameters", 0)
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     if lora is not None:
         # Frozen weights are in no checkpoint.
         adapters = lora.adapters(run.spec, run.model_args()).parameters
@@ -345,11 +344,11 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     """Return the size of a checkpoint and how many there are at one time."""
     args = run.model_args()
     parameters = run.spec.count_parameters(args)
-    lora = lora_of(run.lora)
+    lora = run.features.lora
     if lora is not None:
         parameters = lora.adapters(run.spec, args).parameters
     size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
-    ema = ema_of(run.optimizer)
+    ema = run.features.ema
     if ema is not None:
         size += ema.bytes_each * parameters
     validated_every = run.validation.freq if run.validation.enable else 0

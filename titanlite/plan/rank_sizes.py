@@ -9,7 +9,6 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
 from titanlite.plan.feed_forward import FeedForwardMemory
@@ -18,6 +17,7 @@ from titanlite.plan.loss_ops import Loss, head_ops
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.run.config import RunConfig
+from titanlite.run.features import moe_layers_of
 
 if TYPE_CHECKING:
     from titanlite.features.experts import MoELayers
@@ -101,7 +101,7 @@ class RankSizes:
     @functools.cached_property
     def adapters(self) -> Adapters | None:
         """Those beside frozen weights; None: all weights are trained."""
-        lora = lora_of(self.run.lora)
+        lora = self.run.features.lora
         return None if lora is None else lora.adapters(self.run.spec, self.args)
 
     def shape_of(self, block: str) -> Shape:
@@ -117,6 +117,7 @@ class RankSizes:
             self.low,
             tp=mesh.tensor,
             cp=mesh.context,
+            features=run.features,
             products=self._products,
             feed_forward=self._feed_forward(args),
         )
@@ -134,12 +135,10 @@ class RankSizes:
 
     @functools.cached_property
     def _products(self) -> ProductMemory:
-        float8 = float8_of(self.run.float8)
-        products = ProductMemory() if float8 is None else float8.memory(self.linears)
-        lora = lora_of(self.run.lora)
-        if lora is None or self.adapters is None:
-            return products
-        return lora.memory(self.adapters, products)
+        products = ProductMemory()
+        for feature in self.run.features.on:
+            products = feature.product_memory(self, products)
+        return products
 
     @functools.cached_property
     def _moe_layers(self) -> MoELayers | None:
@@ -158,7 +157,7 @@ class RankSizes:
         """
         costs = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
         stages: list[Sequence[str]] = [list(costs)]
-        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        pipeline = self.run.features.pipeline
         if pipeline is not None:
             layout = pipeline.layout(self.run.spec, self.args, self.args.max_seq_len)
             stages = [layout.stages[index] for index in layout.on(self.pipeline_rank)]

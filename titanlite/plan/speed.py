@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlite.features import features_of, pipeline_of
 from titanlite.plan.computing import computing, launches, update
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.rates import CONSTANTS, Constants
@@ -21,6 +20,7 @@ from titanlite.plan.traffic import (
     tensor_traffic,
 )
 from titanlite.run.config import RunConfig
+from titanlite.run.features import features_of
 from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
@@ -103,7 +103,7 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["host transfers"] = host_transfers(step, beside)
     busy = sum(parts.values())
     parts["launches"] = max(0.0, launches(step) - busy)
-    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
+    pipeline = step.run.features.pipeline
     if pipeline is not None:
         idle = pipeline.bubble(step) * (busy + parts["launches"])
         parts["pipeline bubble"] = idle / step.micro_batches

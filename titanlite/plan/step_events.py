@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from titanlite.features import activation_offload_of, ema_of, pipeline_of
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.group_events import GroupEvents
 from titanlite.plan.kept_events import KeptEvents
@@ -28,13 +27,13 @@ class StepEvents:
         self.activations = self._kept_events()
 
     def _kept_events(self) -> KeptEvents:
-        offload = activation_offload_of(self.run.activation_checkpoint)
+        offload = self.run.features.activation_offload
         return KeptEvents(self.sizes) if offload is None else offload.kept_events(self.sizes)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the step."""
         yield from self._state()
-        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        pipeline = self.run.features.pipeline
         if pipeline is not None:
             yield from pipeline.events(self)
         else:
@@ -46,7 +45,7 @@ class StepEvents:
         sizes = self.sizes
         optimizer = self.run.optimizer
         masters = sum(weight.part * sizes.held(weight) for weight in sizes.weights)
-        ema = ema_of(optimizer)
+        ema = self.run.features.ema
         averages = 0 if ema is None else ema.bytes_each
         state = 0.0
         for weight in sizes.trained:

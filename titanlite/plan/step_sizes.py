@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from titanlite.features import float8_of, lora_of, moe_layers_of, pipeline_of
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
 from titanlite.models.llama_args import LlamaArgs
@@ -18,6 +17,7 @@ from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
 from titanlite.plan.rates import Constants, Rates
 from titanlite.run.config import RunConfig
+from titanlite.run.features import moe_layers_of
 
 
 class StepSizes:
@@ -68,10 +68,10 @@ class StepSizes:
     @cached_property
     def products(self) -> ProductSpeed:
         """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
-        float8 = float8_of(self.run.float8)
-        products = ProductSpeed(self) if float8 is None else float8.speed(self)
-        lora = lora_of(self.run.lora)
-        return products if lora is None else lora.speed(products)
+        products = ProductSpeed(self)
+        for feature in self.run.features.on:
+            products = feature.product_speed(self, products)
+        return products
 
     @cached_property
     def others(self) -> OtherProducts:
@@ -143,7 +143,7 @@ class StepSizes:
     @cached_property
     def stage_share(self) -> float:
         """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
-        pipeline = pipeline_of(self.run.experimental, self.mesh.pipeline)
+        pipeline = self.run.features.pipeline
         if pipeline is None or self.spec.pipeline_costs is None:
             return 1.0
         return pipeline.slowest_share(self)
@@ -159,7 +159,7 @@ class StepSizes:
     @cached_property
     def adapters(self) -> float | None:
         """Parameters of the adapters of a rank's stage; None: all weights are trained."""
-        lora = lora_of(self.run.lora)
+        lora = self.run.features.lora
         if lora is None:
             return None
         found = lora.adapters(self.spec, self.args).parameters

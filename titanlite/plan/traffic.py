@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.features import activation_offload_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -118,7 +117,7 @@ def host_transfers(step: StepSizes, computing: Directions) -> float:
     gradients = 4 * step.owned / pcie * offloads * _reductions(step)
     weights = Directions(one * gathers, one * gathers * step.frees + gradients)
     seconds = weights.beyond(_beside(step, computing))
-    offload = activation_offload_of(step.run.activation_checkpoint)
+    offload = step.run.features.activation_offload
     if offload is not None:
         one_way = offload.transfers(step)
         seconds += Directions(one_way, one_way).beyond(computing)

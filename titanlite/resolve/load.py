@@ -31,8 +31,6 @@ from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import experts_of, features_of, moe_layers_of
-from titanlite.features.feature import Feature
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
@@ -49,6 +47,7 @@ from titanlite.resolve.misfits import (
 )
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import below, degrees_of, derive
+from titanlite.run.features import Feature, features_of, moe_layers_of
 from titanlite.run.interactions import halving_key
 from titanlite.utils import is_dotted
 
@@ -130,7 +129,7 @@ def smallest_world(config: LoadedConfig) -> int:
     if degrees[shard] == -1:
         reshard = d.training.reshard_after_forward
         degrees[shard] = reshard if isinstance(reshard, int) else 1
-        experts = experts_of(d.parallelism.expert_parallel_degree)
+        experts = features_of(d).experts
         if experts is not None:
             context = degrees["experimental.context_parallel_degree"]
             degrees[shard] *= experts.fewest_shards(context * degrees[_TP])
@@ -224,7 +223,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
-    features = features_of(run)
+    features = run.features
     pipeline = features.pipeline
     found = list(rank_misfits(d, run))
     if not found:
@@ -233,8 +232,8 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
             from titanlite.resolve.phase_misfits import phase_misfits
 
             found += phase_misfits(run)
-        for feature in features.on:
-            found += feature.rank_misfits(run)
+        if features.context is not None:
+            found += features.context.rank_misfits(run)
         found += _unknown_schedule(d)
         if pipeline is not None:
             found += pipeline.misfits(d, run)
@@ -280,7 +279,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     halving = halving_key(run)
     if halving is not None:
         fields["sublayer_names"] = halving
-    for feature in features_of(run).on:
+    for feature in run.features.on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
     for field, key in fields.items():

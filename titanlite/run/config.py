@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.sections import Config
 from titanlite.data.course import Course
-from titanlite.features import lora_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
+from titanlite.run.features import Features, features_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class PipelineSizes:
     microbatches: int = 1
 
 
-class RunConfig(Config, frozen=True, kw_only=True):
+class RunConfig(Config, frozen=True, kw_only=True, dict=True):
     """One run: its sections, with folders joined and defaults of other sections filled in, and what
     follows from them.
 
@@ -114,6 +115,11 @@ class RunConfig(Config, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
     toml: str
+
+    @cached_property
+    def features(self) -> Features:
+        """What the run switches on."""
+        return features_of(self)
 
     @property
     def tokens(self) -> int | None:
@@ -192,7 +198,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
 
         args: the model's. seq_len: tokens of a sequence.
         """
-        lora = lora_of(self.lora)
+        lora = self.features.lora
         if lora is None:
             return self.spec.flops_per_token(args, seq_len)
         return lora.flops_per_token(self.spec, args, seq_len)

@@ -20,8 +20,8 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
 from titanlite.data.course import Course, StepSize
-from titanlite.features import features_of, pipeline_of
 from titanlite.run.config import BatchSizes, MeshSizes, PipelineSizes, RunConfig
+from titanlite.run.features import features_of
 from titanlite.run.length import steps_of
 from titanlite.run.schedule_parts import Told, schedule_of
 from titanlite.utils import counted
@@ -46,7 +46,7 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
         )
     filled = _filled(d)
     sizes = PipelineSizes()
-    pipeline = pipeline_of(d.experimental, mesh.pipeline)
+    pipeline = features_of(d).pipeline
     if pipeline is not None:
         cut = pipeline.cut(filled, mesh, batch)
         filled = cut.sections
@@ -72,7 +72,7 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
         warnings=tuple(told.warnings),
         toml=config.to_toml(),
     )
-    more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
+    more = [warning for feature in run.features.on for warning in feature.warnings(run)]
     return replace_fields(run, warnings=(*run.warnings, *more))
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from titanlite.config.rules import Finding, around
-from titanlite.config.sections import ActivationCheckpoint, Config, Experimental, Float8
+from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 
 if TYPE_CHECKING:
@@ -22,44 +22,29 @@ _TP = "training.tensor_parallel_degree"
 _CP = "experimental.context_parallel_degree"
 
 
-def compiles_halves(
-    tensor: int,
-    expert: int,
-    ac: ActivationCheckpoint,
-    float8: Float8,
-    experimental: Experimental,
-) -> bool:
+def compiles_halves(run: RunConfig) -> bool:
     """Whether `torch.compile` makes two graphs of each block, and not one.
-
-    tensor, expert: ranks that share products, and experts.
 
     Where ranks share experts, the host reads a number in the middle of a block. Where they share
     products, whole blocks have wrong gradients before torch 2.13. With full recomputation torch
     cannot divide their graph: it puts a device mesh among the saved tensors. With offload, float8
     and asynchronous tensor parallelism the gradients of whole blocks are not tested.
     """
-    if expert > 1:
+    ac = run.activation_checkpoint
+    if run.mesh.expert > 1:
         return True
-    if tensor == 1:
+    if run.mesh.tensor == 1:
         return False
-    untested = (
-        ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
-    )
+    untested = ac.offload or run.features.float8 is not None or run.features.async_tp is not None
     divides = ac.by_op or ac.mode == "none"
     return untested or not divides or version("torch") < "2.13"
 
 
 def halving_key(run: RunConfig) -> str | None:
     """Return the key of the ranks that make halves of compiled blocks; None: blocks are whole."""
-    mesh = run.mesh
-    if not run.compiles_blocks:
+    if not run.compiles_blocks or not compiles_halves(run):
         return None
-    in_halves = compiles_halves(
-        mesh.tensor, mesh.expert, run.activation_checkpoint, run.float8, run.experimental
-    )
-    if not in_halves:
-        return None
-    return _TP if mesh.tensor > 1 else _EP
+    return _TP if run.mesh.tensor > 1 else _EP
 
 
 def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:

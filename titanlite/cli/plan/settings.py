@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from titanlite.features import moe_layers_of
 from titanlite.features.float8 import search as float8
 from titanlite.models.spec import ModelSpec
 from titanlite.plan.hardware import Cluster
 from titanlite.run.config import RunConfig
+from titanlite.run.features import moe_layers_of
 
 #: Models below this many parameters get no pipeline: FSDP serves them. Most ranks of one.
 PIPELINE_PARAMETERS = 20e9

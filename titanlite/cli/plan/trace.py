@@ -31,14 +31,12 @@ from titanlite.cli.plan.memory_meter import MemoryMeter
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local import parts_of
-from titanlite.features import ema_of, experts_of
-from titanlite.features.activation_offload import host_memory
-from titanlite.features.activation_offload.host_memory import HostMemory
 from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, one_rank, tensor
+from titanlite.parallel import activation_checkpoint, host_memory, one_rank, tensor
+from titanlite.parallel.host_memory import HostMemory
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
@@ -98,7 +96,7 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
     """Run a step that is not the first, and return its memory."""
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
-    experts = experts_of(run.mesh.expert)
+    experts = run.features.experts
     # Of integers, the host reads those alone that say how many rows travel.
     rows = 1 if experts is None else experts.rows_to_each(run, parts.args)
     meter = MemoryMeter(
@@ -136,7 +134,7 @@ def _first_update(
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    if ema_of(run.optimizer) is None:
+    if run.features.ema is None:
         return []
     return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
 

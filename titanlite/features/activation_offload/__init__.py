@@ -11,17 +11,13 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.config.rules import Finding
-from titanlite.features.feature import Feature
-from titanlite.utils import human_bytes
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from titanlite.config.loaded import LoadedConfig
     from titanlite.plan.kept_events import KeptEvents
     from titanlite.plan.rank_sizes import RankSizes
@@ -46,22 +42,6 @@ class ActivationOffload(Feature):
         hint = 'take mode = "full", or selective_ac_option = "N"'
         yield "conflict", self.key, message, hint
 
-    # The model: `titanlite.parallel.activation_checkpoint` calls it last
-
-    def apply(self, blocks: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
-        """Let blocks of a model or pipeline stage send what they keep to the host, in place.
-
-        device: where the model will run. On a CPU it does nothing: all is in host memory there.
-        """
-        if device.type != "cuda":
-            return
-        from titanlite.features.activation_offload.blocks import offload
-        from titanlite.features.activation_offload.host_memory import HostMemory
-
-        host = HostMemory(device)
-        for block in blocks:
-            offload(block, host, model)
-
     # The plan: `titanlite.plan` calls these
 
     def kept_events(self, sizes: RankSizes) -> KeptEvents:
@@ -78,9 +58,3 @@ class ActivationOffload(Feature):
         # Roughly what all blocks keep of one micro-batch.
         kept = inputs + whole * (1 - step.recomputed)
         return kept * step.micro_batches * step.stage_share / step.rates.gpu.pcie
-
-    # The start report
-
-    def report(self, kept: int) -> str:
-        """Return its part of the row of activations. kept: bytes of a micro-batch."""
-        return f"up to {human_bytes(kept)} of that wait in host memory"

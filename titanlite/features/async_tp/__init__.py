@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, broken_rules, contains
 from titanlite.dist import ParallelismError
-from titanlite.features.feature import Feature
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.config.loaded import LoadedConfig
+    from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
 
 
@@ -75,6 +77,6 @@ class AsyncTensorParallel(Feature):
         if mesh["tp"].size() > 1:
             enable_async(mesh["tp"])
 
-    def compile_options(self) -> dict[str, Any]:
-        """Return inductor's settings under which it splits products."""
-        return {"_micro_pipeline_tp": True}
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Let inductor split products."""
+        builder.compile_options["_micro_pipeline_tp"] = True

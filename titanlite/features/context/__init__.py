@@ -15,13 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, around
-from titanlite.features.feature import Feature
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.features.context.loader import CPLoader
+    from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.blocks import Shape
     from titanlite.plan.lifetimes import Op
     from titanlite.plan.step_sizes import StepSizes
@@ -50,11 +51,12 @@ class ContextParallel(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these
 
-    def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Let a model take each rank's part of the tokens, in place."""
+    def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Let a model take each rank's part of the tokens."""
         from titanlite.features.context.attention import apply_cp
 
-        apply_cp(model, mesh)
+        if builder.has_blocks(model):  # a pipeline stage may have none
+            apply_cp(model, builder.mesh)
 
     def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
         """Return this rank's part of a tensor along `dim`, the sequence."""

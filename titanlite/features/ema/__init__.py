@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titanlite.features.feature import Feature
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.config.sections import Config
     from titanlite.features.ema.average import WeightAverage
 
 
@@ -30,8 +31,8 @@ class WeightAveraging(Feature):
     #: Of memory and of a checkpoint, for each parameter, for `titanlite.plan`. They are in float32.
     bytes_each = 4
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, config: Config) -> None:
+        self.decay = config.optimizer.ema_decay
 
     # The model: `titanlite.assembly.build` and `titanlite eval` call it
 
@@ -41,9 +42,3 @@ class WeightAveraging(Feature):
         from titanlite.features.ema.average import WeightAverage
 
         return WeightAverage(model, gather(model), self.decay)
-
-    # The start report
-
-    def report(self) -> str:
-        """Return its part of the row of the optimizer."""
-        return f"{self.bytes_each} for their average, of which a step leaves {self.decay:g}"

@@ -30,18 +30,21 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.rules import Finding, divisors
 from titanlite.dist import ParallelismError
 from titanlite.features.experts import checks
-from titanlite.features.feature import Feature
+from titanlite.parallel import offered
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.config.sections import Config
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
     from titanlite.features.experts.plan_speed import ExpertSpeed
     from titanlite.models.llama_args import LlamaArgs
     from titanlite.models.spec import ModelSpec
+    from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -119,8 +122,8 @@ class ExpertParallel(Feature):
     key = checks.DEGREE
     model_field = "experts"
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, config: Config) -> None:
+        self.ranks = config.parallelism.expert_parallel_degree
         self._mesh: DeviceMesh | None = None
 
     # Before the ranks start
@@ -145,16 +148,13 @@ class ExpertParallel(Feature):
             self._mesh = expert_mesh(mesh, self.ranks)
         return self._mesh
 
-    def apply(self, model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
-        """Divide the experts of a model or pipeline stage on the meta device, in place.
-
-        mesh: of all ranks. names: of the MoE layers in the whole model. Raises ParallelismError
-        for one that cannot be divided.
-        """
+    def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Divide the experts. Raises ParallelismError for a layer that cannot be divided."""
         from titanlite.features.experts.sharding import apply_ep, has_exchange
 
-        apply_ep(model, self.mesh(mesh)["ep"])
+        apply_ep(model, self.mesh(builder.mesh)["ep"])
         modules = dict(model.named_modules())
+        names = offered(builder.spec, "experts")(builder.args)
         here = [name for name in names if name in modules]
         whole = [name for name in here if not has_exchange(modules[name])]
         if whole:
@@ -163,7 +163,7 @@ class ExpertParallel(Feature):
             )
 
     def placement(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-        """Return where `fully_shard` puts the experts that `apply` has divided."""
+        """Return where `fully_shard` puts the experts that `distribute` has divided."""
         from titanlite.features.experts.sharding import expert_placement
 
         return expert_placement(self.mesh(mesh))

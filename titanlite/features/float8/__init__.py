@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, broken_rules
-from titanlite.features.feature import Feature
 from titanlite.features.float8 import checks
 from titanlite.features.float8.choice import (
     MULTIPLE,
@@ -25,6 +24,7 @@ from titanlite.features.float8.choice import (
     choose_linears,
     converted_names,
 )
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Float8
+    from titanlite.config.sections import Config
     from titanlite.features.float8.error import Float8ErrorCheck
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -52,8 +53,8 @@ class Float8Feature(Feature):
     #: Of which each dimension of a product must be a multiple.
     multiple = MULTIPLE
 
-    def __init__(self, section: Float8) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.float8
 
     def choices(self, linears: Linears) -> list[Float8Choice]:
         """Decide for each kind of linear of the whole model."""
@@ -90,14 +91,14 @@ class Float8Feature(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def convert(self, model: nn.Module, linears: Linears) -> None:
-        """Convert a model or pipeline stage on the meta device, in place.
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Convert linears, and give inductor the settings for blocks with them."""
+        from titanlite.features.float8.convert import COMPILE_OPTIONS, apply_float8
 
-        linears: of the whole model.
-        """
-        from titanlite.features.float8.convert import apply_float8
-
-        names = converted_names(self.choices(linears))
+        if builder.run.compile.backend == "inductor":
+            options = COMPILE_OPTIONS.get(self.section.recipe_name.partition("_")[0], {})
+            builder.compile_options.update(options)
+        names = converted_names(self.choices(builder.linears))
         if names:
             apply_float8(
                 model,
@@ -107,34 +108,26 @@ class Float8Feature(Feature):
                 emulate=self.section.emulate,
             )
 
-    def compile_options(self) -> dict[str, Any]:
-        """Return inductor's settings for blocks with converted linears."""
-        from titanlite.features.float8.convert import COMPILE_OPTIONS
-
-        return COMPILE_OPTIONS.get(self.section.recipe_name.partition("_")[0], {})
-
-    def after_sharding(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let FSDP send float8 weights over a backend that does not know them."""
         from titanlite.features.float8 import gathered, tensor
 
         gathers = self.section.enable_fsdp_float8_all_gather
-        if gathers and not tensor.sends_float8(mesh["dp_shard"]):
+        if gathers and not tensor.sends_float8(builder.mesh["dp_shard"]):
             gathered.gather_as_bytes(model)
 
     # The plan: `titanlite.plan` calls these
 
-    def memory(self, linears: Linears) -> ProductMemory:
-        """Return what the linears of a block keep and need."""
+    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
         from titanlite.features.float8.plan_memory import float8_memory
 
-        return float8_memory(self.section, self.choices(linears))
+        return float8_memory(self.section, self.choices(sizes.linears))
 
-    def speed(self, step: StepSizes) -> ProductSpeed:
+    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
         from titanlite.features.float8.plan_speed import Float8Speed
-        from titanlite.plan.product_speed import ProductSpeed
 
-        return ProductSpeed(step) if self.section.emulate else Float8Speed(self.section, step)
+        return products if self.section.emulate else Float8Speed(self.section, step)
 
     # The step: `titanlite.start` calls these
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from titanlite.features.feature import Feature
 from titanlite.features.local_saves import checks
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
-    from titanlite.config.sections import Checkpoint
+    from titanlite.config.sections import Config
     from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
 
@@ -47,8 +47,8 @@ class LocalSaves(Feature):
 
     key = checks.KEY
 
-    def __init__(self, section: Checkpoint) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.checkpoint
 
     def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
         return checks.findings(config.sections.checkpoint)

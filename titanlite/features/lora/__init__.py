@@ -14,22 +14,21 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, broken_rules
-from titanlite.features.feature import Feature
 from titanlite.features.lora import checks
 from titanlite.features.lora.settings import Adapters, adapters_of
+from titanlite.run.features import Feature
 from titanlite.utils import counted, human_count
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Checkpoint, Lora
+    from titanlite.config.sections import Checkpoint, Config
     from titanlite.dist.dist_env import DistEnv
     from titanlite.features.lora.base import FrozenBase
     from titanlite.features.lora.plan_memory import LoraMemory
@@ -37,7 +36,10 @@ if TYPE_CHECKING:
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.rank_sizes import RankSizes
+    from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
+    from titanlite.run.features import InitRule
 
 
 class LoraFeature(Feature):
@@ -48,8 +50,8 @@ class LoraFeature(Feature):
     #: Names the adapters that a new run starts from.
     source_key = "lora.adapter"
 
-    def __init__(self, section: Lora) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.lora
 
     def adapters(self, spec: ModelSpec, args: Any) -> Adapters:
         """Return the adapters of a whole model."""
@@ -65,38 +67,32 @@ class LoraFeature(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def add(self, model: nn.Module, spec: ModelSpec, args: Any, frozen_dtype: torch.dtype) -> None:
-        """Give the linears of a model or pipeline stage on the meta device their adapters, in
-        place.
-
-        frozen_dtype: of the weights that are not trained.
-        """
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Give the linears their adapters."""
         from titanlite.features.lora.modules import add_adapters
 
-        add_adapters(model, self.adapters(spec, args), self.section.dropout, frozen_dtype)
+        adapters = self.adapters(builder.spec, builder.args)
+        add_adapters(model, adapters, self.section.dropout, builder.frozen_dtype)
 
-    def freeze(self, model: nn.Module) -> None:
-        """Let only adapters have gradients, before `fully_shard`."""
+    def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Let only adapters have gradients."""
         from titanlite.features.lora.modules import freeze
 
         freeze(model)
 
-    def after_sharding(self, model: nn.Module) -> None:
+    def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let a backward gather no weights that it does not need."""
         from titanlite.features.lora.modules import skip_unused_gathers
 
         skip_unused_gathers(model)
 
-    def init_rule(
-        self, of_model: Callable[[str], Init], spec: ModelSpec, args: Any
-    ) -> Callable[[str], Init]:
-        """Return the rule of a model with adapters. of_model: of all its other parameters."""
+    def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
         adapters = self.adapters(spec, args)
 
-        def rule(name: str) -> Init:
-            return adapters.init_rule(name) or of_model(name)
+        def with_adapters(name: str) -> Init:
+            return adapters.init_rule(name) or rule(name)
 
-        return rule
+        return with_adapters
 
     # Checkpoints: `titanlite.assembly.saves` and `titanlite eval` call these
 
@@ -137,17 +133,17 @@ class LoraFeature(Feature):
 
     # The plan: `titanlite.plan` calls these
 
-    def memory(self, adapters: Adapters, products: ProductMemory) -> LoraMemory:
-        """Return what the linears of a block keep and need. products: the frozen ones."""
+    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> LoraMemory:
         from titanlite.features.lora.plan_memory import lora_memory
 
-        return lora_memory(adapters, products, self.section.dropout)
+        return lora_memory(
+            self.adapters(sizes.run.spec, sizes.args), products, self.section.dropout
+        )
 
-    def speed(self, products: ProductSpeed) -> ProductSpeed:
-        """Return what the linears of a step cost. products: the frozen ones."""
+    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
         from titanlite.features.lora.plan_speed import LoraSpeed
 
-        return LoraSpeed(products, self.adapters(products.step.spec, products.step.args))
+        return LoraSpeed(products, self.adapters(step.spec, step.args))
 
     # Figures: `RunConfig.flops_per_token` calls it
 

@@ -139,9 +139,9 @@ def _not_divided(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Find
 
 def _without_gradient(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Finding]:
     """Find a first stage that trains nothing: its output would have no gradient."""
-    from titanlite.features.pipeline import PipelineParallel
-
-    pipeline = PipelineParallel(run.experimental, run.mesh.pipeline)
+    pipeline = run.features.pipeline
+    if pipeline is None:
+        return
     try:
         layout = pipeline.layout(run.spec, args, 1)
     except ParallelismError:  # the pipeline reports it

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding
-from titanlite.features.feature import Feature
+from titanlite.run.features import Feature
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Config
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.blocks import Shape
+    from titanlite.plan.lifetimes import Op
+    from titanlite.plan.loss_ops import Loss
     from titanlite.run.config import RunConfig
 
 
@@ -28,8 +33,8 @@ class LossChunks(Feature):
 
     key = "training.loss_chunks"
 
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, config: Config) -> None:
+        self.chunks = config.training.loss_chunks
 
     # Before the ranks start
 
@@ -64,7 +69,10 @@ class LossChunks(Feature):
         except ValueError as error:
             yield Problem("", self.key, str(error), "set it to 1")
 
-    # The model: `titanlite.parallel.parallelize` calls it first of all
+    # The model
+
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
+        self.apply(model, builder.spec.head)
 
     def apply(self, model: nn.Module, head: str) -> None:
         """Let a model or pipeline stage on the meta device compute its loss, in place.
@@ -74,3 +82,11 @@ class LossChunks(Feature):
         from titanlite.features.loss_chunks.head import chunk_head
 
         chunk_head(model, self.chunks, head)
+
+    # The plan
+
+    def memory(self, s: Shape, loss: Loss, x: str) -> Op:
+        """Return head and loss as one operator. x: name of the hidden states."""
+        from titanlite.features.loss_chunks.plan_memory import chunked_loss
+
+        return chunked_loss(s, loss, x)

@@ -5,7 +5,7 @@ it, moment by moment.
     checks.py    other keys, model    table.py   the rules in numbers, for `config explain`
 
 The keys are `titanlite.config.sections.Mup`. No torch here: muP changes initial values, rates and
-epsilons, and no forward pass. `titanlite mup check` is in `titanlite.contrib.lab.mup`.
+epsilons, and no forward pass. `titanlite mup check` compares activations over widths.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.rules import Finding, broken_rules
-from titanlite.features.feature import Feature
 from titanlite.features.mup import checks
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Mup
+    from titanlite.config.sections import Config
     from titanlite.models.spec import ModelSpec
     from titanlite.optim.groups import Scales
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
+    from titanlite.run.features import InitRule
 
 
 class MupFeature(Feature):
@@ -36,8 +37,8 @@ class MupFeature(Feature):
 
     key = checks.KEY
 
-    def __init__(self, section: Mup) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.mup
 
     # Before the ranks start
 
@@ -49,11 +50,14 @@ class MupFeature(Feature):
     def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
         return checks.misfits(run, args)
 
-    # Initial weights: `titanlite.parallel.parallelize` calls it
+    # Initial weights
 
     def rules(self, spec: ModelSpec, args: Any) -> Rules:
         """Return the rules of a model."""
         return Rules(spec, args, base_args(args, self.section.base_dim, self.section.base))
+
+    def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
+        return self.rules(spec, args).init
 
     # The optimizer: `titanlite.assembly.model` calls it
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from titanlite.features.mx.plan_memory import MXMemory
     from titanlite.features.mx.plan_speed import MXSpeed
     from titanlite.models.linears import Linears
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
+    from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -68,20 +72,20 @@ class MXFeature(Float8Feature):
 
     # The model
 
-    def convert(self, model: nn.Module, linears: Linears) -> None:
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         from titanlite.features.mx.convert import apply_mx
 
-        names = converted_names(self.choices(linears))
+        names = converted_names(self.choices(builder.linears))
         apply_mx(model, names, self.section.recipe_name, emulate=self.section.emulate)
 
     # The plan
 
-    def memory(self, linears: Linears) -> MXMemory:
+    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> MXMemory:
         from titanlite.features.mx.plan_memory import mx_memory
 
-        return mx_memory(self.section, self.choices(linears))
+        return mx_memory(self.section, self.choices(sizes.linears))
 
-    def speed(self, step: StepSizes) -> MXSpeed:
+    def product_speed(self, step: StepSizes, products: ProductSpeed) -> MXSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without MXFP8."""
         from titanlite.features.mx.plan_speed import MXSpeed
 

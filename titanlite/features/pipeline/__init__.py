@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.rules import Finding
 from titanlite.dist import ParallelismError
-from titanlite.features.feature import Feature
 from titanlite.features.pipeline import checks
 from titanlite.features.pipeline.cut import Cut, cut_run
 from titanlite.features.pipeline.split import StageLayout, split_stages
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.assembly.report_rows import Row, Setup
-    from titanlite.config.sections import Config, Experimental
+    from titanlite.config.sections import Config
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.loss import LossFunction
     from titanlite.models.spec import ModelSpec
@@ -46,9 +46,9 @@ class PipelineParallel(Feature):
     key = checks.DEGREE
     model_field = "pipeline_costs"
 
-    def __init__(self, section: Experimental, degree: int) -> None:
-        self.section = section
-        self.degree = degree
+    def __init__(self, config: Config) -> None:
+        self.section = config.experimental
+        self.degree = self.section.pipeline_parallel_degree
 
     @property
     def schedule(self) -> str:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.rules import Finding
-from titanlite.features.feature import Feature
 from titanlite.features.tasks import entries
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titanlite.assembly.build import Built
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.run_sections import Eval
+    from titanlite.config.sections import Config
     from titanlite.data.text import Share
     from titanlite.features.tasks.harness import HarnessTask
     from titanlite.features.tasks.run import Task, TaskRun
@@ -39,8 +39,8 @@ class TaskEvaluation(Feature):
 
     key = entries.KEY
 
-    def __init__(self, section: Eval) -> None:
-        self.section = section
+    def __init__(self, config: Config) -> None:
+        self.section = config.eval
 
     # Before the ranks start
 

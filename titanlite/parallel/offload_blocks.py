@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.dist.local import plain_local
-from titanlite.features.activation_offload.host_memory import HostMemory, OffloadedTensor
+from titanlite.parallel.host_memory import HostMemory, OffloadedTensor
 
 #: Smaller tensors stay: a copy of any size costs some microseconds.
 LEAST_BYTES = 1 << 16

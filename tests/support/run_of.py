@@ -1,0 +1,30 @@
+"""A run from sections alone, for tests that build a model without a config file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from titanlite.config.model_sections import Model
+from titanlite.config.sections import ActivationCheckpoint, Experimental, Parallelism
+from titanlite.resolve.load import load_config
+from titanlite.run.config import MeshSizes, RunConfig
+
+
+def run_of(family: str, mesh: MeshSizes | None = None, **sections: Any) -> RunConfig:
+    """Return the run of a family on a mesh, with these sections and the defaults of others."""
+    mesh = mesh or MeshSizes()
+    degrees = {
+        "context_parallel_degree": mesh.context,
+        "pipeline_parallel_degree": mesh.pipeline,
+    }
+    sections["experimental"] = replace(sections.get("experimental", Experimental()), **degrees)
+    sections.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
+    return replace(
+        load_config("debug_model.toml", 1),
+        model=Model(name=family),
+        mesh=mesh,
+        parallelism=Parallelism(expert_parallel_degree=mesh.expert),
+        **sections,
+    )

@@ -1,0 +1,244 @@
+"""What a run switches on: one table of features, and the hooks by which they take part.
+
+    for feature in run.features.on:              # a hook that several features have
+        feature.convert(builder, model)
+
+    if run.features.pipeline:                    # what one feature alone does
+        run.features.pipeline.runner(...)
+
+Each feature is a folder of `titanlite.features` with all that titanlite knows of it. It is imported
+when a config switches it on: features are resolved once, when the run's config is. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.assembly.report_rows import Row, Setup
+    from titanlite.config.errors import Problem
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.rules import Finding
+    from titanlite.config.sections import Config
+    from titanlite.contrib.hub.feature import HubFeature
+    from titanlite.features.activation_offload import ActivationOffload
+    from titanlite.features.async_tp import AsyncTensorParallel
+    from titanlite.features.context import ContextParallel
+    from titanlite.features.ema import WeightAveraging
+    from titanlite.features.experts import ExpertParallel, MoELayers
+    from titanlite.features.float8 import Float8Feature
+    from titanlite.features.local_saves import LocalSaves
+    from titanlite.features.lora import LoraFeature
+    from titanlite.features.loss_chunks import LossChunks
+    from titanlite.features.mup import MupFeature
+    from titanlite.features.pipeline import PipelineParallel
+    from titanlite.features.tasks import TaskEvaluation
+    from titanlite.models.spec import Init, ModelSpec
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_memory import ProductMemory
+    from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.rank_sizes import RankSizes
+    from titanlite.plan.step_sizes import StepSizes
+    from titanlite.run.config import RunConfig
+
+    InitRule = Callable[[str], Init]
+
+
+class Feature:
+    """Base of all features, as `Callback` is of callbacks: every hook is optional.
+
+    The hooks are called for each feature that is on, in the order of `FEATURES`. What one feature
+    alone does is a method of that feature.
+    """
+
+    #: The key that switches it on, for messages.
+    key: str
+    #: The field of `ModelSpec` without which a model does not offer it; "": any model does.
+    model_field = ""
+
+    def __init__(self, config: Config) -> None:
+        """config: the sections that switch it on."""
+
+    # Before the ranks start. Nothing here imports torch.
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        """Find keys that exclude each other on any ranks and with any model."""
+        return ()
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        """Find what does not fit these ranks, and the model on them.
+
+        args: the model's. `vocab_size` is None where the tokenizer decides it.
+        """
+        return ()
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        """Tell what a user should know and what stops nothing."""
+        return ()
+
+    # On the machine of a rank
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
+        """Find what this machine, or the torch on it, cannot do. It needs no process group.
+
+        args: the model's; None before the text is read, when only the machine is looked at.
+        """
+        return ()
+
+    # The model: `titanlite.parallel.parallelize` calls these on each rank
+
+    def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Change the modules of a model or pipeline stage on the meta device, in place."""
+
+    def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Divide the model over ranks, in place: after tensor parallelism, before FSDP."""
+
+    def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Finish the model, in place: its parameters are those that will be trained."""
+
+    def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
+        """Return full parameter name → how to draw it. rule: that of the features before."""
+        return rule
+
+    # The plan. Nothing here imports torch.
+
+    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
+        """Return what products keep, need and hold. products: as the features before have them."""
+        return products
+
+    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
+        """Return what products cost. products: as the features before have them."""
+        return products
+
+    def traffic(self, step: StepSizes) -> Mapping[str, float]:
+        """Return traffic that computing waits for, in seconds of a micro-batch.
+
+        By the names of `titanlite.plan.speed.PARTS`.
+        """
+        return {}
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        """Return rows of the start report."""
+        return ()
+
+
+class Entry(NamedTuple):
+    """A feature in the table: its field of `Features`, its class, and when it is on."""
+
+    name: str
+    place: str
+    is_on: Callable[[Config], bool]
+
+
+def _shared(config: Config, degree: int) -> bool:
+    """Whether several ranks share something: one process makes a seed checkpoint for any number."""
+    return degree != 1 and not config.checkpoint.create_seed_checkpoint
+
+
+def _saves(config: Config, key: object) -> bool:
+    return bool(key) and config.checkpoint.enable_checkpoint
+
+
+#: Each feature once, in the order of its messages, of its rows in a report, and of its hooks.
+FEATURES = (
+    Entry(
+        "context",
+        "titanlite.features.context:ContextParallel",
+        lambda c: _shared(c, c.experimental.context_parallel_degree),
+    ),
+    Entry(
+        "experts",
+        "titanlite.features.experts:ExpertParallel",
+        lambda c: _shared(c, c.parallelism.expert_parallel_degree),
+    ),
+    Entry(
+        "pipeline",
+        "titanlite.features.pipeline:PipelineParallel",
+        lambda c: _shared(c, c.experimental.pipeline_parallel_degree),
+    ),
+    Entry(
+        "async_tp",
+        "titanlite.features.async_tp:AsyncTensorParallel",
+        lambda c: c.experimental.enable_async_tensor_parallel,
+    ),
+    Entry(
+        "loss_chunks",
+        "titanlite.features.loss_chunks:LossChunks",
+        lambda c: c.training.loss_chunks != 1,
+    ),
+    Entry(
+        "float8",
+        "titanlite.features.float8:Float8Feature",
+        lambda c: c.float8.enable_float8_linear and not c.float8.is_mx,
+    ),
+    Entry(
+        "float8",
+        "titanlite.features.mx:MXFeature",
+        lambda c: c.float8.enable_float8_linear and c.float8.is_mx,
+    ),
+    Entry("lora", "titanlite.features.lora:LoraFeature", lambda c: c.lora.rank > 0),
+    Entry("mup", "titanlite.features.mup:MupFeature", lambda c: c.mup.base_dim > 0),
+    Entry(
+        "activation_offload",
+        "titanlite.features.activation_offload:ActivationOffload",
+        lambda c: c.activation_checkpoint.offload,
+    ),
+    Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
+    Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
+    Entry("hub", "titanlite.contrib.hub.feature:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
+    Entry(
+        "local_saves",
+        "titanlite.features.local_saves:LocalSaves",
+        lambda c: _saves(c, c.checkpoint.local_folder is not None),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of a run; None for one that is off."""
+
+    context: ContextParallel | None = None
+    experts: ExpertParallel | None = None
+    pipeline: PipelineParallel | None = None
+    async_tp: AsyncTensorParallel | None = None
+    loss_chunks: LossChunks | None = None
+    float8: Float8Feature | None = None
+    lora: LoraFeature | None = None
+    mup: MupFeature | None = None
+    activation_offload: ActivationOffload | None = None
+    ema: WeightAveraging | None = None
+    tasks: TaskEvaluation | None = None
+    hub: HubFeature | None = None
+    local_saves: LocalSaves | None = None
+
+    @property
+    def on(self) -> list[Feature]:
+        """Those that are on, in the order of `FEATURES`."""
+        names = dict.fromkeys(entry.name for entry in FEATURES)
+        every = (getattr(self, name) for name in names)
+        return [feature for feature in every if feature is not None]
+
+
+def features_of(config: Config) -> Features:
+    """Return the features that the sections of a config switch on."""
+    on = [entry for entry in FEATURES if entry.is_on(config)]
+    return Features(**{entry.name: _load(entry.place)(config) for entry in on})
+
+
+def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:
+    """Return the MoE layers of a model, on any number of ranks; None: it has none."""
+    layers = spec.moe_layers(args)
+    return _load("titanlite.features.experts:MoELayers")(layers) if layers else None
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
