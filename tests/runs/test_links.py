@@ -68,7 +68,7 @@ BY_NAME = Counter(
         "cli/migrate.py": 1,
         "cli/hub/convert.py": 1,
         "cli/hub/torch_file.py": 1,
-        "launch/launch.py": 2,
+        "cli/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,
     }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.utils import templates
+
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     """Raise ConfigError for flags of keys that a command sets itself.
@@ -31,20 +33,6 @@ def render_page(template: str, **values: Any) -> str:
     HTML and SVG are escaped.
     """
     return templates(Path(__file__).parent / "pages").get_template(template).render(values)
-
-
-def templates(folder: Path, **options: Any) -> Any:
-    """Return jinja's environment of a folder. options: further ones of it."""
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=jinja2.select_autoescape(("html.jinja", "svg.jinja")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

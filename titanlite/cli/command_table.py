@@ -12,7 +12,7 @@ from titanlite.cli.parser import Parser
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.cli.train:add_command",
-    "launch": "titanlite.launch.launch:add_command",
+    "launch": "titanlite.cli.launch:add_command",
     "doctor": "titanlite.cli.doctor:add_command",
     "sample": "titanlite.cli.sample:add_command",
     "eval": "titanlite.cli.eval:add_command",

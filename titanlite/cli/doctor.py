@@ -533,9 +533,9 @@ def _variables() -> _Found:
 def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
     from titanlite.assembly.preflight import machine_problems
-    from titanlite.cli.train import count_gpus
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.dist.process import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_comma
 from titanlite.config.checks import contradictions
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
-from titanlite.dist.process import TUNABLES, chose_malloc
+from titanlite.dist.process import TUNABLES, chose_malloc, count_gpus
 from titanlite.dist.signals import SIGNALS, exit_on_signals
 from titanlite.resolve.load import check_loaded
 from titanlite.utils import REMOVED, require
@@ -60,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         main.main(argv)
     config, problems = read(argv)
     if not is_asked and (system := config.value("launch.system")):
-        from titanlite.launch.launch import launch
+        from titanlite.cli.launch import launch
 
         return launch(system, argv, "submit"), exit_codes.DONE
     exit_on_signals(*SIGNALS)
@@ -94,21 +93,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         "1"  # so that a log that is piped into a file shows each step when it is done
     )
     start_ranks(ranks, ["train", *argv], [*options, *_output(ranks, shown)])
-
-
-def count_gpus() -> int:
-    """Return the GPUs that torch will see here, without importing it."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
-        ).stdout
-    except OSError:
-        return 0
-    found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    return min(found, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _ranks(asked: str | None, gpus: int) -> int:

@@ -20,7 +20,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
-from titanlite.launch.launch import CONFIG, Job, LaunchError, limit_seconds, render
+from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
 from titanlite.launch.pod_resources import pod_resources
 from titanlite.launch.remote import (
     checkpoint_folder,

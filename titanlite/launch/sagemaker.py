@@ -13,7 +13,7 @@ import sys
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
-from titanlite.launch.launch import CONFIG, Job, LaunchError, limit_seconds, render
+from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
 from titanlite.launch.remote import (
     checkpoint_folder,
     relative_paths,

@@ -14,7 +14,7 @@ from typing import Any
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
-from titanlite.launch.launch import Job, LaunchError, limit_seconds, render
+from titanlite.launch.job import Job, LaunchError, limit_seconds, render
 from titanlite.runs.logs import FOLDER as LOGS
 
 FILE = "job.sbatch"

@@ -223,7 +223,7 @@ def make_slots(at_once: int, nproc: int) -> list[Mapping[str, str]]:
 
     Raises MemberError where there are too few.
     """
-    from titanlite.cli.train import count_gpus
+    from titanlite.dist.process import count_gpus
 
     gpus = count_gpus()
     if not gpus:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.cli import templates
 from titanlite.cli.pictures import COLORS, DARK_COLORS, Frame, ticks
 from titanlite.config.toml import quote
 from titanlite.contrib.lab.members import MemberResult
+from titanlite.utils import templates
 
 _LEGEND_LINE = 20
 _MOST_TICKS = 9

@@ -5,7 +5,7 @@ it, moment by moment.
     checks.py    other keys, model    table.py   the rules in numbers, for `config explain`
 
 The keys are `titanlite.config.sections.Mup`. No torch here: muP changes initial values, rates and
-epsilons, and no forward pass. `titanlite mup check` is in `titanlite.contrib.lab.mup`.
+epsilons, and no forward pass. `titanlite mup check` compares activations over widths.
 """
 
 from __future__ import annotations
