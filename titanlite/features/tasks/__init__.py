@@ -12,6 +12,7 @@ that need torch or the package `lm_eval` are imported where they are used.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +91,14 @@ class TaskEvaluation(Feature):
             if path not in names:
                 by_name[path] = read_own(path, run.data.text_key or "text", section.limit)
         if names:
+            import datasets
+
             from titanlite.features.tasks.harness import load_tasks
 
+            logging.getLogger(entries.HARNESS).setLevel(logging.ERROR)
+            datasets.disable_progress_bars()
             tasks = load_tasks(names, section.include_path, section.num_fewshot, section.limit)
-            _refuse_writing(tasks, run)
+            _refuse_unfit(tasks, run)
             by_name |= {task.name: task for task in tasks}
         for entry in section.tasks:
             yield by_name[entry]
@@ -147,13 +152,15 @@ class TaskEvaluation(Feature):
         yield "tasks", f"{names}: {when}{weights}"
 
 
-def _refuse_writing(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
-    """Raise ConfigError for tasks that continue texts where no rank computes the next token."""
-    if run.mesh.pipeline * run.mesh.context == 1:
-        return
+def _refuse_unfit(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
+    """Raise ConfigError for tasks that cannot be run beside training, or not on these ranks."""
     problems = []
     for task in tasks:
-        if task.writes:
+        if task.runs_code:
+            message = f"the task {task.name} runs code that the model writes"
+            hint = "run it apart from training"
+            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+        if task.writes and run.mesh.pipeline * run.mesh.context > 1:
             message = (
                 f"the task {task.name} continues texts, and ranks that share layers or sequences "
                 "cannot"
