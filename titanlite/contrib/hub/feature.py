@@ -13,7 +13,7 @@ from titanlite.run.features import Feature
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.build import Built
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
     from titanlite.config.errors import Problem
@@ -64,14 +64,14 @@ class HubFeature(Feature):
         except (HubError, OSError, ValueError) as error:
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 
-    def callback(self, built: Built) -> Callback | None:
+    def callback(self, parts: TrainingComponents) -> Callback | None:
         """Return what uploads checkpoints from rank 0."""
-        if built.saves is None or built.world.rank != 0:
+        if parts.saves is None or parts.world.rank != 0:
             return None
         from titanlite.contrib.hub.callback import HubUploads
 
-        run = built.run
-        root = built.saves.checkpointer.root
+        run = parts.run
+        root = parts.saves.checkpointer.root
         return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:

@@ -6,9 +6,9 @@
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks
     copies.py    copies of parts on other nodes
-    past.py      saves that must not come back
-    survey.py    which local saves there are, seen from all ranks
-    collect.py   each rank gets its part: its own, or a copy from another rank
+    abandoned.py saves that must not come back
+    search.py    which local saves there are, seen from all ranks
+    reader.py    each rank gets and reads its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
     manager.py   a `Checkpointer` with both
     listing.py   those on this machine, for people
