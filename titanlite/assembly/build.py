@@ -2,7 +2,7 @@
 
     parts = build(load_config("debug_model.toml", world.size), world)
 
-`titanlite.start` has a file for each part: model and step, loaders, checkpoints, callbacks.
+`titanlite.assembly` has a file for each part: model and step, loaders, checkpoints, callbacks.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class MoELayers:
         degrees = divisors(math.gcd(*self.experts.values()))
         return [{checks.DEGREE: ranks} for ranks in degrees]
 
-    # The step: `titanlite.start` calls these
+    # The step: `titanlite.assembly` calls these
 
     def balance(
         self, run: RunConfig, args: Any, model: nn.Module, device: torch.device

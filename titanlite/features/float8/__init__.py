@@ -130,7 +130,7 @@ class Float8Feature(Feature):
 
         return products if self.section.emulate else Float8Speed(self.section, step)
 
-    # The step: `titanlite.start` calls these
+    # The step: `titanlite.assembly` calls these
 
     def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         """Return what a step calls when the weights are new."""
