@@ -34,7 +34,7 @@ from titanlite.data.course import Course, Progress
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.state import StateError, check_loader, mapping, whole_number
+from titanlite.data.state import Positive, StateError, check_loader, checked
 from titanlite.data.text import TextReader
 from titanlite.data.text_files import iter_records
 from titanlite.data.text_keys import training_texts
@@ -169,8 +169,8 @@ def _last_ranks(folder: Path) -> int:
 def _check_position(manifest: Manifest, folder: AnyPath) -> None:
     """Raise StateError, naming the checkpoint, where it does not say what its steps trained on."""
     try:
-        check_loader(mapping(manifest.train["data"], "data"))
-        whole_number(manifest.train["global_batch"], "global_batch", least=1)
+        check_loader(manifest.train["data"])
+        checked(manifest.train["global_batch"], Positive, "global_batch")
     except StateError as error:
         raise StateError(f"{folder}: {error}") from None
 
