@@ -24,6 +24,7 @@ from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.words import listening
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.cli.launch import prepare, write
 from titanlite.cli.main import main
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
@@ -38,7 +39,6 @@ from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.launch import sagemaker as launch_sagemaker
-from titanlite.launch.launch import prepare, write
 from titanlite.resolve.load import check_config
 from titanlite.runs import provenance
 from titanlite.runs.read import read_run

@@ -562,3 +562,17 @@ def render(table: Table, terminal: bool | None = None) -> str:
     if table.title:
         shown.insert(0, escape_name(table.title))
     return "\n".join(shown)
+
+
+def templates(folder: Path, **options: Any) -> Any:
+    """Return jinja's environment of a folder. options: further ones of it."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=jinja2.select_autoescape(("html.jinja", "svg.jinja")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )

@@ -42,9 +42,9 @@ from titanlite import exit_codes
 from titanlite.cli.command_table import make_parser
 from titanlite.cli.config import DIFFERENT
 from titanlite.cli.main import main
-from titanlite.cli.push.stage import Form, stage
-from titanlite.cli.push.subject import find_subject
 from titanlite.config import trust
+from titanlite.contrib.hub.command import export
+from titanlite.contrib.hub.weights import find_weights
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -155,9 +155,8 @@ def _start(words: list[str]) -> int:
         if words[0] == "eval":
             load_model(arguments)
         else:
-            form = Form(trust_code=arguments.trust_code)
-            work = arguments.source.parent.parent / "exports"
-            stage(find_subject(arguments.source, None, work), form, work)
+            target = arguments.source.parent.parent / "exports"
+            export(find_weights(arguments.source, None), target, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -577,7 +576,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     wanted = {"resolve_as", "resolve", "load_callbacks"}
     places = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
     assert places == {
-        "assembly.py",
+        "assembly/build.py",
         "config/extensions.py",
         "main.py",
         "models/families.py",
@@ -596,7 +595,9 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "models/families.py",
         "dist/agents.py",
         "cli/command_table.py",
-        "launch/launch.py",
+        "checkpoint/foreign.py",
+        "run/features.py",
+        "cli/launch.py",
         "cli/plan/plan.py",
     }
 

@@ -19,6 +19,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.toml import loads
@@ -26,7 +27,7 @@ from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.launch import local as launch_local
 from titanlite.launch import sagemaker as launch_sagemaker
 from titanlite.launch import slurm as launch_slurm
-from titanlite.launch.launch import Job, prepare
+from titanlite.launch.job import Job
 
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
 #: Each of them ends or begins something in one of the languages; `touch` tells when a shell obeys

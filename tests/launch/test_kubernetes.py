@@ -23,10 +23,10 @@ from tests.launch.examples import EXAMPLES
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.cli import main as cli
+from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.launch import sagemaker as launch_sagemaker
-from titanlite.launch.launch import prepare
 from titanlite.launch.pod_resources import pod_resources
 from titanlite.resolve.load import check_config
 

@@ -16,8 +16,8 @@ import yaml
 from tests.launch.namespaces import Host
 from tests.support.processes import ROOT
 from tests.support.train_runs import rows, unequal
+from titanlite.cli.launch import prepare
 from titanlite.launch import kubernetes as launch_kubernetes
-from titanlite.launch.launch import prepare
 from titanlite.utils import read_lines
 
 STEPS = 9

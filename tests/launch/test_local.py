@@ -17,8 +17,8 @@ from tests.launch.namespaces import Host
 from tests.support.processes import ROOT, environment, titanlite
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
+from titanlite.cli.launch import prepare
 from titanlite.launch import local as launch_local
-from titanlite.launch.launch import prepare
 from titanlite.runs.attempts import read_entries
 from titanlite.utils import read_lines
 

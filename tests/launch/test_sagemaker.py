@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT
+from titanlite.cli.launch import prepare
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.launch import sagemaker as launch_sagemaker
-from titanlite.launch.launch import prepare
 from titanlite.metrics.step_line import aws_fsdp_line
 
 EXAMPLE = ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py"

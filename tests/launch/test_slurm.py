@@ -36,9 +36,10 @@ from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main as cli
+from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import slurm as launch_slurm
-from titanlite.launch.launch import limit_seconds, prepare
+from titanlite.launch.job import limit_seconds
 from titanlite.runs.attempts import read_entries
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"

@@ -27,9 +27,9 @@ from tests.launch.slurm_jobs import (
 from tests.support.tiny import TWO_LAYERS
 from titanlite import exit_codes
 from titanlite.cli import main as cli
+from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import slurm as launch_slurm
-from titanlite.launch.launch import prepare
 
 
 @pytest.mark.soak

@@ -19,7 +19,6 @@ from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
 from titanlite.checkpoint.pin import pinned
-from titanlite.cli.push.stage import locked
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers.tracker import TrackedRun, Tracker
@@ -47,12 +46,8 @@ MORE = (
     "wandb",
     "wandb-run-id",
     ".hub",
-    ".hub/lock",
-    ".hub/push.log",
-    ".hub/pushed.jsonl",
-    ".hub/run",
-    ".hub/step-2-0123456789ab",
-    ".hub/step-2-0123456789ab/model.safetensors",
+    ".hub/titanlite-push-0123",
+    ".hub/titanlite-push-0123/weights/model.safetensors",
 )
 #: Calls that write to a path by its name: into a new folder or a file with a name that cannot be
 #: guessed, to a store, or below a place that the user's environment names.
@@ -73,7 +68,7 @@ BY_NAME = Counter(
         "cli/migrate.py": 1,
         "cli/hub/convert.py": 1,
         "cli/hub/torch_file.py": 1,
-        "launch/launch.py": 2,
+        "cli/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,
     }
@@ -229,18 +224,6 @@ def _dangling_lock(link: Path) -> None:
         pytest.fail("it was taken")
 
 
-def _hub(link: Path) -> None:
-    link.rename(link.parent / "lock")
-    with locked(link.parent):
-        pytest.fail("it was taken")
-
-
-def _hub_folder(link: Path) -> None:
-    (link.parent / ".partial-x").mkdir()
-    with locked(_link(link.parent / ".hub", link.readlink().parent)):
-        pytest.fail("it was taken")
-
-
 WRITES = {
     "metrics": _metrics,
     "log": _log,
@@ -257,8 +240,6 @@ WRITES = {
     "append": _refused(lambda link: append_line(link, {"a": 1})),
     "lock": _refused(_lock),
     "dangling lock": _refused(_dangling_lock),
-    "lock of a push": _refused(_hub),
-    "folder of a push": _refused(_hub_folder),
 }
 
 

@@ -199,6 +199,8 @@ class UploadRoutes:
             return self._say(token) if self._may_write(repository) else self._error("", 403)
         if verb and verb[0] == "preupload":
             return self._preupload(commits[-1], json.loads(body))
+        if verb and verb[0] == "commits":
+            return self._say([_commit_of(one) for one in reversed(commits)])
         if verb and verb[0] == "commit":
             return self._commit(repository, commits, body)
         if verb and verb[0] == "tree":
@@ -358,6 +360,11 @@ def _chunks(xorb: bytes) -> Iterator[bytes]:
         length = int.from_bytes(xorb[place + 1 : place + 4], "little")
         yield xorb[place + 8 : place + 8 + length]
         place += 8 + length
+
+
+def _commit_of(commit: Commit) -> dict[str, Any]:
+    date = "2026-01-01T00:00:00.000Z"
+    return {"id": commit.oid, "authors": [], "date": date, "title": commit.message, "message": ""}
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ def push(
     assert done.returncode == code, done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr
     return done
-
-
-def pushed(hub: HubServer, home: Path, *words: object) -> list[dict[str, Any]]:
-    """Push, and return the records of the commits."""
-    found: list[dict[str, Any]] = json.loads(push(hub, home, *words, "--json").stdout)
-    return found
 
 
 def uploads_of(hub: HubServer) -> Uploads:

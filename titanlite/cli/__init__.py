@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.utils import templates
+
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     """Raise ConfigError for flags of keys that a command sets itself.
@@ -21,7 +23,10 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     keys = {name: key_of(name) for name in names}
     if found := [(name, hints[key]) for name, key in keys.items() if key in hints]:
         raise ConfigError(
-            [Problem("command line", name, "cannot be set here", hint) for name, hint in found]
+            [
+                Problem("does-not-fit", name, "cannot be set here", hint, "command line")
+                for name, hint in found
+            ]
         )
 
 
@@ -31,20 +36,6 @@ def render_page(template: str, **values: Any) -> str:
     HTML and SVG are escaped.
     """
     return templates(Path(__file__).parent / "pages").get_template(template).render(values)
-
-
-def templates(folder: Path, **options: Any) -> Any:
-    """Return jinja's environment of a folder. options: further ones of it."""
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=jinja2.select_autoescape(("html.jinja", "svg.jinja")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

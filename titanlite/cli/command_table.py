@@ -12,7 +12,7 @@ from titanlite.cli.parser import Parser
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.cli.train:add_command",
-    "launch": "titanlite.launch.launch:add_command",
+    "launch": "titanlite.cli.launch:add_command",
     "doctor": "titanlite.cli.doctor:add_command",
     "sample": "titanlite.cli.sample:add_command",
     "eval": "titanlite.cli.eval:add_command",
@@ -26,7 +26,7 @@ COMMANDS = {
     "checkpoint": "titanlite.cli.checkpoint:add_commands",
     "export": "titanlite.cli.exchange:add_commands",
     "import": "titanlite.cli.exchange:add_commands",
-    "push": "titanlite.cli.push.command:add_command",
+    "push": "titanlite.contrib.hub.command:add_command",
     "benchmark": "titanlite.contrib.lab.benchmark:add_command",
     "tokenizer": "titanlite.cli.hub.tokenizer:add_commands",
     "completion": "titanlite.cli.completion:add_command",

@@ -533,9 +533,9 @@ def _variables() -> _Found:
 def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
     from titanlite.assembly.preflight import machine_problems
-    from titanlite.cli.train import count_gpus
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.dist.process import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()
@@ -549,7 +549,7 @@ def _config(run: RunConfig) -> _Found:
         yield from _local_folder(run.checkpoint.local_folder or "")
     # It imports torch.
     for one in machine_problems(run):
-        yield ERROR, f"{one.key}: {one.message}", one.hint
+        yield ERROR, f"{one.key}: {one.message}", one.remedy
     try:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
     except DataError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,12 +12,11 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import contradictions
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
-from titanlite.dist.process import TUNABLES, chose_malloc
+from titanlite.dist.process import TUNABLES, chose_malloc, count_gpus
 from titanlite.dist.signals import SIGNALS, exit_on_signals
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import check_alone, resolve
 from titanlite.utils import REMOVED, require
 
 #: Port of the first machine, by default.
@@ -60,23 +58,22 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         main.main(argv)
     config, problems = read(argv)
     if not is_asked and (system := config.value("launch.system")):
-        from titanlite.launch.launch import launch
+        from titanlite.cli.launch import launch
 
         return launch(system, argv, "submit"), exit_codes.DONE
     exit_on_signals(*SIGNALS)
     nodes = arguments.nnodes or 1
-    problems = problems or contradictions(config)  # before a variable is set
-    if not problems:
-        if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
-            advice = "set launch.system to submit it, or start it on each machine with --nnodes"
-            raise bad_flag(
-                "launch.nodes",
-                f"{asked} machines, but this command starts ranks on this one alone",
-                advice,
-            )
-        environment = config.value("launch.environment")
-        # The config in launch/ has no secrets: its job has set them.
-        os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
+    check_alone(config, problems)  # before a variable is set
+    if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
+        advice = "set launch.system to submit it, or start it on each machine with --nnodes"
+        raise bad_flag(
+            "launch.nodes",
+            f"{asked} machines, but this command starts ranks on this one alone",
+            advice,
+        )
+    environment = config.value("launch.environment")
+    # The config in launch/ has no secrets: its job has set them.
+    os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
     gpus = count_gpus()
     if not (is_asked or gpus or "NGPU" in os.environ):
         main.main(argv)
@@ -85,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     options = _rendezvous(nodes, arguments.node_rank, arguments.master)
     from titanlite.assembly.first_look import first_look
 
-    first_look(check_loaded(config, problems, nodes * ranks)[1])
+    first_look(resolve(config, nodes * ranks, machine=True, texts=True)[1])
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if not chose_malloc():
@@ -94,21 +91,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         "1"  # so that a log that is piped into a file shows each step when it is done
     )
     start_ranks(ranks, ["train", *argv], [*options, *_output(ranks, shown)])
-
-
-def count_gpus() -> int:
-    """Return the GPUs that torch will see here, without importing it."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
-        ).stdout
-    except OSError:
-        return 0
-    found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    return min(found, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _ranks(asked: str | None, gpus: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import socket
+import subprocess
 from contextlib import AbstractContextManager, nullcontext
 
 from titanlite.dist import ParallelismError
@@ -110,3 +112,18 @@ def keep_freed_memory() -> bool:
     # Without blocks of their own from mmap, large tensors come from the heap, whose end is not
     # trimmed.
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))
+
+
+def count_gpus() -> int:
+    """Return the GPUs that torch will see here, without importing it."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+        ).stdout
+    except OSError:
+        return 0
+    found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    return min(found, len([name for name in visible.split(",") if name.strip()]))

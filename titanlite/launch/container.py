@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from titanlite.dist.process import count_gpus
 from titanlite.launch.instances import network_environment
 from titanlite.plan.hardware import INSTANCES
 from titanlite.utils import parse_json
@@ -108,10 +109,6 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
     first host has rank 0.
     """
-    from titanlite.cli.train import (
-        count_gpus,  # 0.2 s, which other commands need not wait
-    )
-
     config = base / "input" / "config"
 
     def read(name: str) -> dict[str, Any]:

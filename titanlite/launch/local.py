@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from titanlite.launch.instances import network_environment
-from titanlite.launch.launch import CONFIG, Job, LaunchError, render
+from titanlite.launch.job import CONFIG, Job, LaunchError, render
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.jsonl import FILE as METRICS_FILE
 from titanlite.runs.lock import FILE as LOCK_FILE

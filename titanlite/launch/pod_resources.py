@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from titanlite.config.errors import ConfigError
-from titanlite.launch.launch import Job
+from titanlite.launch.job import Job
 from titanlite.plan.hardware import DEFAULT_NETWORK, GPUS, HOST_GIB, Cluster
 from titanlite.plan.parts import GIB
 

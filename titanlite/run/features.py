@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
+    from titanlite.contrib.hub.feature import HubFeature
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.hub import HubFeature
     from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
@@ -66,11 +65,11 @@ class Feature:
 
     # Before the ranks start. Nothing here imports torch.
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         """Find keys that exclude each other on any ranks and with any model."""
         return ()
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
         """Find what does not fit these ranks, and the model on them.
 
         args: the model's. `vocab_size` is None where the tokenizer decides it.
@@ -192,7 +191,7 @@ FEATURES = (
     ),
     Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
     Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
-    Entry("hub", "titanlite.features.hub:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
+    Entry("hub", "titanlite.contrib.hub.feature:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
     Entry(
         "local_saves",
         "titanlite.features.local_saves:LocalSaves",

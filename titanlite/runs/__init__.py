@@ -4,5 +4,5 @@
 ATTEMPTS = "attempts.jsonl"
 #: The same in folders of titanlite 0.1.0.
 OLD_ATTEMPTS = "run.json"
-#: Folder of what waits for its upload to the hub, see `titanlite.features.hub.record`.
+#: Folder of the export under way to the hub.
 HUB = ".hub"

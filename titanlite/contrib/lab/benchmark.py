@@ -30,7 +30,7 @@ from titanlite.contrib.lab.benchmark_figures import (
     table,
 )
 from titanlite.contrib.lab.members import Member, MemberError, check_members, run_members
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.read import Run, read_run
@@ -253,7 +253,7 @@ def common_flags(default: Level, flags: Sequence[str], steps: int, ranks: int) -
             found.append(f"--{key}={other}")
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
-        found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
+        found.append(f"--lr_scheduler.total_steps={resolve(base, ranks)[1].schedule.total_steps}")
     found += flags
     if base.value("checkpoint.initial_load_path"):
         found += [*_LOADS, f"--checkpoint.interval={steps}"]

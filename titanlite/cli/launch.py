@@ -5,36 +5,27 @@ submit it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
-import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from msgspec.structs import asdict
+from typing import Any, Literal
 
 from titanlite import exit_codes
-from titanlite.cli import templates
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import closed_urls
+from titanlite.config.checks import broken, closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse
 from titanlite.config.run_sections import Launch
+from titanlite.launch.job import CONFIG, Job, LaunchError
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.provenance import config_text
-from titanlite.utils import REMOVED, control_characters, escape_name
+from titanlite.utils import REMOVED
 
 How = Literal["print", "write", "submit"]
-_TEMPLATES = Path(__file__).parents[2] / "deploy"
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
-CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have
 #: `warnings(job)`.
 _SYSTEMS = {
@@ -43,42 +34,6 @@ _SYSTEMS = {
     "kubernetes": "titanlite.launch.kubernetes",
     "sagemaker": "titanlite.launch.sagemaker",
 }
-
-
-class LaunchError(Exception):
-    """The scheduler did not take the job."""
-
-    exit_code = exit_codes.ERROR
-
-
-class Job(NamedTuple):
-    """A run and the machines that it gets."""
-
-    run: RunConfig
-    #: None: no instance type is named.
-    instance: Instance | None
-    #: Ranks of each machine.
-    ranks: int
-    #: Folder of the job's files.
-    folder: Path
-    #: Numbers of machines on which the degrees of parallelism fit, from launch.nodes down to
-    #: launch.min_nodes.
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def launch(self) -> Launch:
-        """The section of the config."""
-        return self.run.launch
-
-    @property
-    def config(self) -> str:
-        """The resolved config, without secrets."""
-        return config_text(self.run.toml)
-
-    @property
-    def name(self) -> str:
-        """The name of the run folder, with characters that every scheduler takes."""
-        return re.sub(r"[^a-z0-9.-]+", "-", self.folder.parent.name.lower()).strip("-.") or "run"
 
 
 def add_command(commands: Commands) -> None:
@@ -146,7 +101,9 @@ def _refuse_flexible(name: str, job: Job) -> None:
     hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
     if name == "slurm":
         return
-    problems = [Problem("", f"launch.{key}", message, hint) for key in given if given[key]]
+    problems = [
+        Problem("does-not-fit", f"launch.{key}", message, hint) for key in given if given[key]
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -157,7 +114,7 @@ def prepare(argv: list[str]) -> Job:
     argv: flags of `train.py`. Raises ConfigError.
     """
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = closed_urls(loaded)
+    problems = broken(loaded, [closed_urls])
     launch = first.launch
     place = loaded.place("launch.environment")
     for name, value in launch.environment.items():
@@ -165,7 +122,7 @@ def prepare(argv: list[str]) -> Job:
             key = f"launch.environment.{name}"
             message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
             advice = f"set it again, or launch from the first config: --{key} VALUE"
-            problems.append(Problem(place, key, message, advice))
+            problems.append(Problem("does-not-fit", key, message, advice, place))
     if problems:
         raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
@@ -173,14 +130,14 @@ def prepare(argv: list[str]) -> Job:
     if not ranks:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
-        raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
+        raise ConfigError([Problem("does-not-fit", "launch.gpus_per_node", message, advice)])
     if instance and ranks > instance.gpus and not launch.cpu:
         message = (
             f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
             "at most"
         )
         key = "launch.gpus_per_node"
-        raise ConfigError([Problem(loaded.place(key), key, message)])
+        raise ConfigError([Problem("does-not-fit", key, message, where=loaded.place(key))])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     refuse(unnamed_tokenizer(loaded, run))
     sizes = _sizes(argv, run, ranks)
@@ -197,11 +154,11 @@ def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
     fewest = run.launch.min_nodes or most
     if fewest > most:
         message = f"{fewest} are more than launch.nodes, {most}"
-        raise ConfigError([Problem("", "launch.min_nodes", message)])
+        raise ConfigError([Problem("does-not-fit", "launch.min_nodes", message)])
     if fewest < most and run.training.global_batch_size == -1:
         message = "is not set: a step on fewer machines would have fewer sequences"
         hint = f"set it to {run.batch.global_batch_size}, which is that of launch.nodes"
-        raise ConfigError([Problem("", "training.global_batch_size", message, hint)])
+        raise ConfigError([Problem("does-not-fit", "training.global_batch_size", message, hint)])
     sizes = [most]
     for nodes in range(most - 1, fewest - 1, -1):
         try:
@@ -218,7 +175,7 @@ def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
 def _misfit(nodes: int, ranks: int) -> Problem:
     message = f"the run does not fit on {nodes} x {ranks} ranks"
     hint = "raise it, or leave a degree of parallelism at -1, which takes the ranks that are left"
-    return Problem("", "launch.min_nodes", message, hint)
+    return Problem("does-not-fit", "launch.min_nodes", message, hint)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
@@ -230,7 +187,7 @@ def _instance(launch: Launch, place: str) -> Instance | None:
         close = ", ".join(nearest(name, list(INSTANCES), 3))
         advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
         message = f"no instance type {launch.instance_type!r} is known"
-        raise ConfigError([Problem(place, "launch.instance_type", message, advice)])
+        raise ConfigError([Problem("does-not-fit", "launch.instance_type", message, advice, place)])
     return INSTANCES[name]
 
 
@@ -253,87 +210,3 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         file.unlink(missing_ok=True)  # an older file may be open to others
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
-
-
-def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
-    """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
-
-    Raises ConfigError for a value with a control character: a new line would begin a statement of
-    the job.
-    """
-    _refuse_control_characters(job, values)
-    environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    # Neither YAML nor Python joins surrogate pairs.
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    environment.filters |= {
-        "quote": shlex.quote,
-        "json": partial(json.dumps, ensure_ascii=False),
-        "sbatch": _sbatch_word,
-        "literal": _kubernetes_literal,
-    }
-    return environment.get_template(template).render(values)
-
-
-def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the values that a template gets has a control character."""
-    # The config is TOML, which has its own escapes.
-    checked = {name: value for name, value in values.items() if name != "config"}
-    bad = {place: text for place, text in _texts(checked) if control_characters(text)}
-    if not bad:
-        return
-    # The values of a template come from these keys; a value with another origin keeps its name in
-    # the template.
-    keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
-    named = {place: text for place, text in _texts(keys) if control_characters(text)}
-    if control_characters(os.getcwd()):
-        named["the working folder"] = os.getcwd()
-    hint = "a job has none: a new line in a value would begin a statement of the job"
-    raise ConfigError(
-        Problem(
-            "",
-            escape_name(place),
-            f"has the control character {', '.join(control_characters(text))}",
-            hint,
-        )
-        for place, text in (named or bad).items()
-    )
-
-
-def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in nested tables and lists, names of table entries too, with its place."""
-    if isinstance(value, str):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            inner = f"{place}.{name}" if place else str(name)
-            yield inner, str(name)
-            yield from _texts(item, inner)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item, place)
-
-
-def _sbatch_word(text: str) -> str:
-    """Return a text as one word of an `#SBATCH` line.
-
-    Slurm reads a backslash as an escape also within quotes.
-    """
-    return shlex.quote(text).replace("\\", r"\\")
-
-
-def _kubernetes_literal(text: str) -> str:
-    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
-    return text.replace("$", "$$")
-
-
-def limit_seconds(time_limit: str) -> int | None:
-    """Return the seconds of `launch.time_limit`; None: there is no limit."""
-    if not time_limit:
-        return None
-    days, _, clock = time_limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    if days:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-    else:
-        hours, minutes, seconds = [0, *parts][-3:]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,162 @@
+"""What goes up beside weights: the card and the config, and what they leave out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.checkpoints import MANIFEST
+from titanlite.config.toml import loads, quote
+from titanlite.contrib.hub.card import MARK, files_beside, shown_config, texts_of
+from titanlite.contrib.hub.weights import Weights
+from titanlite.runs.read import Run
+
+PLACE = ("ada/tiny", "main")
+
+
+def test_a_config_for_everybody_has_no_secret_no_private_path_and_no_job() -> None:
+    toml = """[job]
+dump_folder = "/home/ada/secret-project/run"  # /home/ada/mine.toml:3
+description = "a run"  # /home/ada/mine.toml:4
+
+[launch]
+queue = "gpu-of-ada"
+environment.HF_TOKEN = "hf_planted"
+
+[[launch.volumes]]
+name = "volume-of-ada"
+
+[training]
+dataset_path = ["~/texts/a.jsonl", 's3://bucket-of-ada/b.jsonl', "https://u:p@host/c.jsonl?k=1"]
+steps = 8
+
+[checkpoint]
+interval = 4
+hub = "lab/tiny"
+"""
+    shown = shown_config(toml)
+    values = loads(shown)
+    assert values["job"] == {"dump_folder": "…/run", "description": "a run"}
+    assert "launch" not in values
+    assert values["checkpoint"] == {"interval": 4}
+    assert values["training"]["steps"] == 8
+    assert values["training"]["dataset_path"][:2] == ["…/a.jsonl", "…/b.jsonl"]
+    for secret in ("ada", "planted", "u:p", "k=1"):
+        assert secret not in shown
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/home/ada/o'brien's/x.jsonl",
+        '/home/ada/"quoted"/x.jsonl',
+        "/home/ada/back\\slash/x.jsonl",
+        "../../home/ada/x.jsonl",
+        "$HOME/../ada/x.jsonl",
+        "file:///home/ada/x.jsonl",
+        "S3://bucket-of-ada/x.jsonl",
+        "memory://ada/x.jsonl",
+        "\\\\server-of-ada\\x.jsonl",
+        "C:/Users/ada/x.jsonl",
+    ],
+)
+def test_private_folders_are_left_out_however_they_are_written(path: str) -> None:
+    written = quote(path)
+    toml = f'[training]\ndataset_path = {written}  # /home/ada/o\'brien "x".toml:3\nsteps = 8\n'
+    toml += f"[model.overrides]\n{written} = [{written}, 'a # b', {{path = {written}}}]\n"
+    shown = shown_config(toml)
+    assert "ada" not in shown
+    assert "brien" not in shown
+    values = loads(shown)
+    assert values["training"] == {"dataset_path": "…/x.jsonl", "steps": 8}
+    expected = ["…/x.jsonl", "a # b", {"path": "…/x.jsonl"}]
+    assert values["model"]["overrides"] == {"…/x.jsonl": expected}
+
+
+def test_public_places_and_other_texts_stay() -> None:
+    texts = ["hf://datasets/me/web", "https://host/c.jsonl", "data/x", "50% / 50%", "a#b", ""]
+    shown = shown_config(f"[x]\ny = {quote(texts)}")
+    assert loads(shown) == {"x": {"y": texts}}
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ('[training]\ndataset = "c4"', [("allenai/c4", "allenai/c4", None)]),
+        ('[training]\ndataset = "c4_test"', [("c4_test", "", None)]),
+        ('[training]\ndataset = "x"\ndataset_path = "data/c4"', [("…/c4", "", None)]),
+        (
+            '[[data.source]]\nname = "me/books"\nweight = 2.0\n'
+            '[[data.source]]\nname = "web"\npath = "hf://datasets/me/web/*.parquet"',
+            [("me/books", "me/books", 2.0), ("me/web", "me/web", None)],
+        ),
+        ("", []),
+    ],
+)
+def test_texts_are_named_without_their_folders(
+    toml: str, expected: list[tuple[str, str, float | None]]
+) -> None:
+    assert list(texts_of(toml)) == expected
+
+
+def _weights(toml: str = "", rows: tuple[dict[str, float], ...] = ()) -> Weights:
+    manifest = type(MANIFEST)(**{**vars(MANIFEST), "config": {"toml": toml}})
+    return Weights(Path("/nowhere/step-5"), 5, manifest, Run(Path("/nowhere"), rows=rows))
+
+
+def test_the_card_has_the_figures_of_its_step_and_data_that_the_hub_reads() -> None:
+    rows = (
+        {"step": 5, "loss": 2.0, "tokens_seen": 1234, "validation_loss": 2.25},
+        {"step": 5, "eval/quiz/acc": 0.625, "eval/a/b/f1": 0.5},
+        {"step": 6, "eval/quiz/acc": 0.75},
+    )
+    weights = _weights('[training]\ndataset = "c4"', rows)
+    text = files_beside(weights, None, ("ada/tiny", "step-5"), "mit")["README.md"].decode()
+    _, head, body = text.split("---\n", 2)
+    data = yaml.safe_load(head)
+    assert data["license"] == "mit"
+    assert data["datasets"] == ["allenai/c4"]
+    assert data["library_name"] == "transformers"
+    results = data["model-index"][0]["results"]
+    figures = {(one["dataset"]["type"], one["metrics"][0]["type"]) for one in results}
+    assert figures == {("quiz", "acc"), ("a/b", "f1")}
+    assert results[0]["metrics"][0]["value"] == 0.625
+    for line in (
+        "# tiny",
+        "| step | 5 |",
+        "| quiz/acc | 0.6250 |",
+        "- [allenai/c4](https://huggingface.co/datasets/allenai/c4)",
+        "```python",
+        'model = AutoModelForCausalLM.from_pretrained("ada/tiny", revision="step-5")',
+    ):
+        assert line in body.splitlines()
+    assert body.rstrip().endswith(MARK)
+
+
+def test_a_name_of_the_run_begins_no_markup() -> None:
+    path = quote("data/<img src=x> [a](b) ``` | `c`\n# d.jsonl")
+    weights = _weights(f"[training]\ndataset_path = {path}\n")
+    text = files_beside(weights, None, PLACE, None)["README.md"].decode()
+    assert "- `…/<img src=x> [a](b) | c # d.jsonl`" in text.splitlines()
+
+
+def test_adapters_tell_the_id_of_their_base_and_not_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "llama").mkdir(parents=True)
+    bases = {"/home/ada/llama": "llama", "mine/llama": "llama", "meta/llama": "meta/llama"}
+    for base, shown in bases.items():
+        config = {"r": 8, "base_model_name_or_path": base}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        files = files_beside(_weights(), tmp_path, PLACE, None)
+        assert json.loads(files["adapter_config.json"]) == {
+            **config,
+            "base_model_name_or_path": shown,
+        }
+        data = yaml.safe_load(files["README.md"].decode().split("---\n")[1])
+        assert data["library_name"] == "peft"
+        assert data.get("base_model") == (base if shown == base else None)

@@ -1,1 +1,0 @@
-"""`titanlite push`: weights with a card, on the hub of Hugging Face."""

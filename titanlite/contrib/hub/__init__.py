@@ -1,0 +1,1 @@
+"""Weights with a model card on the Hugging Face hub: `titanlite push`, and uploads from a run."""

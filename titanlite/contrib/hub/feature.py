@@ -1,0 +1,82 @@
+"""`checkpoint.hub`: checkpoints of a run go to the hub while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.hf_files import hf_form
+from titanlite.config.errors import Problem
+from titanlite.run.features import Feature
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.assembly.build import TrainingComponents
+    from titanlite.assembly.report_rows import Row, Setup
+    from titanlite.callbacks import Callback
+    from titanlite.config.errors import Problem
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Config
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.run.config import RunConfig
+
+
+class HubFeature(Feature):
+    """Uploads of a run that names a repository."""
+
+    key = "checkpoint.hub"
+
+    def __init__(self, config: Config) -> None:
+        self.section = config.checkpoint
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
+        """Find an average of the weights that no checkpoint, or not the last one, will hold."""
+        if not self.section.hub_ema:
+            return
+        key = "checkpoint.hub_ema"
+        if not config.sections.optimizer.ema_decay:
+            message = "needs an average of the weights, and optimizer.ema_decay is 0"
+            yield Problem("conflict", key, message, "set optimizer.ema_decay")
+        elif self.section.model_weights_only and not self.section.export_ema:
+            message = "finds no average in the last save, of checkpoint.model_weights_only"
+            yield Problem("conflict", key, message, "set checkpoint.export_ema")
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
+        """Ask the hub before any work, on rank 0; then see that the model has an export."""
+        from titanlite.checkpoint.manifest import steps_in
+        from titanlite.checkpoint.paths import to_path
+        from titanlite.contrib.hub.upload import HubError, open_repository
+        from titanlite.dist.launch_env import this_rank
+
+        try:
+            if args is not None:
+                hf_form(run.spec, args)
+            elif this_rank().rank == 0:
+                repository = self.section.hub
+                api = open_repository(repository, self.section.hub_private)
+                branches = [one.name for one in api.list_repo_refs(repository).branches]
+                is_new = not steps_in(to_path(run.checkpoint.folder))
+                if is_new and any(name.startswith("step-") for name in branches):
+                    message = f"{repository} holds checkpoints of another run, and this one begins"
+                    yield Problem("does-not-fit", self.key, message, "name another repository")
+        except (HubError, OSError, ValueError) as error:
+            yield Problem("does-not-fit", self.key, str(error), "train without it")
+
+    def callback(self, parts: TrainingComponents) -> Callback | None:
+        """Return what uploads checkpoints from rank 0."""
+        if parts.saves is None or parts.world.rank != 0:
+            return None
+        from titanlite.contrib.hub.callback import HubUploads
+
+        run = parts.run
+        root = parts.saves.checkpointer.root
+        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        every = self.section.hub_every
+        which = "each checkpoint"
+        if every:
+            which = f"checkpoints of every {every:,} steps, milestones and the last one"
+        yield "hub", f"{which} to {self.section.hub}, branch step-N; at the end also to main"

@@ -1,0 +1,104 @@
+"""A repository of the hub, and one upload to it.
+
+No token is an argument here: huggingface_hub takes that of HF_TOKEN or of a login.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.contrib.hub.card import MARK, README
+from titanlite.data.contact import contact_problem
+from titanlite.data.remote import words
+
+MAIN = "main"
+#: Names of what an export may hold: such files of older weights go, and all others stay.
+_REPLACED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
+
+
+class HubError(RuntimeError):
+    """The hub cannot be used for an upload; the text has the cause and what to do."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, what: str, error: Exception | None = None) -> None:
+        """Tell what failed. error: of the hub's client; its text may hold the token."""
+        from huggingface_hub import get_token
+
+        reason = "" if error is None else f": {words(error)}"
+        super().__init__(f"{what}{reason}".replace(get_token() or "\0", "(removed)"))
+
+
+def open_repository(repository: str, private: bool | None) -> Any:
+    """Return the client of the hub for a repository that takes uploads, made if it is not there.
+
+    private: for a new one; None: as its owner has chosen. Raises HubError.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    problem = contact_problem("hf://")
+    if problem is not None:
+        raise HubError(f"{problem}; see HF_ENDPOINT, HTTPS_PROXY, HF_HUB_OFFLINE")
+    token = get_token()
+    if not token or not token.isascii():
+        raise HubError(
+            "an upload needs a token that may write, as HF_TOKEN or by `hf auth login`: "
+            "https://huggingface.co/settings/tokens makes one"
+        )
+    api = HfApi(library_name="titanlite")
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        # The hub answers this question only to those who may write.
+        api.preupload_lfs_files(repository, [CommitOperationAdd(README, b"\n")])
+    except Exception as error:
+        raise HubError(f"{repository} takes no upload of the owner of this token", error) from None
+    return api
+
+
+def upload(
+    api: Any, repository: str, branch: str, files: Mapping[str, Path | bytes], title: str
+) -> str:
+    """Upload files in one commit, in place of older weights; return its URL. Raises HubError.
+
+    branch: made if it is not there. The client sends no file that the hub has already. A README.md
+    that no upload of titanlite wrote stays.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    try:
+        if branch != MAIN:
+            api.create_branch(repository, branch=branch, exist_ok=True)
+        there: Sequence[str] = api.list_repo_files(repository, revision=branch)
+        kept = README in there and not _is_ours(api, repository, branch)
+        operations: list[Any] = []
+        for name, content in files.items():
+            if name != README or not kept:
+                source = content if isinstance(content, bytes) else str(content)
+                operations.append(CommitOperationAdd(name, source))
+        for name in there:
+            is_old = any(fnmatch.fnmatchcase(name, pattern) for pattern in _REPLACED)
+            if is_old and name not in files and "/" not in name:
+                operations.append(CommitOperationDelete(name))
+        commit = api.create_commit(repository, operations, commit_message=title, revision=branch)
+    except Exception as error:
+        raise HubError(f"{repository}, branch {branch}, takes no upload", error) from None
+    return str(commit.commit_url)
+
+
+def _is_ours(api: Any, repository: str, branch: str) -> bool:
+    path = api.hf_hub_download(repository, README, revision=branch)
+    return MARK in Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def titles(api: Any, repository: str, branch: str) -> list[str]:
+    """Return the titles of the commits of a branch; none where it is not there."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        return [commit.title for commit in api.list_repo_commits(repository, revision=branch)]
+    except RevisionNotFoundError:
+        return []

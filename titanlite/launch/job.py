@@ -1,0 +1,145 @@
+"""A job: a run and its machines, and the templates of `deploy/` that become its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
+
+from titanlite import exit_codes
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.run_sections import Launch
+from titanlite.plan.hardware import Instance
+from titanlite.run.config import RunConfig
+from titanlite.runs.provenance import config_text
+from titanlite.utils import control_characters, escape_name, templates
+
+_TEMPLATES = Path(__file__).parents[1] / "deploy"
+CONFIG = "config.toml"
+
+
+class LaunchError(Exception):
+    """The scheduler did not take the job."""
+
+    exit_code = exit_codes.ERROR
+
+
+class Job(NamedTuple):
+    """A run and the machines that it gets."""
+
+    run: RunConfig
+    #: None: no instance type is named.
+    instance: Instance | None
+    #: Ranks of each machine.
+    ranks: int
+    #: Folder of the job's files.
+    folder: Path
+    #: Numbers of machines on which the degrees of parallelism fit, from launch.nodes down to
+    #: launch.min_nodes.
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def launch(self) -> Launch:
+        """The section of the config."""
+        return self.run.launch
+
+    @property
+    def config(self) -> str:
+        """The resolved config, without secrets."""
+        return config_text(self.run.toml)
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder, with characters that every scheduler takes."""
+        return re.sub(r"[^a-z0-9.-]+", "-", self.folder.parent.name.lower()).strip("-.") or "run"
+
+
+def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
+    """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
+
+    Raises ConfigError for a value with a control character: a new line would begin a statement of
+    the job.
+    """
+    _refuse_control_characters(job, values)
+    environment = templates(_TEMPLATES, keep_trailing_newline=True)
+    # Neither YAML nor Python joins surrogate pairs.
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    environment.filters |= {
+        "quote": shlex.quote,
+        "json": partial(json.dumps, ensure_ascii=False),
+        "sbatch": _sbatch_word,
+        "literal": _kubernetes_literal,
+    }
+    return environment.get_template(template).render(values)
+
+
+def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the values that a template gets has a control character."""
+    # The config is TOML, which has its own escapes.
+    checked = {name: value for name, value in values.items() if name != "config"}
+    bad = {place: text for place, text in _texts(checked) if control_characters(text)}
+    if not bad:
+        return
+    # The values of a template come from these keys; a value with another origin keeps its name in
+    # the template.
+    keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
+    named = {place: text for place, text in _texts(keys) if control_characters(text)}
+    if control_characters(os.getcwd()):
+        named["the working folder"] = os.getcwd()
+    hint = "a job has none: a new line in a value would begin a statement of the job"
+    raise ConfigError(
+        Problem(
+            "does-not-fit",
+            escape_name(place),
+            f"has the control character {', '.join(control_characters(text))}",
+            hint,
+        )
+        for place, text in (named or bad).items()
+    )
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in nested tables and lists, names of table entries too, with its place."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{place}.{name}" if place else str(name)
+            yield inner, str(name)
+            yield from _texts(item, inner)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item, place)
+
+
+def _sbatch_word(text: str) -> str:
+    """Return a text as one word of an `#SBATCH` line.
+
+    Slurm reads a backslash as an escape also within quotes.
+    """
+    return shlex.quote(text).replace("\\", r"\\")
+
+
+def _kubernetes_literal(text: str) -> str:
+    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
+    return text.replace("$", "$$")
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """Return the seconds of `launch.time_limit`; None: there is no limit."""
+    if not time_limit:
+        return None
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = [0, *parts][-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
