@@ -281,6 +281,21 @@ def publish_folder(aside: AnyPath, final: AnyPath) -> None:
         sync_folder(final.parent)
 
 
+@contextlib.contextmanager
+def new_folder(final: AnyPath) -> Iterator[AnyPath]:
+    """Yield a folder to write into, which gets the name `final` after the block; nothing stays when
+    the block raises. Raises CheckpointError when the final one is there.
+    """
+    folder = begin_folder(final)
+    try:
+        yield folder
+        publish_folder(folder, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_folder(folder)
+        raise
+
+
 def refuse_existing(path: AnyPath) -> None:
     """Raises CheckpointError when the path exists."""
     if path.exists() or (isinstance(path, Path) and path.is_symlink()):
@@ -299,25 +314,6 @@ class HFWeights:
     entries: Entries
     #: Gives name → content of the tokenizer's files.
     beside: Callable[[], Mapping[str, bytes]]
-
-    @classmethod
-    def saved(
-        cls,
-        spec: ModelSpec,
-        args: Any,
-        tensors: Mapping[str, torch.Tensor],
-        entries: Entries,
-        beside: Callable[[], Mapping[str, bytes]],
-    ) -> HFWeights:
-        """Return the weights of a checkpoint's tensors, whose names begin with `model.`."""
-        strip = len("model.")
-        return cls(
-            spec,
-            args,
-            tensors={name[strip:]: tensor for name, tensor in tensors.items()},
-            entries={name[strip:]: entry for name, entry in entries.items()},
-            beside=beside,
-        )
 
 
 def save_hf(
