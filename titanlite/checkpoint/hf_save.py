@@ -333,7 +333,9 @@ def save_hf(
         files = _agree_on_files(weights, group, shard_bytes)
         tensors, entries = weights.tensors, weights.entries
         problem = write_files(aside, files, entries, lambda name: whole(tensors[name]), rank)
-        _raise_together(final, problem, group)
+        problems = gather_objects(problem and f"rank {rank}: {problem}", group)
+        if any(problems):
+            raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")
 
         def finish() -> None:
             config = weights.spec.hf_config(weights.args)
@@ -356,11 +358,3 @@ def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: i
     for name in names:
         holders[name] = tuple(rank for rank, one in enumerate(sets) if name in one)
     return plan_files(names, weights.entries, holders, shard_bytes)
-
-
-def _raise_together(final: AnyPath, problem: str, group: dist.ProcessGroup) -> None:
-    """Raise CheckpointError on all ranks if one of them has a problem."""
-    mine = problem and f"rank {dist.get_rank(group)}: {problem}"
-    problems = gather_objects(mine, group)
-    if any(problems):
-        raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")

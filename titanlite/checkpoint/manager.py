@@ -226,7 +226,9 @@ class Checkpointer:
         WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
-        self._await_save_in_flight()
+        if self._async:
+            self._async.wait()
+            self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
         # Here: in a thread it would disturb the forward pass.
@@ -298,11 +300,6 @@ class Checkpointer:
         """
         self._owner.look()
         republish(step_folder(self.root, step), edit)
-
-    def _await_save_in_flight(self) -> None:
-        if self._async:
-            self._async.wait()
-            self._async.raise_bad()
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""

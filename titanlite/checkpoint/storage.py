@@ -227,13 +227,6 @@ class _HashingStream:
         return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
 
 
-def _algorithm_of(file: str) -> str:
-    """Return the hash of a file. The index decides how the rest is read: its hash must hold against
-    more than a bad disk.
-    """
-    return SAFE_HASH if file.startswith(INDEX) else FAST_HASH
-
-
 class _Files(FileSystem):
     """DCP's file-system interface for folders and stores. DCP takes paths as opaque values."""
 
@@ -248,9 +241,11 @@ class _Files(FileSystem):
                 yield stream
             return
         hashing = None
+        # The index decides how the rest is read: its hash must hold against more than a bad disk.
+        algorithm = SAFE_HASH if path.name == INDEX else FAST_HASH
         try:
             with path.open(mode) as stream:
-                hashing = _HashingStream(stream, _algorithm_of(path.name))
+                hashing = _HashingStream(stream, algorithm)
                 yield cast(io.IOBase, hashing)
         except (OSError, RuntimeError) as error:
             # torch.save complains of its position in the file, where the disk was the cause.

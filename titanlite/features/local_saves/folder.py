@@ -122,7 +122,8 @@ class LocalFolder:
         for one in seen:
             if one.save not in stay:
                 remove(one.folder)
-        asides = sorted(self._asides(), key=lambda path: path.stat().st_mtime)
+        asides = [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
+        asides.sort(key=lambda path: path.stat().st_mtime)
         for path in asides[:-_ASIDES]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -179,9 +180,6 @@ class LocalFolder:
             for folder in _folders(rank, problems):
                 if step_of(folder) is not None:
                     yield folder, int(owner[1])
-
-    def _asides(self) -> list[Path]:
-        return [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
 
 
 def part_name(rank: int) -> str:
