@@ -123,7 +123,7 @@ def test_files_and_names_in_architecture_are_there() -> None:
     ]
     paths = "\n".join(f"/{path.relative_to(ROOT)}\n" for path in files)
     named = set(re.findall(r"[\w./-]+\.(?:py|sh|toml|md|txt|json)\b", page))
-    assert len(named) > 100
+    assert len(named) > 50
     assert not [name for name in named if f"/{name}\n" not in paths]
     code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
     words = {

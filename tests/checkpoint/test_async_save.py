@@ -20,7 +20,7 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from tests.support.checkpoints import PRINTS, RUN, names, options
 from tests.support.harness import build_tiny, full, stepper
 from tests.support.pool import Pools
-from titanlite.checkpoint import async_save, manager
+from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
 from titanlite.cli.hub.tensors import Contents
@@ -191,33 +191,6 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(
         "told on rank 0"
     )
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
-
-
-def _without_a_thread(world: DistEnv, folder: Path) -> tuple[list[int], list[int], list[int]]:
-    """Save when the last rank can start no thread for it, then when it can."""
-    last = world.rank == world.size - 1
-    real = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if last and thread.name == async_save.THREAD:
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    with _saver(world, folder) as (saver, model, optimizer):
-        with patch.object(threading.Thread, "start", refuse):
-            saver.save(1, model, optimizer, {})
-        written = steps_in(folder)
-        saver.wait()
-        saver.save(2, model, optimizer, {})
-        saver.wait()
-        told = [outcome.step for outcome in iter(saver.poll, None)]
-        return written, steps_in(folder), told
-
-
-def test_all_ranks_save_in_the_foreground_when_one_can_start_no_thread(
-    pool: Pools, tmp_path: Path
-) -> None:
-    assert pool(2).run(_without_a_thread, tmp_path) == [([1], [1, 2], [1, 2]), ([1], [1, 2], [])]
 
 
 def _copy_that_fails(world: DistEnv, folder: Path, where: str) -> tuple[str, list[int]]:

@@ -81,7 +81,7 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
     assert main([*words, "--limit=1"]) == 0
     assert "tiny_choice" in capsys.readouterr().out
     assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG
-    assert "no task no_such_task" in capsys.readouterr().err
+    assert "the harness has no task 'no_such_task'" in capsys.readouterr().err
 
 
 def test_a_missing_harness_is_named_with_its_command(

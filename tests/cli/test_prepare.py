@@ -24,6 +24,7 @@ from tests.support.shards import TEXTS, write_c4
 from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.cli import main as cli
 from titanlite.data.corpus import tokenize
+from titanlite.data.prepared_tokens import checksum_of, fingerprint_of
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
@@ -367,6 +368,50 @@ def test_a_changed_index_is_damaged(tmp_path: Path, command: Command) -> None:
     del index["checksum"]
     (out / INDEX).write_text(json.dumps(index))
     assert command("verify", out)[0] == 0
+
+
+@pytest.mark.parametrize("change", ["name", "an absolute name", "an end of a name"])
+def test_an_index_of_somebody_else_names_no_file_outside(
+    tmp_path: Path, command: Command, change: str
+) -> None:
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
+    assert command("prepare", text, "--out", out)[0] == 0
+    index = json.loads((out / INDEX).read_text())
+    part = index["parts"][0]
+    if change == "name":
+        part["name"] = "../outside"
+    elif change == "an absolute name":
+        part["name"] = str(tmp_path / "outside")
+    else:
+        part["bytes"] = {"tokens/../../outside": 1}
+    index["fingerprint"] = fingerprint_of(index)
+    index["checksum"] = checksum_of(index)
+    (out / INDEX).write_text(json.dumps(index))
+    there = sorted(tmp_path.iterdir())
+    for words in (["prepare", text, "--out", out], ["verify", out]):
+        code, printed = command(*words)
+        assert code == 2
+        assert "which is no part of this folder" in printed
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_a_record_of_another_part_is_not_taken_for_a_finished_one(
+    tmp_path: Path, command: Command
+) -> None:
+    text = write_records(tmp_path / "text")
+    words = ["prepare", text, "--workers", "1", "--out"]
+    assert command(*words, tmp_path / "whole")[0] == 0
+    assert command(*words, tmp_path / "out")[0] == 0
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    [part] = index["parts"]
+    sources = [[index["files"][file], *rest] for file, *rest in part["sources"]]
+    moved = {**part, "name": "../whole/part-00000-0000", "sources": sources}
+    (tmp_path / "out" / f"{part['name']}.json").write_text(json.dumps(moved))
+    (tmp_path / "out" / "prepare.json").write_text(json.dumps(index))
+    (tmp_path / "out" / INDEX).unlink()
+    assert command(*words, tmp_path / "out")[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from titanlite.cli.aws_fsdp import to_toml
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file, read_text
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 AWS_LLAMA2 = """
     --max_context_width=4096 --num_key_value_heads=8 # 70b: 8
@@ -66,7 +66,7 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     )
     assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
     assert (d.metrics.log_freq, d.metrics.log_style) == (1, "aws_fsdp")
-    schedule = fitted(config, 8).schedule
+    schedule = resolve(config, 8)[1].schedule
     assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
     lines = [line for line in toml.splitlines() if line.startswith("# left out: ")]
     left = [line.removeprefix("# left out: ").split("=")[0] for line in lines]

@@ -23,13 +23,11 @@ TEXTS = ["", "a", 'é "\\', "日本\n" * 30, "🙂", "]", "},{", "x" * 500] * 3
 RECORDS = [{"text": text, "n": [n, -n / 7, None, True]} for n, text in enumerate(TEXTS)]
 
 
-@pytest.mark.parametrize("piece", [1, 3, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("ascii", [True, False])
-def test_records_are_those_of_json_from_any_start_in_any_pieces(
-    tmp_path: Path, piece: int, indent: int | None, ascii: bool, monkeypatch: pytest.MonkeyPatch
+def test_records_are_those_of_json_from_any_start(
+    tmp_path: Path, indent: int | None, ascii: bool
 ) -> None:
-    monkeypatch.setattr("titanlite.data.json_array._PIECE", piece)
     content = "\ufeff \n" + json.dumps(RECORDS, indent=indent, ensure_ascii=ascii) + "\n\n"
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(content.encode()))
@@ -67,12 +65,11 @@ def test_bad_arrays_are_named_with_the_record(tmp_path: Path, content: str, said
         list(iter_records([path]))
 
 
-def test_a_record_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.data.json_array._PIECE", 64)
+def test_an_array_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.data.json_array._LONGEST", 1 << 20)
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "a" * (1 << 19)}, {"text": "a" * (5 << 20)}]))
-    with pytest.raises(DataError, match="record 2: a record has 1 MB at most"):
+    path.write_text(json.dumps([{"text": "a" * (1 << 19)}, {"text": "a" * (1 << 19)}]))
+    with pytest.raises(DataError, match="a JSON array has 1 MB at most; write a record per line"):
         list(iter_records([path]))
 
 

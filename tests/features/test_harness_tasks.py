@@ -212,16 +212,16 @@ def test_a_run_without_network_and_cache_is_refused_before_its_first_step(tmp_pa
     [
         (ConnectionError("Couldn't reach 'a/b' on the Hub (x)"), "the data set a/b is not in the"),
         (httpx.ConnectError("refused"), "data that is not on this machine is not in the cache"),
-        (ValueError("no split"), "the tasks one, two cannot be loaded: ValueError: no split"),
+        (ValueError("no split"), "the task one cannot be loaded: ValueError: no split"),
     ],
 )
-def test_the_command_tells_why_tasks_cannot_be_loaded(error: Exception, said: str) -> None:
+def test_the_command_tells_why_a_task_cannot_be_loaded(error: Exception, said: str) -> None:
     def load(names: object) -> NoReturn:
         raise error
 
-    task = HarnessTask("", SimpleNamespace(load=load))
-    problem = load_problem(task, ["one", "two"], "--tasks")
+    manager = SimpleNamespace(load=load, match_tasks=list)
+    problem = load_problem(HarnessTask("one", manager), "--tasks")
     assert problem is not None
     assert said in str(problem)
-    assert str(problem).startswith("--tasks: the tasks one, two cannot be loaded: ")
+    assert str(problem).startswith("--tasks: the task one cannot be loaded: ")
     assert ("HF_DATASETS_OFFLINE=1" in str(problem)) is not isinstance(error, ValueError)

@@ -25,8 +25,8 @@ from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves import manager, write
+from titanlite.features.local_saves.abandoned import Past, read_past, write_past
 from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
-from titanlite.features.local_saves.past import Past, read_past, write_past
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
@@ -22,7 +23,6 @@ from titanlite.checkpoint.storage import Tensors, in_words, new_group
 from titanlite.dist.dist_env import gather_objects
 from titanlite.dist.local import plain_local
 from titanlite.optim.bad_steps import WeightsError
-from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)
@@ -45,7 +45,7 @@ class SaveOutcome:
 
 
 class AsyncSave:
-    """At most one save at a time, in a thread of this rank.
+    """At most one save at a time, in the one thread that this makes on its rank.
 
     All ranks make one together and make the same calls.
 
@@ -64,32 +64,52 @@ class AsyncSave:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()
+        self._hook: RemovableHandle | None = None
         # Not DCP's DefaultStager: that of torch 2.11 can copy once only.
         self._stager = StateDictStager(pin_memory=pinned and device.type == "cuda")
         self._timeout = timeout
         #: None: this rank has left it.
         self._group: dist.ProcessGroup | None = new_group(timeout)
-        self._thread: Thread | None = None
-        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._idle = Event()
+        self._idle.set()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=self._work, name=THREAD, daemon=True).start()
         self._outcome: SaveOutcome | None = None
         self._bad: WeightsError | None = None
         self._unreported: deque[SaveOutcome] = deque()
 
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            try:
+                job()
+            finally:
+                # It holds the tensors.
+                del job
+                self._idle.set()
+
     @property
     def in_flight(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def start(
-        self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]
+        self,
+        step: int,
+        folder: AnyPath,
+        work: Callable[[Copy, dist.ProcessGroup], None],
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        """In the thread that `prepare` has started, call `work(copy, group)`, which writes
+        """After `prepare`, call in the thread `work(copy, group)`, which writes
         `copy(tensors)`.
 
-        When `await_copy` returns the tensors may change. An error goes into the outcome;
-        `raise_bad` raises a WeightsError, which `work` raises on all ranks or none.
+        When `await_copy` returns the tensors may change; the optimizer waits for that. An error
+        goes into the outcome; `raise_bad` raises a WeightsError, which `work` raises on all ranks
+        or none.
         """
         started = time.perf_counter()
         self._copied.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         if self._stream is not None:
             # For the update that was issued.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -127,6 +147,7 @@ class AsyncSave:
                 self._leave_group()
             self.report(step, folder, time.perf_counter() - started, problem)
 
+        self._idle.clear()
         self._jobs.put(run)
 
     def report(self, step: int, folder: AnyPath, seconds: float, problem: str = "") -> None:
@@ -157,53 +178,27 @@ class AsyncSave:
 
     def wait(self) -> SaveOutcome | None:
         """Wait until no save is in flight; return the outcome of the latest one."""
-        if self._thread is not None:
-            self._thread.join()
+        self._idle.wait()
         return self._outcome
 
-    def prepare(self, group: dist.ProcessGroup) -> bool:
-        """Start the thread of the next save; return whether all ranks could.
+    def prepare(self, group: dist.ProcessGroup) -> None:
+        """Wait for the latest save, on all ranks. If that failed on any rank, make a new group: one
+        whose communication has failed once cannot be used again.
 
-        Then `start` must follow.
-
-        It waits for the latest save, on all ranks. If that failed on any rank, it makes a new
-        group.
-
-        group: in which they agree on that. A group whose communication has failed once cannot be
-        used again.
+        group: in which they agree on that.
         """
         outcome = self.wait()
         self._outcome = None
-        problem = self._start_thread()
-        lost = outcome is not None and bool(outcome.problem)
-        failed = gather_objects((lost, problem), group)
-        if any(lost for lost, _ in failed):
+        if any(gather_objects(outcome is not None and bool(outcome.problem), group)):
             self._leave_group()
             self._group = new_group(self._timeout)
-        without = {rank: text for rank, (_, text) in enumerate(failed) if text}
-        if without and self._thread is not None:
-            self._jobs.put(lambda: None)
-        for rank, text in without.items():
-            logger.warning(
-                f"this save is in the foreground, since rank {rank} can start no thread: {text}"
-            )
-        return not without
-
-    def _start_thread(self) -> str:
-        """Start a thread that waits for its job; return why it could not, "" if it could."""
-        self._thread = Thread(target=lambda: self._jobs.get()(), name=THREAD, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._thread = None
-            return str(error)
-        return ""
 
     def close(self) -> None:
-        """Release memory and group; with a save still in flight (the run failed) the end of the
-        process does that.
+        """Release thread, memory and group; with a save still in flight (the run failed) the end of
+        the process does that.
         """
         if not self.in_flight:
+            self._jobs.put(None)
             self._stager.close()
             self._leave_group()
 

@@ -6,7 +6,7 @@ Rank 0 chooses for all ranks. Weights of other programs are imported when a path
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
+from titanlite.checkpoint.retention import quarantine
 from titanlite.config import trust
 from titanlite.models.args import from_record
 from titanlite.models.families import get_spec
@@ -114,20 +115,17 @@ class Chooser:
                 "already: choose another checkpoint.folder or job.dump_folder, or move them away"
             )
         self._refuse_ended(found.manifest)
-        if found.manifest is not None:
-            return self.judge_own(found.manifest, found.passed, expected)
-        if found.passed or config.start == "resume":
-            raise self._nothing_to_resume(config.start == "resume", found.passed)
+        demanded = config.start == "resume"
+        if found.manifest is not None or found.passed or demanded:
+            return self.judge_own(self._to_resume(found, demanded), found.passed, expected)
         if config.initial_load_path is not None:
             return self.choose_source()
         return None
 
-    def choose_newest(self, expected: Mapping[str, Any]) -> Candidate:
+    def choose_newest(self) -> Candidate:
         """Return the newest checkpoint of this run, without regard to the start in `config`."""
         found = self.newest()
-        if found.manifest is None:
-            raise self._nothing_to_resume(True, found.passed)
-        return self.judge_own(found.manifest, found.passed, expected)
+        return self.judge_own(self._to_resume(found, True), found.passed, {})
 
     def choose_source(self) -> Candidate:
         """Return the checkpoint that `config.initial_load_path` means, which is only ever read."""
@@ -150,6 +148,25 @@ class Chooser:
     def newest(self) -> Found:
         """Return the newest checkpoint of this run that is not known to be bad."""
         return find(self.root, known_bad=self.bad)
+
+    def reject(self, manifest: Manifest, problem: str) -> None:
+        """Choose a checkpoint of this run no more, for its content is bad."""
+        self.bad[manifest.step] = problem
+
+    def reject_newest(self, suspect: Callable[[int], str]) -> Manifest | None:
+        """Reject the newest checkpoint if it is suspect, and return it. suspect: step → why."""
+        newest = self.newest().manifest
+        reason = "" if newest is None else suspect(newest.step)
+        if newest is None or not reason:
+            return None
+        self.reject(newest, reason)
+        return newest
+
+    def settle(self, rejected: Manifest, replaced: bool) -> None:
+        """Quarantine a suspect checkpoint; without another, let it be used after all."""
+        reason = self.bad.pop(rejected.step)
+        if replaced:
+            quarantine(self.folder_of(rejected), reason)
 
     def folder_of(self, manifest: Manifest) -> AnyPath:
         """Return the folder of a checkpoint of this run."""
@@ -178,10 +195,14 @@ class Chooser:
             )
         return found
 
-    def _nothing_to_resume(self, demanded: bool, passed: Sequence[str]) -> CheckpointError:
-        lead = 'checkpoint.start = "resume", but ' if demanded else ""
-        way_out = _WAY_OUT if passed else ""
-        return CheckpointError(f"{lead}{_none_valid(self.root, passed)}{way_out}")
+    def _to_resume(self, found: Found, demanded: bool) -> Manifest:
+        """Return the checkpoint to resume from. demanded: by `checkpoint.start`, or a rollback."""
+        try:
+            return found.valid(self.root)
+        except CheckpointError as error:
+            lead = 'checkpoint.start = "resume", but ' if demanded else ""
+            way_out = _WAY_OUT if found.passed else ""
+            raise CheckpointError(f"{lead}{error}{way_out}") from None
 
     def _refuse_ended(self, newest: Manifest | None) -> None:
         """Raise CheckpointError where the last save of this run is a folder of Hugging Face's."""
@@ -263,9 +284,8 @@ class Chooser:
         if step is None:
             refuse_older(path)
         root = path.parent if step is not None else root_of(path)
-        manifest, passed = find(root, step, self.source_bad)
-        if manifest is None:
-            raise CheckpointError(_none_valid(root, passed))
+        found = find(root, step, self.source_bad)
+        manifest = found.valid(root)
         folder = step_folder(root, manifest.step)
         if "lora" in manifest.fingerprints and "lora" not in self.run_config:
             raise CheckpointError(
@@ -276,7 +296,7 @@ class Chooser:
         if manifest.weights_only and not self.config.initial_load_model_only:
             way = "set checkpoint.initial_load_model_only = true"
             raise CheckpointError(f"{folder} holds weights only: {way}")
-        return Candidate(folder, manifest, "from", _notices(root, manifest, passed))
+        return Candidate(folder, manifest, "from", _notices(root, manifest, found.passed))
 
     def _judge_adapters(self, candidate: Candidate) -> Candidate:
         """Return a checkpoint of another run's adapters, if they fit those of this run."""
@@ -354,10 +374,6 @@ def _word_of(name: str) -> str:
     if name in ("data order", "text files"):
         return "data"
     return name.replace(" ", "_")
-
-
-def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
-    return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
 
 
 def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:

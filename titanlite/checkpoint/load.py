@@ -6,6 +6,7 @@ A checkpoint that turns out to be bad is noted, and another one is chosen.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.choice import Candidate, Chooser
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of, weight_of
+from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.selection import Selection, select
 from titanlite.checkpoint.storage import (
     PLACES,
@@ -53,6 +56,8 @@ class Loader:
     adapters, load all but those.
     """
 
+    chooser_class = Chooser
+
     def __init__(
         self,
         config: Checkpoint,
@@ -66,15 +71,10 @@ class Loader:
         self.world = world
         self.averages = averages or {}
         self.frozen = frozen
-        self.chooser = Chooser(config, fingerprints, run_config)
+        self.chooser = self.chooser_class(config, fingerprints, run_config)
         #: Load averages from another run's checkpoint too, though `config.initial_load_model_only`
         #: asks for the weights.
         self._with_averages = False
-
-    @property
-    def bad(self) -> dict[int, str]:
-        """Step → why this run's checkpoint of it is not loaded, though it looks valid."""
-        return self.chooser.bad
 
     def load(
         self,
@@ -85,11 +85,31 @@ class Loader:
         """As `Checkpointer.load`."""
         return self._load(lambda: self.chooser.choose(expected or {}), model, optimizer)
 
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState:
-        """Load the newest good checkpoint of this run, without regard to the start in `config`."""
-        loaded = self._load(lambda: self.chooser.choose_newest({}), model, optimizer)
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        suspect: Callable[[int], str],
+        together: Callable[[Callable[[], Any]], Any],
+    ) -> LoadedState:
+        """As `Checkpointer.load_newest`. together: returns on all ranks what a function returns on
+        rank 0.
+        """
+        self.look(model)
+        chooser = self.chooser
+        rejected: Manifest | None = together(lambda: chooser.reject_newest(suspect))
+        loaded = None
+        if rejected is not None:
+            with contextlib.suppress(CheckpointError):
+                loaded = self._load(chooser.choose_newest, model, optimizer)
+            is_replaced = loaded is not None
+            together(lambda: chooser.settle(rejected, is_replaced))
+        loaded = loaded or self._load(chooser.choose_newest, model, optimizer)
         assert loaded is not None
         return loaded
+
+    def look(self, model: nn.Module) -> None:
+        """Learn which checkpoints there are, where `chooser` does not see them itself."""
 
     def load_weights(self, model: nn.Module) -> LoadedState:
         """Load the weights of `config.initial_load_path`, which is only read.
@@ -116,6 +136,7 @@ class Loader:
         optimizer: torch.optim.Optimizer | None,
     ) -> LoadedState | None:
         """Load what rank 0 chooses; another one if that is bad."""
+        self.look(model)
         while True:
             candidate = on_rank_0(self.world, choose)
             if candidate is None:
@@ -271,9 +292,10 @@ class Loader:
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
         """Note that the candidate is bad, so that it is not chosen again."""
-        is_own = candidate.origin == "resume"
-        bad = self.chooser.bad if is_own else self.chooser.source_bad
-        bad[candidate.manifest.step] = problem
+        if candidate.origin == "resume":
+            self.chooser.reject(candidate.manifest, problem)
+        else:
+            self.chooser.source_bad[candidate.manifest.step] = problem
 
     def _result(
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
@@ -98,6 +97,8 @@ class Checkpointer:
     before one is looked for. It may add to `fingerprints` and `run_config`.
     """
 
+    loader_class = Loader
+
     def __init__(  # noqa: PLR0913
         self,
         config: Checkpoint,
@@ -122,9 +123,11 @@ class Checkpointer:
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
         self._averages = averages or {}
-        self._loader = Loader(config, world, fingerprints, self._run_config, self._averages)
+        self._loader = self.loader_class(
+            config, world, fingerprints, self._run_config, self._averages
+        )
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
-        self._bad = self._loader.bad
+        self._bad = self._loader.chooser.bad
         #: Start of the latest save, by `time.perf_counter`.
         self._began = 0.0
         #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made
@@ -132,7 +135,6 @@ class Checkpointer:
         #: group needs.
         self._group: dist.ProcessGroup | None = new_group(SAVE_TIMEOUT)
         self._async = async_save(config, world)
-        self._hook: RemovableHandle | None = None
 
     def load(
         self,
@@ -177,7 +179,7 @@ class Checkpointer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        suspect: Callable[[int], str] | None = None,
+        suspect: Callable[[int], str] = lambda step: "",
     ) -> LoadedState:
         """Go back to the newest good checkpoint of this run.
 
@@ -189,9 +191,7 @@ class Checkpointer:
 
         Raises CheckpointError, on all ranks, when there is none.
         """
-        from titanlite.checkpoint.go_back import load_newest
-
-        loaded = load_newest(self._loader, self._on_rank_0, model, optimizer, suspect)
+        loaded = self._loader.load_newest(model, optimizer, suspect, self._on_rank_0)
         self._stay["resumed"] = loaded.step
         return loaded
 
@@ -243,12 +243,13 @@ class Checkpointer:
         save = Save(folder, tensors, unconverted, draft, proven)
         if in_hf:
             self._write_hf(save, self._group)
-            self._report_foreground(save)
-        elif self._async and self._async.prepare(self._group):
-            self._start_in_background(save, optimizer)
+            if self._async:
+                self._async.report(step, folder, time.perf_counter() - self._began)
+        elif self._async:
+            self._async.prepare(self._group)
+            self._async.start(step, folder, partial(self._write, save), optimizer)
         else:
             self._write(save, lambda tensors: tensors, self._group)
-            self._report_foreground(save)
         return folder
 
     def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
@@ -302,21 +303,6 @@ class Checkpointer:
         if self._async:
             self._async.wait()
             self._async.raise_bad()
-
-    def _start_in_background(self, save: Save, optimizer: torch.optim.Optimizer) -> None:
-        """Write the checkpoint in a thread; the next update of weights waits for its copy."""
-        saving = self._async
-        assert saving is not None
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
-        saving.start(save.draft.step, save.folder, partial(self._write, save))
-
-    def _report_foreground(self, save: Save) -> None:
-        """Tell `poll` of a save that did not run in the background."""
-        if self._async:
-            seconds = time.perf_counter() - self._began
-            self._async.report(save.draft.step, save.folder, seconds)
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""

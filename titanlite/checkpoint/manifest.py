@@ -412,6 +412,12 @@ class Found(NamedTuple):
     #: Why newer ones were passed over.
     passed: list[str]
 
+    def valid(self, root: AnyPath) -> Manifest:
+        """Return the checkpoint. Raises CheckpointError where there is none."""
+        if self.manifest is None:
+            raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *self.passed]))
+        return self.manifest
+
 
 def find(
     root: AnyPath, step: int | None = None, known_bad: Mapping[int, str] | None = None

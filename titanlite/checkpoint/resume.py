@@ -9,7 +9,9 @@ import contextlib
 import logging
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import HELD_OUT, RESUME, LoadedState
@@ -26,14 +28,24 @@ if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.trainer import Trainer
 
-#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Guard(msgspec.Struct):
+    """What `FiniteGuard.state_dict` returns."""
+
+    bad_steps: list[Annotated[int, msgspec.Meta(ge=1)]] = []
+    losses: list[float] = []
+
+
+#: Entries of a checkpoint's train state that the loop reads, and their types.
 _STATE = {
-    "tokens_seen": int,
-    "data": dict,
-    "schedule_began": int,
-    "schedule_began_tokens": int,
-    "guard": dict,
-    RESUME: dict,
+    "tokens_seen": _Count,
+    "data": dict[str, Any],
+    "schedule_began": _Count,
+    "schedule_began_tokens": _Count,
+    "guard": _Guard,
+    RESUME: dict[str, Any],
 }
 _ONLY_WEIGHTS = (
     "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
@@ -235,30 +247,14 @@ def _check_state(loaded: LoadedState) -> None:
         needed.remove("data")
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
-        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
-        if is_wrong and (name in needed or name in loaded.train):
+        try:
+            if name in needed or name in loaded.train:
+                msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
             raise CheckpointError(
                 f"{loaded.folder} does not say where its run continues: {name} in its train state "
-                f"is {value!r:.60}. {_ONLY_WEIGHTS}"
-            )
-    try:
-        _check_statistics(loaded.train.get("guard", {}))
-    except ValueError as error:
-        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
-
-
-def _check_statistics(state: dict[str, Any]) -> None:
-    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
-    steps = state.get("bad_steps", [])
-    losses = state.get("losses", [])
-    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
-        raise ValueError(
-            f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
-        )
-    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
-        raise ValueError(
-            f"the guard's losses in its train state are {losses!r:.60}, and should be numbers"
-        )
+                f"is {value!r:.60} ({error}). {_ONLY_WEIGHTS}"
+            ) from None
 
 
 def save_seed(parts: TrainingComponents) -> None:

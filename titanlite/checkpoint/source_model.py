@@ -198,9 +198,7 @@ def _checkpoint_in(path: AnyPath) -> tuple[AnyPath, Manifest]:
     if step_of(path) is not None:
         return path, parse_manifest(path)
     root = root_of(path)
-    found, passed = find(root)
-    if found is None:
-        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
+    found = find(root).valid(root)
     return step_folder(root, found.step), found
 
 

@@ -6,17 +6,23 @@ Optimizer, schedule and place in the text are of torchtitan's own classes: they 
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from titanlite.checkpoint.dcp_index import parse_index
 from titanlite.checkpoint.errors import CheckpointError
@@ -90,14 +96,13 @@ def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
     return Weights(path, family, args, parts, spare_head=head)
 
 
-def _our_part(tensor: _Stored, family: str, heads: Mapping[str, int]) -> tuple[str, Part]:
+def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, Part]:
     """Return our name of a tensor, and it in our layout."""
-    part = Part(tensor.file, tensor.name, tensor.dtype, tensor.shape, tensor.read)
-    ours, is_transposed = _our_name(tensor.name, family)
+    ours, is_transposed = _our_name(part.name, family)
     if is_transposed and len(part.shape) == 3:
         part = _transposed(part)
     if len(part.shape) == 2:
-        part = _by_halves(part, heads.get(tensor.name.rpartition(".")[0].rpartition(".")[2], 0))
+        part = _by_halves(part, heads.get(part.name.rpartition(".")[0].rpartition(".")[2], 0))
     return ours, part
 
 
@@ -156,63 +161,24 @@ def _by_halves(part: Part, heads: int) -> Part:
 # Files
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in pieces that lie in files."""
+class _Slice(DefaultLoadPlanner):
+    """Lets DCP read into one tensor."""
 
-    folder: Path
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    #: Where each piece begins in the tensor, its shape, and its place.
-    pieces: list[tuple[tuple[int, ...], tuple[int, ...], _StorageInfo]]
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
 
-    @property
-    def file(self) -> Path:
-        return self.folder / self.pieces[0][2].relative_path
-
-    def read(self, slices: Slices) -> torch.Tensor:
-        """Return a part of the tensor; a piece besides it is in memory."""
-        begin = [one.start for one in slices]
-        end = [one.stop for one in slices]
-        sizes = [max(b - a, 0) for a, b in zip(begin, end, strict=True)]
-        # A hole between pieces stays no number.
-        found = torch.full(sizes, math.nan, dtype=self.dtype)
-        for offsets, shape, place in self.pieces:
-            low = list(map(max, begin, offsets))
-            high = list(map(min, end, (a + n for a, n in zip(offsets, shape, strict=True))))
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            here = _box(low, high, begin)
-            found[here] = self._piece(shape, place)[_box(low, high, offsets)]
-        return found
-
-    def _piece(self, shape: tuple[int, ...], place: _StorageInfo) -> torch.Tensor:
-        file = self.folder / place.relative_path
-        try:
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                content = io.BytesIO(stream.read(place.length))
-            tensor = torch.load(content, map_location="cpu", weights_only=True)
-            if tensor.shape != shape or tensor.dtype != self.dtype:
-                raise ValueError(f"it is {tensor.dtype} {list(tensor.shape)}")
-        # torch has many ways to refuse a cut file, or a pickle of other things than tensors.
-        except Exception as error:
-            raise CheckpointError(f"{file}: {self.name} cannot be read: {error}") from None
-        return tensor.detach()
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
 
 
-def _box(low: list[int], high: list[int], origin: Any) -> Slices:
-    spans = zip(low, high, origin, strict=True)
-    return tuple(slice(a - start, b - start) for a, b, start in spans)
-
-
-def _stored(path: Path) -> dict[str, _Stored]:
+def _stored(path: Path) -> dict[str, Part]:
     """Return the tensors of the model in a folder, by their names there."""
     file = path / DCP_INDEX
+    reader = FileSystemReader(path)
     try:
         sizes = {one.name: one.stat().st_size for one in path.glob("*.distcp")}
-        tensors, places = parse_index(file.read_bytes(), sizes, with_objects=True)
+        tensors, reader.storage_data = parse_index(file.read_bytes(), sizes, with_objects=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = {}
@@ -221,25 +187,28 @@ def _stored(path: Path) -> dict[str, _Stored]:
         is_weight = tensor.properties.dtype.is_floating_point and not name.startswith(_OTHERS)
         if not is_weight or _DERIVED.fullmatch(plain):
             continue
-        pieces = _pieces(file, name, tensor, places)
-        found[plain] = _Stored(path, plain, tensor.properties.dtype, tuple(tensor.size), pieces)
+        if sum(math.prod(piece.sizes) for piece in tensor.chunks) != math.prod(tensor.size):
+            raise CheckpointError(
+                f"{file}: the pieces of {name} do not make up {list(tensor.size)}"
+            )
+        read = partial(_read, reader, name, tensor)
+        found[plain] = Part(path, plain, tensor.properties.dtype, tuple(tensor.size), read)
     return found
 
 
-def _pieces(
-    file: Path,
-    name: str,
-    tensor: TensorStorageMetadata,
-    places: Mapping[MetadataIndex, _StorageInfo],
-) -> list[tuple[tuple[int, ...], tuple[int, ...], _StorageInfo]]:
-    """Return the pieces of a tensor. Raises CheckpointError unless they make up the whole of it."""
-    found = []
-    for chunk in tensor.chunks:
-        place = places.get(MetadataIndex(name, chunk.offsets))
-        ends = zip(chunk.offsets, chunk.sizes, tensor.size, strict=False)
-        if place is None or any(begin + size > most for begin, size, most in ends):
-            raise CheckpointError(f"{file}: a piece of {name} lies nowhere, or outside of it")
-        found.append((tuple(chunk.offsets), tuple(chunk.sizes), place))
-    if not found or sum(math.prod(size) for _, size, _ in found) != math.prod(tensor.size):
-        raise CheckpointError(f"{file}: the pieces of {name} do not make up {list(tensor.size)}")
+def _read(
+    reader: FileSystemReader, name: str, tensor: TensorStorageMetadata, slices: Slices
+) -> torch.Tensor:
+    """Return a part of a tensor; a piece besides it is in memory."""
+    begin = torch.Size([one.start for one in slices])
+    sizes = torch.Size([max(one.stop - one.start, 0) for one in slices])
+    # A hole between pieces stays no number.
+    found = torch.full(sizes, math.nan, dtype=tensor.properties.dtype)
+    wanted = ChunkStorageMetadata(begin, sizes)
+    try:
+        items = create_read_items_for_chunk_list(name, tensor, [wanted])
+        reader.read_data(LoadPlan(items), _Slice(found)).wait()
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors.
+    except Exception as error:
+        raise CheckpointError(f"{reader.path}: {name} cannot be read: {error}") from None
     return found

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.callbacks import Callback, RunEnd
+from titanlite.callbacks import Callback
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
@@ -55,10 +55,6 @@ class VerifyResume(Callback):
 
     def on_rollback(self, trainer: Trainer) -> None:
         self._check.forget()
-
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        if end.state in ("done", "preempted"):
-            self._check.flush()
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         return self._check.at_save(trainer.step, self._next_batch(trainer))

@@ -10,12 +10,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.checks import contradictions
-from titanlite.config.errors import bad_flag, refuse
+from titanlite.config.errors import bad_flag
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
 from titanlite.config.trust import Origin
+from titanlite.resolve.load import check_alone
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 #: Argument → its default there, or its type if it has none; and the key here, or why it has none.
@@ -107,7 +107,7 @@ def to_toml(text: str) -> str:
         lines.append(f"{name} = {quote(values[key])}")
     toml = "\n".join(lines)
     config, problems = read_text(toml, Path("aws-fsdp.toml"), origin=Origin.OWN)
-    refuse(problems or contradictions(config))
+    check_alone(config, problems)
     return toml
 
 

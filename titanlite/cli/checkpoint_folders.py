@@ -175,10 +175,7 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
             f"them\n{describe_roots(roots)}"
         )
     root = roots[0]
-    manifest, passed = find(root)
-    if manifest is None:
-        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
-    return step_folder(root, manifest.step)
+    return step_folder(root, find(root).valid(root).step)
 
 
 def roots_of(path: AnyPath) -> list[AnyPath]:

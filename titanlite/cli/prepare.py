@@ -419,7 +419,8 @@ def _name(task: Task, parts: Sequence[Any]) -> str:
 def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
     """Return the record of a part that was written from the same text and is whole."""
     part = _read(folder / f"{name}.json")
-    return part if part and part["stamp"] == task.stamp and _is_whole(folder, part) else None
+    is_ours = (part.get("name"), part.get("stamp")) == (name, task.stamp)
+    return part if is_ours and _is_whole(folder, part) else None
 
 
 def _documents(

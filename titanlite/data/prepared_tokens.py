@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from titanlite.data.token_paths import INDEX
 from titanlite.utils import parse_json
 
 VERSION = 1
+#: Ends of the names of the files of a part.
+SUFFIXES = ("tokens", "offsets", "targets")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -42,6 +45,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise ValueError("it does not fit its fingerprint")
         if index.get("checksum", checksum_of(index)) != checksum_of(index):
             raise ValueError("it does not fit its checksum")
+        for part in index["parts"]:
+            check_names(part)
     except FileNotFoundError:
         again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
@@ -52,6 +57,13 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{file} is damaged ({error}); remove the folder, and prepare it again"
         ) from None
     return index
+
+
+def check_names(part: Mapping[str, Any]) -> None:
+    """Raise ValueError for a part whose files are not those of a part of its folder."""
+    name = part["name"]
+    if not re.fullmatch(r"part-[\w-]+", name) or not {*part["bytes"]} <= {*SUFFIXES}:
+        raise ValueError(f"it names {name!r}, which is no part of this folder")
 
 
 def fingerprint_of(index: Mapping[str, Any]) -> str:

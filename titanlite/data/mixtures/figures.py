@@ -13,11 +13,11 @@ from torch import Tensor
 
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.data.rows import IGNORE
-from titanlite.loss import LossFunction
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
     from titanlite.data.rows import Rows
+    from titanlite.loss import LossFunction
     from titanlite.step import ReplicationFactors
     from titanlite.trainer import Trainer
 

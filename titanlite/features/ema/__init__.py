@@ -1,7 +1,6 @@
 """An exponential moving average of the weights (EMA): what titanlite knows of it, moment by moment.
 
     average.py   the averages of a model, a callback of the run
-    names.py     their names in a checkpoint
 
 The key is `optimizer.ema_decay`. `validation.ema` and `checkpoint.export_ema` need it: those rules
 hold where it is off, so `titanlite.config.checks` has them. average.py needs torch and is imported

@@ -6,9 +6,9 @@
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks
     copies.py    copies of parts on other nodes
-    past.py      saves that must not come back
-    survey.py    which local saves there are, seen from all ranks
-    collect.py   each rank gets its part: its own, or a copy from another rank
+    abandoned.py saves that must not come back
+    search.py    which local saves there are, seen from all ranks
+    reader.py    each rank gets and reads its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
     manager.py   a `Checkpointer` with both
     listing.py   those on this machine, for people
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.report_rows import Row, Setup
+    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
     from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
@@ -50,7 +50,7 @@ class LocalSaves(Feature):
     def __init__(self, config: Config) -> None:
         self.section = config.checkpoint
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return checks.findings(config.sections.checkpoint)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
 from titanlite.checkpoint.storage import Written
 from titanlite.dist.dist_env import DistEnv, gather_objects, log_once
-from titanlite.features.local_saves.folder import LocalFolder, begin, part_path, remove
+from titanlite.features.local_saves.folder import LocalFolder, part_path, remove
 from titanlite.utils import logger, new_file, sync
 
 #: Bytes that are sent at a time.
@@ -52,48 +52,21 @@ class Copies:
         be kept is a warning on its rank, and the save goes on. Raises RuntimeError, perhaps on few
         ranks, where a connection is lost.
         """
-        arriving = {}
+        incoming = {}
         for owner in self.owners:
             folder = self.folder.copy(owner, step)
-            arriving[owner] = _Arriving(folder, part.stem, written[owner])
-        mine = written[self.folder.rank].size if self.keepers else 0
-        longest = max([mine, *(one.written.size for one in arriving.values())])
-        with contextlib.ExitStack() as stack:
-            stream: BinaryIO | None = None
-            # What cannot be read is sent as zeros, and the keeper finds that by the hash.
-            with contextlib.suppress(OSError):
-                stream = stack.enter_context(part.open("rb", buffering=0))
-            for start in range(0, longest, BLOCK):
-                sent = read_block(stream, max(0, min(BLOCK, mine - start)))
-                self._exchange_block(sent, arriving, start, group)
-        for owner, one in arriving.items():
-            one.finish(read_back)
-            if one.problem:
-                logger.warning(f"no copy of the part of rank {owner} is kept: {one.problem}")
-        return [one.folder for one in arriving.values() if not one.problem]
-
-    def _exchange_block(
-        self,
-        sent: torch.Tensor,
-        arriving: Mapping[int, _Arriving],
-        start: int,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Send a block, which may be empty, while those of others arrive."""
-        requests = []
-        if sent.numel():
-            requests += [dist.isend(sent, keeper, group) for keeper in self.keepers]
-        blocks = {}
-        for owner, one in arriving.items():
-            count = min(BLOCK, one.written.size - start)
-            if count > 0:
-                blocks[owner] = torch.empty(count, dtype=torch.uint8)
-                requests.append(dist.irecv(blocks[owner], owner, group))
-        for request in requests:
-            assert request is not None, "all ranks are in the group"
-            request.wait(PATIENCE)
-        for owner, block in blocks.items():
-            arriving[owner].write(block)
+            # What had its place goes.
+            remove(folder)
+            incoming[owner] = Incoming(part_path(folder, part.stem), written[owner])
+        size = written[self.folder.rank].size
+        transfer({keeper: (part, size) for keeper in self.keepers}, incoming, group)
+        kept = []
+        for owner, one in incoming.items():
+            if problem := one.finish(read_back):
+                logger.warning(f"no copy of the part of rank {owner} is kept: {problem}")
+            else:
+                kept.append(one.path.parent)
+        return kept
 
 
 def plan_copies(
@@ -147,49 +120,89 @@ def keepers_of(places: Sequence[Hashable], number: int) -> list[list[int]]:
     return keepers
 
 
-class _Arriving:
-    """A copy that this rank is writing."""
+def transfer(
+    outgoing: Mapping[int, tuple[Path, int]],
+    incoming: Mapping[int, Incoming],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Send files (rank → path and size) while those of other ranks arrive, block by block.
 
-    def __init__(self, folder: Path, save: str, written: Written) -> None:
-        self.folder = folder
-        self.path = part_path(folder, save)
+    All ranks call it together. What cannot be read is sent as zeros, and the receiver finds that by
+    the hash. Raises RuntimeError, perhaps on few ranks, where a connection is lost.
+    """
+    sizes = [size for _, size in outgoing.values()]
+    sizes += [one.written.size for one in incoming.values()]
+    with contextlib.ExitStack() as stack:
+        streams: dict[int, BinaryIO] = {}
+        for rank, (path, _) in outgoing.items():
+            with contextlib.suppress(OSError):
+                streams[rank] = stack.enter_context(path.open("rb", buffering=0))
+        for start in range(0, max(sizes, default=0), BLOCK):
+            blocks = []
+            requests = []
+            for rank, (_, size) in outgoing.items():
+                if start < size:
+                    blocks.append(_read_block(streams.get(rank), min(BLOCK, size - start)))
+                    requests.append(dist.isend(blocks[-1], rank, group))
+            arrived = {}
+            for rank, one in incoming.items():
+                if start < one.written.size:
+                    count = min(BLOCK, one.written.size - start)
+                    arrived[rank] = torch.empty(count, dtype=torch.uint8)
+                    requests.append(dist.irecv(arrived[rank], rank, group))
+            for request in requests:
+                assert request is not None, "all ranks are in the group"
+                request.wait(PATIENCE)
+            for rank, block in arrived.items():
+                incoming[rank].write(block)
+
+
+class Incoming:
+    """A part that another rank sends, and that this rank writes."""
+
+    def __init__(self, path: Path, written: Written) -> None:
+        self.path = path
         self.written = written
-        self.problem = ""
+        self._problem = ""
         self._hash = new_hash(FAST_HASH)
         self._stream: BinaryIO | None = None
         with self._problems():
-            begin(folder)
-            self._stream = new_file(self.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = new_file(path)
 
     def write(self, block: torch.Tensor) -> None:
         self._hash.update(block.numpy().data)
         with self._problems():
-            if self._stream is not None and not self.problem:
+            if self._stream is not None and not self._problem:
                 self._stream.write(block.numpy().data)
 
-    def finish(self, read_back: bool) -> None:
-        """Make the copy durable, and compare it."""
+    def finish(self, read_back: bool = False) -> str:
+        """Make the part durable, and compare it; return what is wrong with it, "": nothing.
+
+        Its manifest may follow. A bad one is deleted.
+        """
         with self._problems():
             if self._stream is not None:
                 sync(self._stream)
                 self._stream.close()
             found = f"{FAST_HASH}:{self._hash.hexdigest()}"
-            if not self.problem and read_back:
+            if read_back and not self._problem:
                 found = file_digest(self.path, FAST_HASH)
-            if not self.problem and found != self.written.digest:
-                self.problem = f"{self.path} is not what was sent"
-        if self.problem:
-            remove(self.folder)
+            if found != self.written.digest:
+                self._problem = self._problem or f"{self.path} is not what was sent"
+        if self._problem:
+            remove(self.path.parent)
+        return self._problem
 
     @contextlib.contextmanager
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.problem = self.problem or f"{self.path}: {error.strerror}"
+            self._problem = self._problem or f"{self.path}: {error.strerror}"
 
 
-def read_block(stream: BinaryIO | None, count: int) -> torch.Tensor:
+def _read_block(stream: BinaryIO | None, count: int) -> torch.Tensor:
     """Return the next bytes of a file [count, uint8]; zeros where they cannot be read."""
     block = torch.zeros(count, dtype=torch.uint8)
     view = block.numpy().data

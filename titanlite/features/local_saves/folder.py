@@ -27,7 +27,7 @@ RUN_ID = "local-saves.id"
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,
-#: "line" and "shared": see `past.py`}.
+#: "line" and "shared": see `abandoned.py`}.
 ABOUT = "local_save"
 _RANK = re.compile(r"(?:rank|copy)-(\d+)")
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -200,12 +200,6 @@ def id_of(manifest: Manifest, folder: Path) -> str:
     if not isinstance(save, str) or not _ID.fullmatch(save):
         raise CheckpointError(f"{folder / FILE} is not of a local save")
     return save
-
-
-def begin(folder: Path) -> None:
-    """Make an empty folder for a part of a save. What had its place goes."""
-    remove(folder)
-    folder.mkdir(parents=True)
 
 
 def publish(folders: Sequence[Path], content: bytes) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -18,14 +17,13 @@ from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import Found, Manifest, digest_of, step_folder
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.selection import Selection
-from titanlite.checkpoint.storage import RNG, Tensors, gather, on_each_rank, on_rank_0
+from titanlite.checkpoint.storage import Tensors, gather, on_each_rank, on_rank_0
 from titanlite.dist.dist_env import gather_objects
-from titanlite.dist.local import plain_local
-from titanlite.features.local_saves.collect import Collector
+from titanlite.features.local_saves.abandoned import Past, read_past
 from titanlite.features.local_saves.folder import ABOUT, LocalFolder
-from titanlite.features.local_saves.part import layout, read_part
-from titanlite.features.local_saves.past import Past, read_past
-from titanlite.features.local_saves.survey import Offer, survey
+from titanlite.features.local_saves.part import layout
+from titanlite.features.local_saves.reader import LocalReader
+from titanlite.features.local_saves.search import Offer, find_saves
 from titanlite.utils import logger
 
 
@@ -74,6 +72,19 @@ class TieredChooser(Chooser):
             return super().folder_of(manifest)
         return step_folder(self.local_root, manifest.step)
 
+    def reject(self, manifest: Manifest, problem: str) -> None:
+        if ABOUT in manifest.train:
+            self.rejected[manifest.train[ABOUT]["save"]] = problem
+        else:
+            super().reject(manifest, problem)
+
+    def settle(self, rejected: Manifest, replaced: bool) -> None:
+        if ABOUT not in rejected.train:
+            super().settle(rejected, replaced)
+        elif not replaced:
+            # Otherwise all ranks set it aside, as they do with all later saves.
+            del self.rejected[rejected.train[ABOUT]["save"]]
+
     def place_of(self, found: Found) -> AnyPath:
         if found.manifest is None:
             return super().place_of(found)
@@ -121,100 +132,54 @@ def _is_before(local: Offer, shared: Found) -> bool:
     return shared.manifest is not None and local.manifest.step <= shared.manifest.step
 
 
-class LocalReader:
-    """Reads this rank's part of a local save."""
-
-    def __init__(self, folder: AnyPath, manifest: Manifest, collector: Collector) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.collector = collector
-
-    def read(self, state: Tensors, rank: int) -> None:
-        """Fill this rank's part of tensors. Raises CheckpointError."""
-        tensors = {name: tensor for name, tensor in state.items() if name != RNG}
-        read_part(self.collector.path, tensors)
-        if RNG in state:
-            row = plain_local(state[RNG])
-            content = bytearray(self.collector.generators)
-            rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row.numel())
-            row.copy_(rows[rank : rank + 1])
-
-
 class TieredLoader(Loader):
-    """Loads from both tiers."""
+    """Loads from both tiers. `folder` and `group` are those of `TieredCheckpointer`."""
 
     chooser: TieredChooser
-
-    def __init__(self, base: Loader, folder: LocalFolder, group: dist.ProcessGroup | None) -> None:
-        super().__init__(
-            base.config,
-            base.world,
-            base.chooser.fingerprints,
-            base.chooser.run_config,
-            base.averages,
-            base.frozen,
-        )
-        self.chooser = TieredChooser(
-            base.config, base.chooser.fingerprints, base.chooser.run_config, local_root=folder.mine
-        )
-        self._folder = folder
-        self._group = group
-        #: Hash of where the tensors of all ranks lie.
-        self.layout = ""
-        #: What the run has left behind.
-        self.past = Past()
-        #: The checkpoint that was loaded last, and what read it.
-        self.taken: Any = None
-        self.reader: Any = None
-
-    def _load(
-        self,
-        choose: Callable[[], Candidate | None],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> LoadedState | None:
-        self.look(model)
-        return super()._load(choose, model, optimizer)
+    chooser_class = TieredChooser
+    folder: LocalFolder
+    group: dist.ProcessGroup
+    #: Hash of where the tensors of all ranks lie.
+    layout = ""
+    #: What the run has left behind.
+    past = Past()
+    #: The checkpoint that was loaded last, and what read it.
+    taken: Any = None
+    reader: Any = None
 
     def look(self, model: nn.Module) -> None:
         """Learn which local saves there are. All ranks call it together."""
         mine = digest_of(layout(gather(model)).encode())
-        places = gather_objects(mine, self._group)
+        places = gather_objects(mine, self.group)
         self.layout = digest_of("\n".join(places).encode())
-        self.past = on_rank_0(self.world, lambda: read_past(self.chooser.root), self._group)
-        shared = self.chooser.root
-        found = survey(self._folder, self.layout, self.past, shared, self.world, self._group)
-        self.chooser.offers = found.offers
-        self.chooser.notes = found.notes
+        chooser = self.chooser
+        chooser.local_root = self.folder.mine
+        self.past = on_rank_0(self.world, lambda: read_past(chooser.root), self.group)
+        chooser.offers, chooser.notes = find_saves(
+            self.folder, self.layout, self.past, chooser.root, self.world, self.group
+        )
 
     def _reader(self, candidate: Candidate) -> Any:
-        self.reader = self._new_reader(candidate)
-        return self.reader
-
-    def _new_reader(self, candidate: Candidate) -> Any:
         offer = self.chooser.offer_of(candidate.manifest)
         if offer is None or candidate.origin == "from":
-            return super()._reader(candidate)
-        by_hash = self.config.verify == "hash"
-        collector = Collector(
-            offer, self._folder, self.world, self._group, by_hash, candidate.notices
-        )
-        return LocalReader(candidate.folder, candidate.manifest, collector)
+            self.reader = super()._reader(candidate)
+        else:
+            by_hash = self.config.verify == "hash"
+            self.reader = LocalReader(
+                offer, self.folder, self.world, self.group, by_hash, candidate.notices
+            )
+        return self.reader
 
     def _compare(self, reader: Any) -> str | None:
         if not isinstance(reader, LocalReader):
             return super()._compare(reader)
-        return reader.collector.collect()
+        return reader.collect()
 
     def _fill(self, reader: Any, state: Tensors) -> None:
         if isinstance(reader, LocalReader):
-            on_each_rank(lambda: reader.read(state, self.world.rank), self.checked_group())
+            on_each_rank(lambda: reader.read(state), self.group)
         else:
             super()._fill(reader, state)
-
-    def checked_group(self) -> dist.ProcessGroup:
-        assert self._group is not None, "closed"
-        return self._group
 
     def _result(
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
@@ -224,10 +189,3 @@ class TieredLoader(Loader):
         # A save of what was loaded is another one.
         train = {name: value for name, value in loaded.train.items() if name != ABOUT}
         return replace(loaded, train=train)
-
-    def _reject(self, candidate: Candidate, problem: str) -> None:
-        offer = self.chooser.offer_of(candidate.manifest)
-        if offer is None or candidate.origin == "from":
-            super()._reject(candidate, problem)
-        else:
-            self.chooser.rejected[offer.save] = problem

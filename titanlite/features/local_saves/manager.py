@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from titanlite.checkpoint.async_save import AsyncSave
+from titanlite.checkpoint.async_save import AsyncSave, Copy
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async_save
 from titanlite.checkpoint.manifest import FILE, Manifest, find
 from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import Tensors, describe, on_each_rank
+from titanlite.checkpoint.storage import describe, on_each_rank
+from titanlite.features.local_saves.abandoned import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.copies import plan_copies
 from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
 from titanlite.features.local_saves.name import local_root
-from titanlite.features.local_saves.past import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.write import LocalWriter
 from titanlite.utils import atomic_write, human_time, logger
 
@@ -46,18 +44,19 @@ class TieredCheckpointer(Checkpointer):
     """
 
     _loader: TieredLoader
+    loader_class = TieredLoader
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        assert self._group is not None
         root = local_root(self.config, self._world, self._group)
         self.local = LocalFolder(root, self._world.rank)
-        self._loader = TieredLoader(self._loader, self.local, self._group)
-        self._bad = self._loader.bad
+        self._loader.folder = self.local
+        self._loader.group = self._group
         # Where the loop waits too: its group is its own. A broken connection is no end of the run.
         self._local_async = async_save(self.config, self._world) or AsyncSave(
             self._world.device, timeout=SAVE_TIMEOUT
         )
-        self._local_hook: RemovableHandle | None = None
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
         #: No save gets an earlier time than this.
         self._clock = 0.0
@@ -78,44 +77,11 @@ class TieredCheckpointer(Checkpointer):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        suspect: Callable[[int], str] | None = None,
+        suspect: Callable[[int], str] = lambda step: "",
     ) -> LoadedState:
         self.wait_for_local()
-        self._loader.look(model)
-        local = self._on_rank_0(lambda: self._newest_local(suspect))
-        if local is None:
-            loaded = super().load_newest(model, optimizer, suspect)
-        elif not local[1]:
-            loaded = super().load_newest(model, optimizer)
-        else:
-            loaded = self._load_without(local, model, optimizer)
+        loaded = super().load_newest(model, optimizer, suspect)
         self._settle(loaded)
-        return loaded
-
-    def _newest_local(self, suspect: Callable[[int], str] | None) -> tuple[str, str] | None:
-        """On rank 0: return id of the newest checkpoint and why it must not be used ("": it may).
-
-        None: it is a shared one, or there is none.
-        """
-        newest = self._loader.chooser.newest().manifest
-        offer = None if newest is None else self._loader.chooser.offer_of(newest)
-        if offer is None:
-            return None
-        return offer.save, "" if suspect is None else suspect(offer.manifest.step)
-
-    def _load_without(
-        self, local: tuple[str, str], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> LoadedState:
-        """Load the newest one but a suspect; without another, the suspect after all."""
-        save, reason = local
-        rejected = self._loader.chooser.rejected
-        rejected[save] = reason
-        try:
-            loaded = self._loader.load_newest(model, optimizer)
-        except CheckpointError:
-            del rejected[save]
-            loaded = self._loader.load_newest(model, optimizer)
-        self._stay["resumed"] = loaded.step
         return loaded
 
     def _settle(self, loaded: LoadedState | None) -> None:
@@ -133,7 +99,7 @@ class TieredCheckpointer(Checkpointer):
             reason = f"the run went on from step {manifest.step}"
         seen = [offer.manifest.created for offer in self._loader.chooser.offers]
         self._clock = max([created, *seen, self._clock]) + _TICK
-        group = self._loader.checked_group()
+        group = self._loader.group
         step = 0 if manifest is None else manifest.step
         self._loader.past = self._on_rank_0(lambda: self._begin_line(max(created, -1.0), step))
         if manifest is not None:
@@ -182,10 +148,10 @@ class TieredCheckpointer(Checkpointer):
         if not isinstance(reader, LocalReader):
             return
         folder = self.local.step(manifest.step)
-        if not part_path(folder, reader.collector.offer.save).is_file():
+        if not part_path(folder, reader.offer.save).is_file():
             return
         try:
-            _ensure(folder / GENERATORS, reader.collector.generators)
+            _ensure(folder / GENERATORS, reader.generators)
             _ensure(folder / FILE, manifest.to_json().encode())
         except OSError as error:
             # It is loaded, and the run can go on.
@@ -226,36 +192,24 @@ class TieredCheckpointer(Checkpointer):
             self._copies,
         )
         saving = self._local_async
-        if saving.prepare(self._group):
-            if self._local_hook is not None:
-                self._local_hook.remove()
-            if self._async is None:
-                saving.start(step, save.folder, lambda _, group: writer.write(save, _as_is, group))
-                self.wait_for_local()
-                return
-            self._local_hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
-            saving.start(step, save.folder, partial(writer.write, save))
-            return
-        began = time.perf_counter()
-        problem = ""
-        try:
-            writer.write(save, _as_is, self._group)
-        except CheckpointError as error:
-            problem = str(error)
-        self._tell(step, problem, time.perf_counter() - began)
+        saving.prepare(self._group)
+
+        def work(copy: Copy, group: dist.ProcessGroup) -> None:
+            # No copy where the loop waits.
+            writer.write(save, copy if self._async else lambda tensors: tensors, group)
+
+        saving.start(step, save.folder, work, optimizer)
+        if self._async is None:
+            self.wait_for_local()
 
     def poll_local(self) -> None:
         """Log how local saves in the background ended. It neither waits nor communicates."""
         while outcome := self._local_async.poll():
-            self._tell(outcome.step, outcome.problem, outcome.seconds)
-
-    def _tell(self, step: int, problem: str, seconds: float) -> None:
-        if self._world.rank != 0:
-            return
-        if problem:
-            logger.warning(f"step {step}: no local save was written: {problem}")
-        else:
-            logger.info(f"local save of step {step} written in {human_time(seconds)}")
+            step, problem = outcome.step, outcome.problem
+            if self._world.rank == 0 and problem:
+                logger.warning(f"step {step}: no local save was written: {problem}")
+            elif self._world.rank == 0:
+                logger.info(f"local save of step {step} written in {human_time(outcome.seconds)}")
 
     def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
         draft = super()._draft(step, tensors, train)
@@ -281,11 +235,6 @@ class TieredCheckpointer(Checkpointer):
     def close(self) -> None:
         self._local_async.close()
         super().close()
-
-
-def _as_is(tensors: Tensors) -> Tensors:
-    """Make no copy: the loop waits."""
-    return tensors
 
 
 def _ensure(path: Path, content: bytes) -> None:

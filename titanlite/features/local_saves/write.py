@@ -20,19 +20,18 @@ from titanlite.checkpoint.manifest import FAST_HASH, Manifest, digest_of, file_d
 from titanlite.checkpoint.storage import RNG, Tensors, Written, on_each_rank, on_rank_0
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local import plain_local
+from titanlite.features.local_saves.abandoned import LINE, SHARED, Past
 from titanlite.features.local_saves.copies import Copies
 from titanlite.features.local_saves.folder import (
     ABOUT,
     GENERATORS,
     LocalFolder,
-    begin,
     part_name,
     part_path,
     publish,
     remove,
 )
 from titanlite.features.local_saves.part import bytes_of, write_part
-from titanlite.features.local_saves.past import LINE, SHARED, Past
 from titanlite.utils import human_bytes, sync
 
 #: Beside a part: manifest and generators.
@@ -129,7 +128,9 @@ class LocalWriter:
 
     def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
         folder = self.folder.step(step)
-        begin(folder)
+        # What had its place goes.
+        remove(folder)
+        folder.mkdir(parents=True)
         return write_part(part_path(folder, identity), state)
 
     def _finish(

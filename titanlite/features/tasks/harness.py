@@ -6,7 +6,6 @@ The package is imported when a task is loaded. Its tasks may hold code, which ru
 from __future__ import annotations
 
 import importlib.util
-import logging
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ _NO_FIGURES = ("_stderr", "alias", "sample_len", "samples", "name", "sample_coun
 
 @dataclass
 class HarnessTask:
-    """A task, group or tag of the harness.
+    """A task, group or tag of the harness, or a pattern of names.
 
     num_fewshot: examples before each question; None: the task's own number. limit: documents of
     each task; None: all.
@@ -45,10 +44,10 @@ class HarnessTask:
     loaded: dict[str, Any] = field(default_factory=dict)
     kind = "lm-evaluation-harness"
 
-    def load(self, names: Sequence[str]) -> None:
-        """Load tasks by their names, with their data; raise what the harness raises."""
+    def load(self) -> None:
+        """Load the task with its data; raise what the harness raises."""
         with _seeded():
-            self.loaded = self.manager.load(list(names))
+            self.loaded = self.manager.load(self.manager.match_tasks([self.name]))
 
     @property
     def writes(self) -> bool:
@@ -106,75 +105,60 @@ class HarnessTask:
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
 
-def open_manager(include_path: str | None, key: str) -> Any:
-    """Return what finds tasks by name.
+def load_tasks(
+    names: Sequence[str],
+    include_path: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    key: str = KEY,
+) -> list[HarnessTask]:
+    """Load tasks by name.
 
-    Raises ConfigError, which names `key`, where the package is missing.
+    key: what names them, of a config or of the command line. Raises ConfigError for names that the
+    harness does not know. So it does for tasks that cannot be loaded, also for want of a network.
     """
+    if not names:
+        return []
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
         raise unfit(key, message, code="missing-package")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise unfit("eval.include_path", f"there is no folder {include_path}")
     with _seeded():
         from lm_eval.tasks import TaskManager
 
-        return TaskManager(include_path=include_path)
-
-
-def unknown_names(manager: Any, names: Sequence[str]) -> list[str]:
-    """Return the names, or patterns, of which the harness knows no task."""
-    return [name for name in names if not manager.match_tasks([name])]
-
-
-def load_tasks(
-    names: Sequence[str], include_path: str | None, num_fewshot: int | None, limit: int | None
-) -> list[HarnessTask]:
-    """Load tasks for a run.
-
-    Raises ConfigError for names that the harness does not know. So it does for tasks that cannot
-    be loaded, also for want of a network.
-    """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise unfit("eval.include_path", f"there is no folder {include_path}")
-    manager = open_manager(include_path, KEY)
-    logging.getLogger(HARNESS).setLevel(logging.ERROR)
-    import datasets
-
-    datasets.disable_progress_bars()
-    found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
+        manager = TaskManager(include_path=include_path)
     problems = []
-    for name in unknown_names(manager, names):
-        message = f"the harness has no task {name!r}"
-        hint = "`lm_eval ls tasks` lists them, eval.include_path adds yours"
-        problems.append(Problem("", KEY, message, hint, code="unknown-value"))
+    for name in names:
+        if not manager.match_tasks([name]):
+            message = f"the harness has no task {name!r}"
+            hint = "`lm_eval ls tasks` lists them, an include path adds yours"
+            problems.append(Problem("unknown-value", key, message, hint))
     refuse(problems)
-    for task in found:
-        problems += _loaded(task)
-    refuse(problems)
+    found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
+    refuse([problem for task in found if (problem := load_problem(task, key))])
     return found
 
 
-def load_problem(task: HarnessTask, names: Sequence[str], key: str) -> Problem | None:
-    """Load tasks by their names; return why they cannot be, None where they are.
-
-    key: what names them, of a config or of the command line.
-    """
-    named = f"the {'task' if len(names) == 1 else 'tasks'} {', '.join(names)}"
+def load_problem(task: HarnessTask, key: str) -> Problem | None:
+    """Load a task; return why it cannot be, None where it is."""
     try:
-        task.load(names)
+        task.load()
     except Exception as error:
+        lead = f"the task {task.name} cannot be loaded"
         if not _is_of_network(error):
-            message = f"{named} cannot be loaded: {type(error).__name__}: {error}"
+            message = f"{lead}: {type(error).__name__}: {error}"
             hint = "correct its file, or leave it out"
-            return Problem("", key, message, hint, code="unknown-value")
+            return Problem("unknown-value", key, message, hint)
         data = re.search(r"'([^']+)' on the Hub", str(error))
         what = f"the data set {data[1]}" if data else "data that is not on this machine"
-        message = f"{named} cannot be loaded: {what} is not in the cache, and cannot be fetched"
+        message = f"{lead}: {what} is not in the cache, and cannot be fetched ({words(error)})"
         hint = (
-            f"run `titanlite eval CHECKPOINT --tasks {','.join(names)} --limit 1` on a machine "
+            f"run `titanlite eval CHECKPOINT --tasks {task.name} --limit 1` on a machine "
             "with a network, copy its HF_HOME (~/.cache/huggingface) here, and set "
             "HF_DATASETS_OFFLINE=1"
         )
-        return Problem("", key, f"{message} ({words(error)})", hint, code="unreadable")
+        return Problem("unreadable", key, message, hint)
     return None
 
 
@@ -189,16 +173,6 @@ def _is_of_network(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _loaded(task: HarnessTask) -> Iterator[Problem]:
-    """Load a task, and yield why it cannot be run."""
-    problem = load_problem(task, [task.name], KEY)
-    if problem is not None:
-        yield problem
-    elif task.runs_code:
-        message = f"the task {task.name} runs code that the model writes"
-        yield Problem("", KEY, message, "run it apart from training", code="conflict")
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -8,29 +8,29 @@ A file whose first record has the field `choices` holds questions, any other tex
 
 from __future__ import annotations
 
-import codecs
-import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import msgspec
 
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError, decompressed
 from titanlite.data.formats import json_lines, read_file
-from titanlite.data.records import Columns, cut
+from titanlite.data.records import Columns
 from titanlite.data.surrogates import refuse_surrogates
 from titanlite.features.tasks.entries import KEY, name_of
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.scoring import Scorer
 
+_NotBlank = Annotated[str, msgspec.Meta(pattern=r"\S")]
 #: Bytes of the longest line that is looked at, to tell questions from texts.
 _HEAD = 1 << 20
-_FIELDS = ("context", "question", "choices", "answer")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ class Question:
     prompt: str
     choices: Sequence[str]
     answer: int
+
+
+class _Record(msgspec.Struct):
+    """A line of a file of questions."""
+
+    choices: Annotated[list[_NotBlank], msgspec.Meta(min_length=2)]
+    answer: int
+    context: str | msgspec.UnsetType = msgspec.UNSET
+    question: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -119,33 +128,21 @@ def read_own(path: str, text_key: str, limit: int | None) -> TextTask | ChoiceTa
     All of the file is checked. Raises DataError with file and line.
     """
     name = name_of(path)
-    if _has_questions(path):
-        questions = list(_questions(path))
-        return ChoiceTask(name, questions[:limit])
+    with _opened(path) as content:
+        lines = json_lines(content, path, unit="question", most=_HEAD)
+        first = None
+        # Of texts, the reader tells what is wrong.
+        with suppress(DataError):
+            first = next(lines, None)
+        if first is not None and isinstance(first[2], dict) and "choices" in first[2]:
+            records = chain([first], lines)
+            questions = [_question(record, where) for _, where, record in records]
+            return ChoiceTask(name, questions[:limit])
     texts = [record.text for record in read_file(path, "auto", Columns(text_key))]
     texts = [text for text in texts if text]
     if not texts:
         raise DataError(f"{KEY}: {path} holds no text; give a file with text")
     return TextTask(name, texts[:limit])
-
-
-def _has_questions(path: str) -> bool:
-    """Whether the first record of a file has the field `choices`. Raises DataError."""
-    with _opened(path) as content:
-        for line in iter(lambda: content.readline(_HEAD + 1), b""):
-            record = line.removeprefix(codecs.BOM_UTF8).strip()
-            if record:
-                return record.startswith(b"{") and "choices" in _table(record)
-    return False
-
-
-def _table(line: bytes) -> Mapping[str, Any]:
-    """Return the record of a line; an empty one where it is none, which the reader tells."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 @contextmanager
@@ -161,40 +158,21 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         raise DataError(f"{KEY}: {path} cannot be read: {reason}") from error
 
 
-def _questions(path: str) -> Iterator[Question]:
-    """Yield the questions of a file. Raises DataError for a record that is none."""
-    with _opened(path) as content:
-        for _, where, record in json_lines(content, path, unit="question", most=_HEAD):
-            yield _question(record, where)
-
-
-def _question(found: Any, where: str) -> Question:
+def _question(record: Any, where: str) -> Question:
     """Return the question of a record. Raises DataError that begins with `where`."""
-    if not isinstance(found, dict):
-        raise DataError(f"{where}: a question is a table, found {cut(found)}")
-    record: dict[str, Any] = found
-    for field in _FIELDS:
+    try:
+        found = msgspec.convert(record, _Record)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where}: no question: {error}") from None
+    if not 0 <= found.answer < len(found.choices):
+        raise DataError(
+            f"{where}: 'answer' must be the number of a choice, 0 to {len(found.choices) - 1}, "
+            f"found {found.answer}"
+        )
+    for field in _Record.__struct_fields__:
         refuse_surrogates(record.get(field), field, where)
-    parts = []
-    for field in ("context", "question"):
-        if field in record:
-            part = record[field]
-            if not isinstance(part, str):
-                raise DataError(f"{where}: the field {field!r} is no text: {cut(part)}")
-            parts.append(part)
+    parts = [part for part in (found.context, found.question) if part is not msgspec.UNSET]
     if not parts:
-        fields = ", ".join(map(repr, record)) or "none"
+        fields = ", ".join(map(repr, record))
         raise DataError(f"{where}: there is neither 'question' nor 'context' (fields: {fields})")
-    choices: Any = record.get("choices")
-    is_list = isinstance(choices, list) and len(choices) > 1
-    if not is_list or not all(isinstance(one, str) and one.strip() for one in choices):
-        raise DataError(
-            f"{where}: 'choices' must be a list of two or more texts, found {cut(choices)}"
-        )
-    answer = record.get("answer")
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise DataError(
-            f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}, found "
-            f"{cut(answer)}"
-        )
-    return Question("\n".join(parts), choices, answer)
+    return Question("\n".join(parts), found.choices, found.answer)

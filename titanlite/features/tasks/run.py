@@ -137,17 +137,26 @@ class TaskRun(Callback):
         )
 
     def _report(self, step: int, found: Mapping[str, Mapping[str, float]], seconds: float) -> None:
-        row: dict[str, float] = {}
-        lines = []
-        for name, figures in found.items():
-            for metric, value in figures.items():
-                row[f"eval/{name}/{metric}"] = value
-                lines.append((name, metric, f"{value:.4f}"))
         title = f"tasks at {step}, in {human_time(seconds)}"
-        if not lines:
+        table = figures_table(found, title, terminal=False)
+        if not table:
             logger.info(f"{title}: no figures")
             return
-        table = render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal=False)
         for line in table.splitlines():
             logger.info(line)
+        row: dict[str, float] = {}
+        for name, figures in found.items():
+            row |= {f"eval/{name}/{metric}": value for metric, value in figures.items()}
         self._write(step, {**row, "eval_seconds": seconds})
+
+
+def figures_table(
+    found: Mapping[str, Mapping[str, float]], title: str = "", terminal: bool | None = None
+) -> str:
+    """Return the figures of tasks as a table; "" where there are none. terminal: as of `render`."""
+    lines = []
+    for name, figures in found.items():
+        lines += [(name, metric, f"{value:.4f}") for metric, value in figures.items()]
+    if not lines:
+        return ""
+    return render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal)

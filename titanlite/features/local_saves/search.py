@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,8 +12,8 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import on_each_rank, on_rank_0
 from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.features.local_saves.abandoned import Past
 from titanlite.features.local_saves.folder import ABOUT, GENERATORS, LocalFolder, part_name
-from titanlite.features.local_saves.past import Past
 from titanlite.utils import counted
 
 
@@ -27,28 +27,19 @@ class Offer:
     parts: tuple[tuple[int, ...], ...]
 
 
-class Survey(NamedTuple):
-    """What all ranks found, the same on each of them."""
-
-    #: Newest first, by the time of the save.
-    offers: list[Offer]
-    #: Why others cannot be taken.
-    notes: list[str]
-
-
-def survey(
+def find_saves(
     folder: LocalFolder,
     layout: str,
     past: Past,
     shared: AnyPath,
     world: DistEnv,
-    group: dist.ProcessGroup | None,
-) -> Survey:
-    """Look for local saves on all nodes. All ranks call it together.
+    group: dist.ProcessGroup,
+) -> tuple[list[Offer], list[str]]:
+    """Return the local saves of all nodes, newest first, and why others cannot be taken.
 
-    layout: hash of where all ranks' tensors lie now. shared: folder of the shared checkpoints.
+    All ranks call it together, and get the same. layout: hash of where all ranks' tensors lie now.
+    shared: folder of the shared checkpoints.
     """
-    assert group is not None, "closed"
     seen, problems = on_each_rank(folder.seen, group)
     mine = {one.save: one.manifest for one in seen}
     manifests, notes = _manifests(mine, problems, world, group)
@@ -62,7 +53,7 @@ def survey(
             continue
         parts = gather_objects(tuple(folder.parts_of(manifest)), group)
         offers.append(Offer(save, manifest, tuple(parts)))
-    return Survey(offers, notes)
+    return offers, notes
 
 
 def _manifests(
