@@ -21,7 +21,7 @@ from titanlite.config.load import read_text
 from titanlite.models import LlamaArgs
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.optim.schedule import learning_rate
-from titanlite.resolve.load import check_config, fitted
+from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 
 PAGE = Path(__file__).parent / "TORCHTITAN.md"
@@ -111,7 +111,7 @@ def text(version: str, name: str) -> str:
 def run_of(toml: str, gpus: int) -> RunConfig:
     config, problems = read_text(toml, HERE)
     assert problems == []
-    return fitted(config, gpus)
+    return resolve(config, gpus)[1]
 
 
 def trained(run: RunConfig) -> tuple[object, ...]:

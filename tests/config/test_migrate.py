@@ -17,7 +17,7 @@ from titanlite.cli.main import main
 from titanlite.cli.migrate import migrate_file, migrate_text, write_in_place
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file, read_text
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 LLAMA_8B = (Path(__file__).parent / "snapshots" / "llama3_8b_of_2025.toml").read_text()
 
@@ -32,7 +32,7 @@ def test_a_file_of_2025_means_the_same_and_keeps_its_comments_beside_the_keys():
     assert before[1] == after[1] == []
     ours, theirs = (
         replace(run, job=replace(run.job, dialect="2024"), toml="", notes=(), warnings=())
-        for run in (fitted(before[0], 32), fitted(after[0], 32))
+        for run in (resolve(before[0], 32)[1], resolve(after[0], 32)[1])
     )
     assert ours == theirs
     assert set(re.findall(r"# (\w.*)", LLAMA_8B)) <= set(re.findall(r"# (\w.*)", migration.text))
@@ -287,7 +287,7 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     )
     assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
     assert (d.metrics.log_freq, d.metrics.log_style) == (1, "aws_fsdp")
-    schedule = fitted(config, 8).schedule
+    schedule = resolve(config, 8)[1].schedule
     assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
     left = [
         change.text.split("=")[0]

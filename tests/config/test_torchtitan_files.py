@@ -27,7 +27,7 @@ from titanlite.cli.migrate import migrate_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
-from titanlite.resolve.load import fitted, smallest_world
+from titanlite.resolve.load import resolve, smallest_world
 from titanlite.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def run_of(text: str) -> RunConfig:
     config, problems = read_text(text, Path("run.toml"))
     if problems:
         raise ConfigError(problems)
-    return fitted(config, smallest_world(config))
+    return resolve(config, smallest_world(config))[1]
 
 
 def reason_of(name: str) -> str | None:

@@ -108,7 +108,6 @@ OFF = [
     "plan/speed",
     "plan/text",
     "runs/attempts",
-    "resolve/phase_misfits",
     "assembly/rank_checks",
     "assembly/resize",
     "assembly/saves",

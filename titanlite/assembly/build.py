@@ -24,7 +24,7 @@ from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.assembly.preflight import check_model
 from titanlite.callbacks import Callback, Callbacks
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.dist.dist_env import DistEnv
@@ -202,7 +202,7 @@ def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
         reason = (
             "excludes callbacks with before_update: there is no moment at which all gradients exist"
         )
-        raise ConfigError([Problem("", "optimizer.early_step_in_backward", reason)])
+        raise unfit("optimizer.early_step_in_backward", reason)
 
 
 def _saves(

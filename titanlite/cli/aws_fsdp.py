@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.cli.migrate import Change, Kind, Migration
-from titanlite.config.checks import contradictions
-from titanlite.config.errors import ConfigError, Problem, refuse
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
 from titanlite.config.trust import Origin
+from titanlite.resolve.load import check_alone
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
@@ -123,7 +123,7 @@ def migrate_arguments(text: str) -> Migration:
     changes += [Change("without equivalent", "command line", text) for text in left]
     new = "\n".join([*lines, ""])
     config, problems = read_text(new, Path("migrated.toml"), origin=Origin.OWN)
-    refuse(problems or contradictions(config))
+    check_alone(config, problems)
     return Migration(new, tuple(changes))
 
 
@@ -131,7 +131,7 @@ def _parse(text: str) -> dict[str, Any]:
     """Return the arguments that are given, each in its type."""
 
     def wrong(key: str, message: str) -> ConfigError:
-        return ConfigError([Problem("--aws-fsdp", key, message, code="bad-flag")])
+        return ConfigError([Problem("bad-flag", key, message, where="--aws-fsdp")])
 
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)

@@ -26,9 +26,9 @@ from titanlite.cli.parser import (
 )
 from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
-from titanlite.config.checks import contradictions, missing_files
+from titanlite.config.checks import broken, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
-from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, refuse, unfit
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, unfit
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
@@ -37,7 +37,7 @@ from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.metrics.terminal import terminal_width
 from titanlite.models.families import SPECS
-from titanlite.resolve.load import check_config, fitted, smallest_world, unnamed_tokenizer
+from titanlite.resolve.load import check_alone, check_config, resolve, unnamed_tokenizer
 from titanlite.run.config import RunConfig
 from titanlite.utils import REMOVED, Style, counted, parse_json, say
 
@@ -219,7 +219,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         lines.append(style.dim(f"  note: {note}"))
     for warning in run.warnings:
         lines.append(style.warn(f"  warning: {warning}"))
-    for problem in missing_files(config):
+    for problem in broken(config, [missing_files]):
         lines.append(style.warn(f"  not there: {problem}"))
     for problem in unnamed_tokenizer(config, run):
         lines.append(style.warn(f"  training will refuse: {problem}"))
@@ -306,7 +306,7 @@ def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace)
     name = table_of(name) or name
     if key_of(name) not in keys():
         problem = unknown(name, COMMAND_LINE)
-        raise unfit(name, problem.message, problem.hint, problem.code)
+        raise unfit(name, problem.message, problem.remedy, problem.code)
     key = keys()[key_of(name)]
     head = style.bold(key.name)
     if name in ALIASES:
@@ -422,7 +422,7 @@ def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
     found = differences(left, right)
     if arguments.plans:
         size, _ = world_size_of(arguments.world_size)
-        runs = [fitted(one.config, size or smallest_world(one.config)) for one in (left, right)]
+        runs = [resolve(one.config, size)[1] for one in (left, right)]
         found += derived_differences(*runs)
     if not found:
         return "no difference in effect", exit_codes.DONE
@@ -461,11 +461,10 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
             f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
         )
         raise ConfigError(
-            [Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")]
+            [Problem("no-file", "", f"no config in {quote(name)}", hint, "command line")]
         )
     config, problems = read_text(text, file, over, trust.foreign(trust_code))
-    problems = problems or contradictions(config)
-    refuse(problems)
+    check_alone(config, problems)
     return Side(name, config)
 
 

@@ -549,7 +549,7 @@ def _config(run: RunConfig) -> _Found:
         yield from _local_folder(run.checkpoint.local_folder or "")
     # It imports torch.
     for one in machine_problems(run):
-        yield ERROR, f"{one.key}: {one.message}", one.hint
+        yield ERROR, f"{one.key}: {one.message}", one.remedy
     try:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
     except DataError as error:

@@ -79,7 +79,7 @@ def migrate_file(path: str) -> tuple[Path, Migration]:
         else:
             reason = error.strerror or str(error)
         message = f"cannot read {quote(path)}: {reason}"
-        raise ConfigError([Problem("command line", "", message, code="unreadable")]) from None
+        raise ConfigError([Problem("unreadable", "", message, where="command line")]) from None
     migration = migrate_text(text.replace("\r\n", "\n"), found)
     if "\r\n" in text:
         migration = replace(migration, text=migration.text.replace("\n", "\r\n"))
@@ -97,7 +97,7 @@ def write_in_place(path: Path, text: str) -> Path:
     if os.path.lexists(kept):
         hint = "move it away; it may be the only copy of an earlier state"
         raise ConfigError(
-            [Problem(str(kept), "", "exists already and is not overwritten", hint, code="exists")]
+            [Problem("exists", "", "exists already and is not overwritten", hint, str(kept))]
         )
     try:
         shutil.copy2(path, kept)
@@ -106,7 +106,7 @@ def write_in_place(path: Path, text: str) -> Path:
     except OSError as error:
         kept.unlink(missing_ok=True)
         message = f"cannot be rewritten: {error.strerror}"
-        raise ConfigError([Problem(str(path), "", message, code="unreadable")]) from None
+        raise ConfigError([Problem("unreadable", "", message, where=str(path))]) from None
     return kept
 
 
@@ -196,8 +196,10 @@ class _Rewriter:
         for gone, problem in self.problems.items():
             if name == gone or name.startswith(f"{gone}."):
                 self.solved.append(problem)
-                is_short = problem.hint.startswith(("here", "nearest")) or "belongs" in problem.hint
-                return f"{problem.message}; {problem.hint}" if is_short else problem.message
+                is_short = (
+                    problem.remedy.startswith(("here", "nearest")) or "belongs" in problem.remedy
+                )
+                return f"{problem.message}; {problem.remedy}" if is_short else problem.message
         return ""
 
     def _change(self, kind: Kind, line: int, text: str) -> None:

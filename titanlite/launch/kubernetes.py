@@ -148,14 +148,20 @@ def _metadata_problems(job: Job) -> Iterator[Problem]:
         for name, value in table.items():
             key = f"launch.{kind}.{quote_key(name)}"
             if not re.fullmatch(_METADATA_NAME, name):
-                yield Problem("", key, f"{name!r} is no name of Kubernetes", hint)
+                yield Problem("does-not-fit", key, f"{name!r} is no name of Kubernetes", hint)
             if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
                 message = f"{value!r} is no value of a label"
-                yield Problem("", key, message, "it has up to 63 letters, digits, -, _ and .")
+                yield Problem(
+                    "does-not-fit", key, message, "it has up to 63 letters, digits, -, _ and ."
+                )
             if name == _QUEUE:
-                yield Problem("", key, "is the label that launch.queue sets", "set launch.queue")
+                yield Problem(
+                    "does-not-fit", key, "is the label that launch.queue sets", "set launch.queue"
+                )
             if name.startswith(_OWN_LABELS):
-                yield Problem("", key, f"{_OWN_LABELS} is titanlite's own", "take another name")
+                yield Problem(
+                    "does-not-fit", key, f"{_OWN_LABELS} is titanlite's own", "take another name"
+                )
 
 
 def _words(job: Job) -> list[str]:
@@ -197,24 +203,36 @@ def _check(job: Job) -> None:
             '= "NAME"'
         )
         problems.append(
-            Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint)
+            Problem(
+                "does-not-fit",
+                f"launch.environment.{name}",
+                "all readers of the manifest see it",
+                hint,
+            )
         )
     for key in shown_urls(job.run.toml):
         hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
         problems.append(
             Problem(
-                "", key, "all readers of the manifest see the login or signature of its URL", hint
+                "does-not-fit",
+                key,
+                "all readers of the manifest see the login or signature of its URL",
+                hint,
             )
         )
     problems += _metadata_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
-        problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
+        problems.append(
+            Problem("does-not-fit", "launch.image", "a pod needs a container image", advice)
+        )
     paths = {claim: PurePosixPath(path) for claim, path in launch.volumes.items()}
     for claim, path in paths.items():
         if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
             message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
-            problems.append(Problem("", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
+            problems.append(
+                Problem("does-not-fit", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}')
+            )
     folders = {"job.dump_folder": folder}
     checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
     if checkpoint.enable_checkpoint and not is_url(checkpoints):
@@ -231,7 +249,7 @@ def _check(job: Job) -> None:
             advice = (
                 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
             )
-            problems.append(Problem("", key, message, advice))
+            problems.append(Problem("does-not-fit", key, message, advice))
     if problems:
         raise ConfigError(problems)
 

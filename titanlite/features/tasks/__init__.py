@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.rules import Finding
 from titanlite.features.tasks import entries
 from titanlite.run.features import Feature
 
@@ -45,7 +44,7 @@ class TaskEvaluation(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Find entries that cannot be told apart, and keys for tasks that are not there."""
         section = config.sections.eval
         yield from entries.entry_problems(section.tasks)
@@ -54,9 +53,9 @@ class TaskEvaluation(Feature):
         for name in ("num_fewshot", "include_path"):
             if getattr(section, name) is not None:
                 message = "is for tasks of lm-evaluation-harness, and eval.tasks has files alone"
-                yield "conflict", f"eval.{name}", message, "leave it out"
+                yield Problem("conflict", f"eval.{name}", message, "leave it out")
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterator[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterator[Problem]:
         """Check that padding changes nothing where ranks share sequences."""
         scaling = getattr(args, "rope_scaling", None)
         above = getattr(scaling, "varies_above", None)
@@ -67,7 +66,7 @@ class TaskEvaluation(Feature):
             f"cannot be exact: above {above} tokens RoPE tables depend on the length, and these "
             "ranks pad a text"
         )
-        yield "conflict", self.key, message, "evaluate checkpoints by `titanlite eval`"
+        yield Problem("conflict", self.key, message, "evaluate checkpoints by `titanlite eval`")
 
     # The tasks: `titanlite.assembly.datasets` calls this
 
@@ -161,12 +160,12 @@ def _refuse_unfit(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
         if task.runs_code:
             message = f"the task {task.name} runs code that the model writes"
             hint = "run it apart from training"
-            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+            problems.append(Problem("conflict", entries.KEY, message, hint))
         if task.writes and run.mesh.pipeline * run.mesh.context > 1:
             message = (
                 f"the task {task.name} continues texts, and ranks that share layers or sequences "
                 "cannot"
             )
             hint = "run it by `titanlite eval`"
-            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+            problems.append(Problem("conflict", entries.KEY, message, hint))
     refuse(problems)
