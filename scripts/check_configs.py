@@ -20,7 +20,7 @@ from typing import Any
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import TOMLDecodeError, loads
-from titanlite.resolve.load import fitted, smallest_world
+from titanlite.resolve.load import resolve, smallest_world
 from titanlite.run.config import RunConfig
 
 REFUSED = 2
@@ -64,7 +64,7 @@ def checked(text: str, path: Path, ranks: int | None = None) -> RunConfig | str:
     if problems:
         return first(ConfigError(problems))
     try:
-        return fitted(config, ranks or smallest_world(config))
+        return resolve(config, ranks or smallest_world(config))[1]
     except ConfigError as error:
         return first(error)
 

@@ -301,7 +301,7 @@ def test_config_check_names_what_is_not_offered_or_not_there(
         check_config([f"--job.config_file={CONFIG}", *flags], 2, training=False)
     (problem,) = caught.value.problems
     assert problem.key == key
-    assert words in f"{problem.message}; {problem.hint}"
+    assert words in f"{problem.message}; {problem.remedy}"
     assert problem.where
 
 

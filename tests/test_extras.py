@@ -22,6 +22,7 @@ from titanlite.cli.hub.tensors import compare_ids
 from titanlite.cli.hub.tokenizer import fetch
 from titanlite.cli.plots import PlotsMissing, draw_png
 from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
+from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.text_names import hub_text
 from titanlite.data import DataError
@@ -30,6 +31,7 @@ from titanlite.data.shards import hub_files, url_files
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
+from titanlite.resolve.load import check_alone
 from titanlite.utils import EXTRAS, MissingPackageError, pip_install
 
 if sys.version_info >= (3, 11):
@@ -159,7 +161,7 @@ def test_without_s3fs_each_use_of_s3_names_the_extra(hide: Callable[[str], None]
         to_path(url).exists()
     flags = ["--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
     (problem,) = missing_packages(load(flags))
-    assert problem.hint == "pip install 'titanlite[s3]'"
+    assert problem.remedy == "pip install 'titanlite[s3]'"
 
 
 def test_without_a_package_of_its_own_each_source_of_text_names_it(
@@ -191,15 +193,17 @@ def test_without_its_packages_the_hub_names_them(
 def test_without_wandb_the_config_is_refused_with_the_extra(hide: Callable[[str], None]) -> None:
     hide("wandb")
     (problem,) = missing_packages(load(["--metrics.enable_wandb"]))
-    assert problem.hint == "pip install 'titanlite[wandb]', or leave the key out"
+    assert problem.remedy == "pip install 'titanlite[wandb]', or leave the key out"
 
 
 def test_without_lm_eval_its_tasks_are_refused_with_the_extra(hide: Callable[[str], None]) -> None:
     hide("lm_eval")
-    (problem,) = missing_packages(load(["--eval.tasks=['./quiz.jsonl', 'hellaswag']"]))
+    with pytest.raises(ConfigError) as error:
+        check_alone(load(["--eval.tasks=['./quiz.jsonl', 'hellaswag']"]), machine=True)
+    (problem,) = error.value.problems
     assert "needs the package lm-eval for hellaswag," in problem.message
-    assert problem.hint == "pip install 'titanlite[eval]', or leave them out"
-    assert missing_packages(load(["--eval.tasks=['./quiz.jsonl']"])) == []
+    assert problem.remedy == "pip install 'titanlite[eval]', or leave them out"
+    check_alone(load(["--eval.tasks=['./quiz.jsonl']"]), machine=True)
 
 
 def test_without_transformers_models_and_exports_name_the_extra(
@@ -237,7 +241,7 @@ def test_each_shipped_config_needs_no_extra_but_that_which_it_names(
     for package in EXTRAS:
         hide(package)
     loaded = load([f"--job.config_file={config}"])
-    assert missing_packages(loaded) == []
+    assert list(missing_packages(loaded)) == []
     needs_transformers = loaded.sections.model.name == "hf"
     assert ("pip install 'titanlite[hf]'" in config.read_text()) is needs_transformers
 

@@ -42,7 +42,7 @@ StepResult(loss, local_loss, grad_norm, layer_norms, good)
 StopSignal(at_once=)
 TrainStep(model, optimizer, runner, guard, max_norm, factors=, layer_norms=, before_update=, after_update=, phase=, in_backward=, balance=)
 Trainer(parts, stop=)
-TrainingComponents(world, mesh, spec, args, model, optimizer, learning_rate, train_step, loader, validation, datasets, checkpointer, save_schedule, anomalies, callbacks, trackers, steps, global_batch_size, tokens_per_step, course, last_save_dtype=, exclude_from_loading=, phases=, resize=)
+TrainingComponents(run, world, datasets, model_parts, optimizer, learning_rate, train_step, average, loaders, saves, anomalies, course, resize=, callbacks=, trackers=)
 apply_ac(model, names, settings, device)
 apply_compile(modules, backend=, options=)
 apply_cp(model, mesh)
@@ -141,6 +141,11 @@ def test_the_page_of_the_public_names_is_what_the_script_writes() -> None:
     assert written.stdout == public_page(), "python scripts/api_page.py > docs/api.md"
 
 
+def getter_of(value: Any) -> Any:
+    """The function of a property; anything else as it is."""
+    return getattr(value, "func", getattr(value, "fget", value))
+
+
 def words_of(found: Any) -> set[str]:
     """The names in the annotations of a function, or of the public methods and fields of a
     class.
@@ -148,7 +153,7 @@ def words_of(found: Any) -> set[str]:
     own = vars(found).items() if inspect.isclass(found) else [("__init__", found)]
     functions = [
         value
-        for name, value in ((name, getattr(value, "func", value)) for name, value in own)
+        for name, value in ((name, getter_of(value)) for name, value in own)
         if inspect.isfunction(value) and not re.match("_(?!_(init|call)__)", name)
     ]
     annotated = [*functions, *([found] if inspect.isclass(found) else [])]

@@ -114,7 +114,7 @@ class Trainer:
         if parts.checkpointer is not None:
             kept = "then a checkpoint is written"
             text = parts.datasets.train
-            batch: Any = parts.global_batch_size
+            batch: Any = parts.run.batch.global_batch_size
             if parts.phases is not None:
                 batch = parts.phases.batch_difference
             expected = {
@@ -248,22 +248,22 @@ class Trainer:
         A save that fails in mid-run is reported, and tried again at the next interval; at the end
         it raises.
         """
-        schedule = self.parts.save_schedule
-        if self.parts.checkpointer is None or schedule is None:
+        saves = self.parts.saves
+        if saves is None:
             return
         validation_loss = None
         if self.validated is not None and self.validated[0] == self.step:
             validation_loss = self.validated[1].all.loss
-        due = schedule.due(self.step, validation_loss)
+        due = saves.schedule.due(self.step, validation_loss)
         if due or self.step == self.steps or self.stopping:
             self.phase("save")
             self.sync_guard()
-            schedule.begin(self.step)
-            _write_checkpoint(self, self.parts.checkpointer, validation_loss)
+            saves.schedule.begin(self.step)
+            _write_checkpoint(self, saves.checkpointer, validation_loss)
             self.poll_saves()
             self.good_steps = 0
         else:
-            schedule.between(self)
+            saves.schedule.between(self)
 
     def poll_saves(self, wait: bool = False) -> None:
         """Report on rank 0 how saves in the background ended.
@@ -292,7 +292,7 @@ class Trainer:
             "global_batch": parts.course.size(self.step).sequences,
             "schedule_began": parts.learning_rate.began,
             "schedule": parts.learning_rate.record(),
-            LEFT_OUT: list(parts.exclude_from_loading),
+            LEFT_OUT: list(parts.run.checkpoint.exclude_from_loading),
         }
         files = file_stamps.record(parts.datasets.train)
         if files:

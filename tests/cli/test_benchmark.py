@@ -233,7 +233,7 @@ CPU = Machine("CPU (made up)")
 AMPERE = Machine(
     "A100 (made up)",
     2,
-    [Problem("", "float8.enable_float8_linear", "compute capability 8.0", "set it")],
+    [Problem("machine", "float8.enable_float8_linear", "compute capability 8.0", "set it")],
 )
 
 

@@ -20,7 +20,7 @@ from titanlite.config.load import load
 from titanlite.config.rules import divisors
 from titanlite.config.text_names import BUNDLED_IDS
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.resolve.load import check_config, fitted, load_config
+from titanlite.resolve.load import check_config, load_config, resolve
 
 RUN = """\
 [training]
@@ -436,13 +436,13 @@ def test_it_is_refused(row: tuple[str, str, str, str, int]) -> None:
     problem = refusal(words(flags), *ranks)
     assert (problem.code, problem.key) == (code, key)
     assert problem.where == "command line"
-    assert part in f"{problem.message} {problem.hint}", str(problem)
+    assert part in f"{problem.message} {problem.remedy}", str(problem)
 
 
 def test_what_fits_is_accepted(tmp_path: Path) -> None:
     check_config(words(f"{AC}mode=budget {COMPILE}"), 1, training=False)
-    fitted(load(words(f"{CP}=2 validation.seq_len=34")), 4)  # nothing is validated
-    run = fitted(load(words(f"{CP}=2 training.reshard_after_forward=4 training.prefetch=1")), 4)
+    resolve(load(words(f"{CP}=2 validation.seq_len=34")), 4)[1]  # nothing is validated
+    run = resolve(load(words(f"{CP}=2 training.reshard_after_forward=4 training.prefetch=1")), 4)[1]
     assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
     check_config(
@@ -507,7 +507,7 @@ def test_partial_reshard_divides_the_ranks_that_share_a_copy(
 ) -> None:
     problem = refusal(words(f"training.reshard_after_forward={wanted} {flags}"), ranks)
     assert problem.key == "training.reshard_after_forward"
-    assert problem.hint == f'these work: {works}"default", "always" or "never"'
+    assert problem.remedy == f'these work: {works}"default", "always" or "never"'
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_a_batch_that_cannot_be_split_names_numbers_that_work(
         words(f"training.batch_size={micro} training.global_batch_size={wanted}"), ranks
     )
     assert problem.key == "training.global_batch_size"
-    assert problem.hint == f"these work: global_batch_size = {works}"
+    assert problem.remedy == f"these work: global_batch_size = {works}"
     for number in works.split(" or "):
         check_config(
             words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks
@@ -530,7 +530,7 @@ def test_a_batch_that_cannot_be_split_names_numbers_that_work(
 def test_divisors_of_a_slip_are_found_at_once() -> None:
     """A loop over all numbers up to it would take minutes."""
     slip = refusal(words("training.batch_size=3 training.global_batch_size=3000000021"), 2)
-    assert slip.hint.endswith("or one of 1, 1000000007 data-parallel ranks")
+    assert slip.remedy.endswith("or one of 1, 1000000007 data-parallel ranks")
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 

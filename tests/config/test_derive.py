@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.resolve.load import check_config, fitted, smallest_world
+from titanlite.resolve.load import check_config, resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.run.length import with_length, with_steps
 
@@ -18,7 +18,7 @@ DDP = f"{T}data_parallel_type=ddp"
 
 
 def run_of(*flags: str, ranks: int = 1) -> RunConfig:
-    return fitted(load(flags), ranks)
+    return resolve(load(flags), ranks)[1]
 
 
 @pytest.mark.parametrize(

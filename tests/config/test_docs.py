@@ -35,35 +35,17 @@ def test_python_example_runs(capsys):
     assert "tokens per step" in capsys.readouterr().out
 
 
-def is_word(node: ast.expr) -> bool:
-    """Match a text of one word, or a name. A message or a hint has several, or is made of parts."""
-    if isinstance(node, ast.Name):
-        return True
-    return isinstance(node, ast.Constant) and re.fullmatch(r"[\w-]+", str(node.value)) is not None
-
-
 def test_every_code_of_a_problem_is_listed():
     package = Path(titanlite.__file__).parent
-    sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py")]
-    codes = {
-        code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
-    }
-    found = [package / "config/checks.py", package / "config/rules.py", package / "resolve/load.py"]
-    found.append(package / "resolve/misfits.py")
-    for path in package.glob("features/**/*.py"):
-        # A file of the plan finds nothing: its tuples name tensors.
-        if not path.name.startswith("plan_"):
-            found.append(path)
-    for path in found:
-        # Tuples (code, key, message, hint).
+    codes = set()
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Tuple)
-                and len(node.elts) in (3, 4)
-                and isinstance(node.elts[0], ast.Constant)
-                and not all(map(is_word, node.elts))
-            ):
-                codes |= set(re.findall(r"^[a-z0-9-]+$", str(node.elts[0].value)))
+            if not isinstance(node, ast.Call):
+                continue
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+            if ast.unparse(node.func) == "Problem":
+                given += node.args[:1]
+            codes |= {code.value for code in given if isinstance(code, ast.Constant)}
     rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \|", PAGE, re.MULTILINE)
     assert codes | {"wrong-type", "out-of-range", "unknown-value", "missing", "unknown-key"} == set(
         re.findall(r"`([a-z0-9-]+)`", " ".join(rows))

@@ -145,7 +145,7 @@ MEANT = {
 def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     (problem,) = problems(f"--{name}=1")
     assert problem.code in ("unknown-key", "unknown-section")
-    assert problem.hint.endswith(f" {MEANT[name]}")
+    assert problem.remedy.endswith(f" {MEANT[name]}")
 
 
 @pytest.mark.parametrize("key", ["{}", "training.{}", "{}.steps"])
@@ -161,7 +161,7 @@ def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
     for name, remedy in OTHER_NAMES["gone"].items():
         assert name not in known_names()
         (problem,) = problems(f"--{name}=1")
-        assert (problem.key, problem.message, problem.hint) == (name, "this key is gone", remedy)
+        assert (problem.key, problem.message, problem.remedy) == (name, "this key is gone", remedy)
 
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
@@ -173,15 +173,15 @@ def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
             ), name
         assert name not in keys(), name
     (problem,) = problems("--model.activation=silu")
-    assert problem.hint.startswith("keys of [model]: "), "nothing is like it"
+    assert problem.remedy.startswith("keys of [model]: "), "nothing is like it"
 
 
 @pytest.mark.parametrize(("text", "line", "key", "code", "hint"), WRONG)
 def test_a_wrong_value_is_named_with_code_place_key_and_remedy(text, line, key, code, hint):
     problem = only(text)
     assert (problem.where, problem.key, problem.code) == (f"run.toml:{line}", key, code)
-    assert hint in problem.hint
-    assert bool(problem.hint) == bool(hint)
+    assert hint in problem.remedy
+    assert bool(problem.remedy) == bool(hint)
 
 
 def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_missing_file_names_the_nearest_config(tmp_path, monkeypatch):
         "job.config_file",
         "no-file",
     )
-    assert "llama9_8b.toml" in problem.hint
+    assert "llama9_8b.toml" in problem.remedy
 
 
 def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):

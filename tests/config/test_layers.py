@@ -7,7 +7,7 @@ import pytest
 from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 
 def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
             "--metrics.save_tb_folder=~",
         ]
     )
-    run = fitted(config, 1)
+    run = resolve(config, 1)[1]
     home = str(tmp_path)
     assert run.job.dump_folder == f"{home}/runs"
     assert run.checkpoint.folder == f"{home}/kept"

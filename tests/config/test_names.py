@@ -309,7 +309,7 @@ def test_a_file_for_a_model_of_something_else_is_refused_in_one_line(name, reaso
     assert (problem.where, problem.key) == ("run.toml:4", "model.name")
     assert problem.code == "other-trainer"
     assert f'"{name}" {reason}' in problem.message
-    assert problem.hint
+    assert problem.remedy
 
 
 TITAN_PYTHON = """\
@@ -351,4 +351,4 @@ def test_a_python_config_is_refused_with_the_page_that_helps(file, text, message
     (problem,) = read_text(text, Path(file))[1]
     assert problem.where == file
     assert message in problem.message
-    assert hint in problem.hint
+    assert hint in problem.remedy

@@ -8,12 +8,12 @@ import torch
 from titanlite.assembly.preflight import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 
 
 def run_of(*flags: str) -> RunConfig:
-    return fitted(load(flags), 4)
+    return resolve(load(flags), 4)[1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.support.processes import ROOT
 from titanlite.cli.config_pages import markdown, template
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 PAGE = ROOT / "docs" / "config-keys.md"
 COMMAND = "titanlite config template --markdown > docs/config-keys.md"
@@ -30,7 +30,7 @@ def test_template_uncommented_is_exactly_the_defaults(tmp_path):
     config, problems = read_text(uncommented(), tmp_path / "run.toml")
     assert problems == []
     assert config.sections == load([]).sections
-    ours, theirs = (replace(fitted(c, 2), toml="", notes=()) for c in (config, load([])))
+    ours, theirs = (replace(resolve(c, 2)[1], toml="", notes=()) for c in (config, load([])))
     assert ours == theirs
     said = {name for name in keys() if name in config.sources}
     open_ones = {key.name for key in keys().values() if key.default is None or key.default == {}}

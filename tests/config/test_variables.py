@@ -78,7 +78,7 @@ def test_a_variable_in_the_place_of_a_number_gets_the_flag_that_a_shell_replaces
     with pytest.raises(ConfigError) as error:
         load(["--training.steps=${N}"])
     assert (
-        error.value.problems[0].hint
+        error.value.problems[0].remedy
         == 'variables stand in strings only; a shell replaces --training.steps="$N"'
     )
 

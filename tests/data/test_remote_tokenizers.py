@@ -128,7 +128,7 @@ def test_an_id_of_the_hub_is_refused_with_the_command_that_fetches_it(
     hints = {}
     for path in ("meta-llama/Llama-3.1-8B", "./tokenizer.model", "assets/tokenizer.model"):
         (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))
-        hints[path] = problem.hint
+        hints[path] = problem.remedy
     assert list(hints.values()) == [
         "for a model of the hub: titanlite tokenizer fetch meta-llama/Llama-3.1-8B",
         "",

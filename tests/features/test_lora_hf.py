@@ -24,7 +24,7 @@ from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents, our_logits
 from titanlite.config.load import load_file as load_config_file
 from titanlite.dist.dist_env import DistEnv
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 from titanlite.trainer import Trainer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -65,7 +65,7 @@ def run_flags(base: Path, *more: str) -> list[str]:
 def train(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
     """Train, and return what `Seen` kept with the outcome and the last weights."""
     config = load_config_file(TOML, [*flags, f"--job.dump_folder={folder}"])
-    run = fitted(config, world.size)
+    run = resolve(config, world.size)[1]
     trainer = Trainer(build(run, world, read_datasets(run)))
     seen = Seen()
     trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, seen])

@@ -537,7 +537,7 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
 )
 def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
     problem = refusal([DEBUG, *flags])
-    assert shown in f"{problem.message} {problem.hint}"
+    assert shown in f"{problem.message} {problem.remedy}"
 
 
 def test_queries_of_one_size_hold_no_multiplier() -> None:

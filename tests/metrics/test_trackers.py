@@ -302,4 +302,4 @@ def test_without_the_package_the_key_is_refused(monkeypatch: pytest.MonkeyPatch,
     )
     (problem,) = missing_packages(load(["--metrics.trackers", name]))
     assert "metrics.trackers" in str(problem)
-    assert problem.hint == f"pip install 'titanlite[{name}]', or leave the key out"
+    assert problem.remedy == f"pip install 'titanlite[{name}]', or leave the key out"

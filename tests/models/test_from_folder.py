@@ -273,7 +273,7 @@ def test_a_folder_that_gives_no_shape(
 ) -> None:
     found = refusal([*of("mixtral", written(tmp_path / "source", "mixtral")), *flags])
     assert found.key == key
-    assert words in f"{found.message} {found.hint}"
+    assert words in f"{found.message} {found.remedy}"
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,10 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(
     assert (found.key, found.code) == ("checkpoint.initial_load_path", "model")
     assert "its config.json:" in found.message
     assert {*found.message.split("\n  ")[1:]} == lines
-    assert found.hint.startswith("leave out model.overrides.")
+    assert found.remedy.startswith("leave out model.overrides.")
     for flag in flags:
-        assert f"model.overrides.{flag.partition('=')[0]}" in found.hint
-    assert 'model.flavor = "from_folder"' in found.hint
+        assert f"model.overrides.{flag.partition('=')[0]}" in found.remedy
+    assert 'model.flavor = "from_folder"' in found.remedy
     assert "download" not in str(found)
     with pytest.raises(ConfigError):
         check_config(given, 1, training=False)
@@ -329,7 +329,7 @@ def test_a_published_model_is_told_by_its_flavor_and_another_family_by_its_name(
     )
     start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={folder}"]
     found = refusal(start)
-    assert 'model.flavor = "3.2-1B" of llama3 is that model' in found.hint
+    assert 'model.flavor = "3.2-1B" of llama3 is that model' in found.remedy
     found = refusal([*start, "--model.name=qwen3"])
     assert 'model.name is "qwen3" here, "llama3" there' in found.message
     check_config([*start, "--model.flavor=3.2-1B", "--model.tokenizer_path=bundled"], 1)

@@ -335,7 +335,7 @@ def test_config_check_names_what_is_wrong(
         check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
     (problem,) = caught.value.problems
     assert problem.key == key
-    assert words in f"{problem.message}; {problem.hint}"
+    assert words in f"{problem.message}; {problem.remedy}"
 
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -300,8 +300,8 @@ def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
 def test_wrong_tables_are_refused_by_key(table: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", {"rope_scaling": table}, tokenizer_size=512)
-    (misfit,) = error.value.misfits
-    assert misfit.field == field
+    (problem,) = error.value.problems
+    assert problem.key == field
     assert words in str(error.value)
 
 

@@ -148,8 +148,8 @@ def test_numbers_that_make_no_decoder_are_refused(
 ) -> None:
     with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
-    (misfit,) = error.value.misfits
-    assert misfit.field == field
+    (problem,) = error.value.problems
+    assert problem.key == field
     assert words in str(error.value)
 
 

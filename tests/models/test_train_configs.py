@@ -12,7 +12,7 @@ from titanlite.config.load import load_file
 from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters
 from titanlite.plan.plan import kept_at_once
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 
 FOLDER = ROOT / "train_configs"
@@ -45,7 +45,7 @@ SIZES = {
 
 def resolved(path: Path, ranks: int) -> RunConfig:
     config = load_file(path)
-    run = fitted(config, ranks)
+    run = resolve(config, ranks)[1]
     assert run.warnings == ()
     return run
 

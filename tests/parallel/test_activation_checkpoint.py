@@ -26,7 +26,7 @@ from titanlite.dist import ParallelismError
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.policy_check import check_policy
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 
 @pytest.mark.slow_after(1)
@@ -287,7 +287,7 @@ def test_a_model_of_a_user_with_the_arguments_of_llama_is_checked_too(tmp_path):
         "--activation_checkpoint.mode=selective",
         "--activation_checkpoint.selective_ac_option=op",
     ]
-    run = fitted(load(flags), 1)
+    run = resolve(load(flags), 1)[1]
     builder = SimpleNamespace(args=run.model_args(64), device=CPU, param_dtype=torch.float32)
     with pytest.raises(ParallelismError, match=r'"op" saves nothing in layers\.0'):
         _check_policy(run, cast(ModelBuilder, builder))

@@ -389,13 +389,13 @@ def test_a_degree_that_does_not_fit_is_refused(
     (problem,) = caught.value.problems
     assert problem.key == key
     assert message in problem.message
-    assert problem.hint.endswith(hint) if key == RESHARD else hint in problem.hint
+    assert problem.remedy.endswith(hint) if key == RESHARD else hint in problem.remedy
 
 
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("debug_model.toml", 2, [f"--{EP}=2"])
-    assert [(p.key, p.hint) for p in caught.value.problems] == [
+    assert [(p.key, p.remedy) for p in caught.value.problems] == [
         (EP, "leave the key out, or add it to the model")
     ]
 
@@ -467,7 +467,7 @@ def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError) as caught:
         config_of(4, **{EP: 2, TP: 2})
     (problem,) = caught.value.problems
-    assert (problem.key, problem.hint) == (EP, f"set {TP} = 1, or this key")
+    assert (problem.key, problem.remedy) == (EP, f"set {TP} = 1, or this key")
     assert "have the same tokens" in problem.message
 
 

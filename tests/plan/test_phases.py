@@ -11,7 +11,7 @@ from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.load import load_file
 from titanlite.plan.memory import estimate
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]
 SMALL = ["--training.batch_size=1", "--training.global_batch_size=8"]
@@ -64,10 +64,10 @@ def test_a_run_needs_the_memory_of_its_largest_phase() -> None:
     peaks = []
     for batch in (8, 64):
         config = load_file("llama3_8b.toml", [*base, f"--training.global_batch_size={batch}"])
-        peaks.append(estimate(fitted(config, 8)).peak.total)
+        peaks.append(estimate(resolve(config, 8)[1]).peak.total)
     assert peaks[0] < peaks[1], "a step of several micro-batches keeps gradients between them"
     config = load_file("llama3_8b.toml", [*base, SMALL[1], RAMP, STEPS])
-    assert estimate(fitted(config, 8)).peak.total == peaks[1]
+    assert estimate(resolve(config, 8)[1]).peak.total == peaks[1]
 
 
 def test_the_length_in_tokens_counts_the_ramp(plan: Any) -> None:

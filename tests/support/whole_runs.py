@@ -21,7 +21,7 @@ from titanlite.data.rows import Rows
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
 from titanlite.optim.bad_steps import BadStepError
-from titanlite.resolve.load import fitted
+from titanlite.resolve.load import resolve
 from titanlite.runs.jsonl import read_metrics
 from titanlite.trainer import Trainer
 
@@ -29,7 +29,7 @@ from titanlite.trainer import Trainer
 def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
     """A trainer as `train.py` makes it, inside the pool."""
     config = load_file("debug_model.toml", [*TWENTY_STEPS, f"--job.dump_folder={folder}", *flags])
-    run = fitted(config, world.size)
+    run = resolve(config, world.size)[1]
     return Trainer(build(run, world, read_datasets(run)))
 
 

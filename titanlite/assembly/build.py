@@ -2,14 +2,14 @@
 
     parts = build(load_config("debug_model.toml", world.size), world)
 
-`titanlite.start` has a file for each part: model and step, loaders, checkpoints, callbacks.
+`titanlite.assembly` has a file for each part: model and step, loaders, checkpoints, callbacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,12 @@ from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.assembly.preflight import check_model
 from titanlite.callbacks import Callback, Callbacks
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.anomalies import AnomalyLog
 from titanlite.metrics.console import ensure_console
-from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.init import fix_workspace, use_deterministic
 from titanlite.run.config import RunConfig
@@ -41,7 +40,6 @@ from titanlite.validation import ValidationSet
 if TYPE_CHECKING:
     from titanlite.assembly.saves import SaveParts
     from titanlite.checkpoint.manager import Checkpointer
-    from titanlite.checkpoint.schedule import SaveSchedule
     from titanlite.data.phases import Phases
     from titanlite.features.ema.average import WeightAverage
     from titanlite.metrics.watchdog import HangWatchdog
@@ -51,39 +49,76 @@ if TYPE_CHECKING:
 class TrainingComponents:
     """What a training loop is made of, on this rank."""
 
+    run: RunConfig
     world: DistEnv
-    mesh: DeviceMesh
-    spec: ModelSpec
-    #: The model's arguments.
-    args: Any
-    model: nn.Module
+    datasets: Datasets
+    #: The model with what built it and what runs it.
+    model_parts: ModelParts
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     train_step: TrainStep
-    loader: Prefetcher
-    validation: ValidationSet | None
-    datasets: Datasets
+    #: None where no average is kept.
+    average: WeightAverage | None
+    loaders: LoaderParts
     #: None where checkpoints are off.
-    checkpointer: Checkpointer | None
-    save_schedule: SaveSchedule | None
+    saves: SaveParts | None
     anomalies: AnomalyLog
-    callbacks: list[Callback]
-    #: Service → id of the run there, for checkpoints.
-    trackers: Callable[[], dict[str, str]]
-    #: Of the whole run.
-    steps: int
-    #: Sequences and tokens of the first step, over all ranks.
-    global_batch_size: int
-    tokens_per_step: int
     #: The sizes of the steps from where the run started or went back to.
     course: Course
-    #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
-    last_save_dtype: str | None = None
-    exclude_from_loading: Sequence[str] = ()
-    #: The `[[data.phase]]` tables; None: there are none, no mixture, and a schedule in steps.
-    phases: Phases | None = None
     #: Fits the model's parts to the size of a step.
     resize: Callable[[StepSize], object] = do_nothing
+    callbacks: list[Callback] = field(default_factory=list)
+    #: Service → id of the run there, for checkpoints.
+    trackers: Callable[[], dict[str, str]] = dict
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All dimensions, also those of one rank."""
+        return self.model_parts.mesh
+
+    @property
+    def args(self) -> Any:
+        """The model's arguments."""
+        return self.model_parts.args
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.model_parts.model
+
+    @property
+    def loader(self) -> Prefetcher:
+        """The batches of this rank."""
+        return self.loaders.train
+
+    @property
+    def validation(self) -> ValidationSet | None:
+        """The held-out batches of this rank."""
+        return self.loaders.validation
+
+    @property
+    def phases(self) -> Phases | None:
+        """The `[[data.phase]]` tables; None: there are none, no mixture, no schedule in tokens."""
+        return self.loaders.phases
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """None where checkpoints are off."""
+        return None if self.saves is None else self.saves.checkpointer
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        assert self.run.steps is not None
+        return self.run.steps
+
+    @property
+    def last_save_dtype(self) -> str | None:
+        """Type of the weights in the last save, which holds nothing else; None: it is as all
+        others.
+        """
+        section = self.run.checkpoint
+        return section.export_dtype if section.model_weights_only else None
 
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""
@@ -93,25 +128,6 @@ class TrainingComponents:
             if self.validation is not None:
                 stack.callback(self.validation.close)
             stack.callback(self.loader.close)
-
-
-@dataclass(frozen=True)
-class Built:
-    """What a run has before its callbacks."""
-
-    run: RunConfig
-    #: Steps of the run.
-    steps: int
-    world: DistEnv
-    datasets: Datasets
-    model: ModelParts
-    optimizer: torch.optim.Optimizer
-    train_step: TrainStep
-    #: None where no average is kept.
-    average: WeightAverage | None
-    loaders: LoaderParts
-    #: None where checkpoints are off.
-    saves: SaveParts | None
 
 
 def build(
@@ -147,12 +163,37 @@ def build(
     ema = run.features.ema
     average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
-    saves = _saves(run, world, model, datasets, loaders, average)
-    built = Built(run, run.steps, world, datasets, model, optimizer, step, average, loaders, saves)
-    every, trackers = build_callbacks(built, watchdog, sampler, own)
+    folder = Path(run.job.dump_folder) if world.rank == 0 else None
+    parts = TrainingComponents(
+        run=run,
+        world=world,
+        datasets=datasets,
+        model_parts=model,
+        optimizer=optimizer,
+        learning_rate=_learning_rate(run, loaders),
+        train_step=step,
+        average=average,
+        loaders=loaders,
+        saves=_saves(run, world, model, datasets, loaders, average),
+        anomalies=AnomalyLog(folder, datasets.train, run.course, loaders.share),
+        course=loaders.course,
+    )
+    if run.data.phase:
+        from titanlite.assembly.resize import Resizer
+
+        parts.resize = Resizer(run, model, loaders.course.size(1))
+    parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, sampler, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
-    return _components(built, every, trackers)
+    return parts
+
+
+def _learning_rate(run: RunConfig, loaders: LoaderParts) -> LearningRate:
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
+    if loaders.phases is not None:
+        rate.phases = loaders.phases.rates()
+        rate.peaks = loaders.phases.peaks()
+    return rate
 
 
 def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
@@ -161,7 +202,7 @@ def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
         reason = (
             "excludes callbacks with before_update: there is no moment at which all gradients exist"
         )
-        raise ConfigError([Problem("", "optimizer.early_step_in_backward", reason)])
+        raise unfit("optimizer.early_step_in_backward", reason)
 
 
 def _saves(
@@ -178,47 +219,3 @@ def _saves(
 
     held_out = "" if loaders.validation is None else loaders.validation.fingerprint
     return build_saves(run, world, model.args, datasets, held_out, average)
-
-
-def _components(
-    built: Built, callbacks: list[Callback], trackers: Callable[[], dict[str, str]]
-) -> TrainingComponents:
-    run, model, loaders, saves = built.run, built.model, built.loaders, built.saves
-    batch = run.batch
-    folder = Path(run.job.dump_folder) if built.world.rank == 0 else None
-    weights_only = run.checkpoint.model_weights_only
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
-    resize: Callable[[StepSize], object] = do_nothing
-    if loaders.phases is not None:
-        rate.phases = loaders.phases.rates()
-        rate.peaks = loaders.phases.peaks()
-    if run.data.phase:
-        from titanlite.assembly.resize import Resizer
-
-        resize = Resizer(run, model, loaders.course.size(1))
-    return TrainingComponents(
-        world=built.world,
-        mesh=model.mesh,
-        spec=run.spec,
-        args=model.args,
-        model=model.model,
-        optimizer=built.optimizer,
-        learning_rate=rate,
-        train_step=built.train_step,
-        loader=loaders.train,
-        validation=loaders.validation,
-        datasets=built.datasets,
-        checkpointer=None if saves is None else saves.checkpointer,
-        save_schedule=None if saves is None else saves.schedule,
-        anomalies=AnomalyLog(folder, built.datasets.train, run.course, loaders.share),
-        callbacks=callbacks,
-        trackers=trackers,
-        steps=built.steps,
-        global_batch_size=batch.global_batch_size,
-        tokens_per_step=batch.tokens_per_step,
-        last_save_dtype=run.checkpoint.export_dtype if weights_only else None,
-        exclude_from_loading=run.checkpoint.exclude_from_loading,
-        phases=loaders.phases,
-        course=loaders.course,
-        resize=resize,
-    )

@@ -22,20 +22,20 @@ from titanlite.metrics.run_callbacks import (
     Timeouts,
     Watchdog,
 )
-from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
+from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.run.config import RunConfig
 from titanlite.run.interactions import is_below_bf16
 from titanlite.runs.provenance import public_config
 
 if TYPE_CHECKING:
-    from titanlite.assembly.build import Built
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.metrics.samples import PromptSampler
     from titanlite.trainer import Trainer
 
 
 def build_callbacks(
-    built: Built,
+    parts: TrainingComponents,
     watchdog: HangWatchdog | None,
     sampler: PromptSampler | None,
     own: Sequence[Callback],
@@ -44,17 +44,17 @@ def build_callbacks(
 
     watchdog: entered by the caller. sampler: of `prompt_sampler`. own: those of the user.
     """
-    run = built.run
+    run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
     attempts = AttemptRecord(
         Path(run.job.dump_folder),
         run.toml,
         run.job.description,
-        device_name(built.world.device),
+        device_name(parts.world.device),
         watchdog,
     )
-    figures = _figures(built)
-    metrics = _metrics(built, gc, figures)
+    figures = _figures(parts)
+    metrics = _metrics(parts, gc, figures)
     if sampler is not None:
         sampler.show = metrics.write_texts
     tasks = run.features.tasks
@@ -64,29 +64,29 @@ def build_callbacks(
         Watchdog(
             watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None
         ),
-        _timeouts(built),
-        _token_hashes(built),
+        _timeouts(parts),
+        _token_hashes(parts),
         gc,
         attempts,
-        built.average,
-        _start_report(built, attempts),
+        parts.average,
+        _start_report(parts, attempts),
         # Before the metrics, which begin a new peak.
-        _peak_check(built),
+        _peak_check(parts),
         *figures,
         metrics,
         DeadWeights(),
-        _equal_replicas(built),
-        _compile_report(built),
-        _float8_error(built, metrics),
-        _profiler(built),
-        _verify_resume(built),
-        _document_log(built),
+        _equal_replicas(parts),
+        _compile_report(parts),
+        _float8_error(parts, metrics),
+        _profiler(parts),
+        _verify_resume(parts),
+        _document_log(parts),
         sampler,
         *own,
         # The last: an evaluation may end with the save of a run.
-        tasks.begin(built, metrics.write_scores) if tasks else None,
+        tasks.begin(parts, metrics.write_scores) if tasks else None,
         # It waits at the end.
-        hub.callback(built) if hub else None,
+        hub.callback(parts) if hub else None,
     ]
     return [callback for callback in every if callback is not None], metrics.run_ids
 
@@ -102,55 +102,69 @@ def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
     return PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
 
 
-def _figures(built: Built) -> list[Any]:
+def _figures(parts: TrainingComponents) -> list[Any]:
     """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
-    run = built.run
+    run = parts.run
     found: list[Any] = []
     if run.data.source:
         from titanlite.data.mixtures.figures import SourceFigures
 
-        model = built.model
-        share = built.loaders.share
-        found.append(SourceFigures(built.datasets.train, model.loss, share, model.factors))
-    moe_layers = built.model.moe_layers
+        model = parts.model_parts
+        share = parts.loaders.share
+        found.append(SourceFigures(parts.datasets.train, model.loss, share, model.factors))
+    moe_layers = parts.model_parts.moe_layers
     if moe_layers is not None:
-        found.append(moe_layers.figures(run.spec, built.model.model, built.world.device))
+        found.append(moe_layers.figures(run.spec, parts.model, parts.world.device))
     return found
 
 
-def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> MetricsLogger:
-    run = built.run
+def _metrics(
+    parts: TrainingComponents, gc: GarbageCollection, figures: Sequence[Any]
+) -> MetricsLogger:
+    run = parts.run
     meter = Throughput(
         run.batch.tokens_per_step,
         run.batch.global_batch_size,
-        built.world.size,
-        run.flops_per_token(built.model.args, run.batch.seq_len),
-        peak_flops_of(built.world.device, run.metrics.peak_tflops),
+        parts.world.size,
+        run.flops_per_token(parts.args, run.batch.seq_len),
+        _peak_flops(parts),
     )
     for batch in run.legs.values():
-        flops = run.flops_per_token(built.model.args, batch.seq_len)
+        flops = run.flops_per_token(parts.args, batch.seq_len)
         meter.flops_by_length[batch.seq_len] = flops
     toml = public_config(run.toml)
-    return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
+    return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, gc.read, figures)
 
 
-def _timeouts(built: Built) -> Callback | None:
-    if not built.world.timeout:
+def _peak_flops(parts: TrainingComponents) -> float | None:
+    """Return the FLOPS that the device can do: those given, or of a known one; else None."""
+    tflops = parts.run.metrics.peak_tflops
+    if tflops:
+        return tflops * 1e12
+    if parts.world.device.type != "cuda":
         return None
-    comm = built.run.comm
+    from titanlite.plan.hardware import peak_flops
+
+    return peak_flops(device_name(parts.world.device))
+
+
+def _timeouts(parts: TrainingComponents) -> Callback | None:
+    if not parts.world.timeout:
+        return None
+    comm = parts.run.comm
     return Timeouts(comm.init_timeout_seconds, comm.train_timeout_seconds)
 
 
-def _equal_replicas(built: Built) -> Callback | None:
-    if built.world.size == 1:
+def _equal_replicas(parts: TrainingComponents) -> Callback | None:
+    if parts.world.size == 1:
         return None
     from titanlite.metrics.replicas import EqualReplicas
 
     return EqualReplicas()
 
 
-def _token_hashes(built: Built) -> Callback | None:
-    checks = checks_of([built.datasets.train, *built.datasets.validation.values()])
+def _token_hashes(parts: TrainingComponents) -> Callback | None:
+    checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
     if not checks:
         return None
     from titanlite.data.token_hashes import TokenHashes
@@ -158,15 +172,15 @@ def _token_hashes(built: Built) -> Callback | None:
     return TokenHashes(checks)
 
 
-def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
-    run = built.run
-    peak = peak_flops_of(built.world.device, run.metrics.peak_tflops)
+def _start_report(parts: TrainingComponents, attempts: AttemptRecord) -> Callback:
+    run = parts.run
+    peak = _peak_flops(parts)
 
     def lines(trainer: Trainer) -> list[str]:
-        return report_lines(built, trainer.steps, peak)
+        return report_lines(parts, trainer.steps, peak)
 
     in_epochs = run.training.epochs is not None
-    skip = SkippedText(built.loaders.skip, run.course)
+    skip = SkippedText(parts.loaders.skip, run.course)
     lora = run.features.lora
     if lora is None:
         return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
@@ -174,74 +188,74 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
     return StartReport(lines, section, skip, attempts, in_epochs, lora.source_key)
 
 
-def _peak_check(built: Built) -> Callback | None:
-    if built.world.device.type != "cuda":
+def _peak_check(parts: TrainingComponents) -> Callback | None:
+    if parts.world.device.type != "cuda":
         return None
     from titanlite.plan.memory import with_vocabulary
     from titanlite.plan.peak import PeakCheck
 
-    planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
+    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
     return PeakCheck(planned, torch.cuda.max_memory_allocated)
 
 
-def _compile_report(built: Built) -> Callback | None:
-    if not built.run.training.compile:
+def _compile_report(parts: TrainingComponents) -> Callback | None:
+    if not parts.run.training.compile:
         return None
     from titanlite.parallel.compile import watch_compilation
 
-    watch = watch_compilation(built.model.builder, built.model.model)
+    watch = watch_compilation(parts.model_parts.builder, parts.model)
     return None if watch is None else CompileReport(watch)
 
 
-def _float8_error(built: Built, metrics: MetricsLogger) -> Callback | None:
-    float8 = built.run.features.float8
+def _float8_error(parts: TrainingComponents, metrics: MetricsLogger) -> Callback | None:
+    float8 = parts.run.features.float8
     if float8 is None:
         return None
-    return float8.drift_check(built.model.builder.param_dtype, metrics.write)
+    return float8.drift_check(parts.model_parts.builder.param_dtype, metrics.write)
 
 
-def _profiler(built: Built) -> Callback | None:
-    section = built.run.profiling
+def _profiler(parts: TrainingComponents) -> Callback | None:
+    section = parts.run.profiling
     if not (section.enable_profiling or section.enable_memory_snapshot):
         return None
     from titanlite.metrics.profiler import Profiler
 
-    return Profiler(section, built.world.rank, built.world.device)
+    return Profiler(section, parts.world.rank, parts.world.device)
 
 
-def _verify_resume(built: Built) -> Callback | None:
+def _verify_resume(parts: TrainingComponents) -> Callback | None:
     """Return the check of a resumed run; None where checkpoints are off."""
-    if built.saves is None:
+    if parts.saves is None:
         return None
     from titanlite.assembly.fingerprints import rounding
     from titanlite.checkpoint.resume_check import FILE, ResumeCheck
     from titanlite.checkpoint.verify_resume import VerifyResume
 
-    run, device = built.run, built.world.device
+    run, device = parts.run, parts.world.device
     in_float32 = {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
     check = ResumeCheck(
         Path(run.job.dump_folder) / FILE,
-        built.world.rank,
+        parts.world.rank,
         rounding(run, device),
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    return VerifyResume(check, run.course, built.loaders.skip, built.loaders.share)
+    return VerifyResume(check, run.course, parts.loaders.skip, parts.loaders.share)
 
 
-def _document_log(built: Built) -> Callback | None:
-    run = built.run
+def _document_log(parts: TrainingComponents) -> Callback | None:
+    run = parts.run
     if not run.data.log_documents:
         return None
     from titanlite.config.urls import public_name
     from titanlite.metrics.document_log import DocumentLog
 
-    rows = built.datasets.train
-    rank, ranks = built.loaders.share
+    rows = parts.datasets.train
+    rank, ranks = parts.loaders.share
     # No rank has read the other ranks' part of a stream: each writes its own.
     part = (rank, ranks) if rows.lanes is not None else None
-    leads = all(built.model.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+    leads = all(parts.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
     path = None
     if leads and (rank == 0 or part is not None):
         name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"

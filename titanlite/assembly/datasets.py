@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import refuse, unfit
 from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -59,12 +59,9 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
 
 def _compare_source(run: RunConfig, vocabulary: int) -> None:
     """Raise ConfigError if the model that the run starts from is another."""
-    from titanlite.resolve.folder_shape import source_misfits
+    from titanlite.resolve.folder_shape import source_problems
 
-    misfits = source_misfits(run.model, run.checkpoint, run.model_args(vocabulary))
-    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]
-    if problems:
-        raise ConfigError(problems)
+    refuse(list(source_problems(run.model, run.checkpoint, run.model_args(vocabulary))))
 
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
@@ -119,5 +116,5 @@ def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) ->
     if streams and run.validation.steps == -1:
         endless = ", ".join(streams)
         message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
-        raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
+        raise unfit("validation.steps", message, "give a number of batches")
     return found

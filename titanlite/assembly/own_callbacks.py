@@ -32,6 +32,6 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
             reason = str(error)
             if not isinstance(error, ValueError):
                 reason = f"{path!r} {type(error).__name__}: {error}"
-            problems.append(Problem(where, "job.callbacks", reason, HINT, code="unresolved"))
+            problems.append(Problem("unresolved", "job.callbacks", reason, HINT, where))
     refuse(problems)
     return made

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanlite.config.data_sections import Data
-from titanlite.config.errors import Problem, problems_of, refuse
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import Compile, Config, Training
 from titanlite.dist import ParallelismError
 from titanlite.models.spec import ModelSpec
-from titanlite.resolve.misfits import tensor_misfits
+from titanlite.resolve.model_rules import tensor_problems
 from titanlite.run.config import RunConfig
 from titanlite.run.interactions import needs_whole_groups
 
@@ -38,7 +38,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """
     args = run.model_args(tokenizer_size)
     # Its vocabulary may be known only since the tokenizer is read.
-    problems = problems_of(tensor_misfits(args, run))
+    problems = list(tensor_problems(run, args))
     for feature in run.features.on:
         problems += feature.machine_problems(run, args)
     problems += mask_problems(run.spec, args, run.data)
@@ -88,7 +88,7 @@ def _tried(key: str, check: Callable[[], None], hint: str = "") -> list[Problem]
     try:
         check()
     except (ParallelismError, ValueError) as error:
-        return [Problem("", key, str(error), hint)]
+        return [Problem("does-not-fit", key, str(error), hint)]
     return []
 
 
@@ -103,7 +103,7 @@ def mask_problems(spec: ModelSpec, args: Any, data: Data) -> Iterator[Problem]:
     if "doc_ids" not in inspect.signature(forward).parameters:
         message = f"is not supported by the model {spec.name}: its forward takes no doc_ids"
         hint = "set it to false, or add doc_ids to the model"
-        yield Problem("", "data.mask_documents", message, hint)
+        yield Problem("does-not-fit", "data.mask_documents", message, hint)
 
 
 def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> Iterator[Problem]:
@@ -116,7 +116,7 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> Iter
             continue
         message = f"{group.pattern!r} is found in no parameter's name"
         hint = f"names are such as {', '.join(names[:2])}, {names[-1]}"
-        yield Problem("", f"optimizer.groups[{index}].pattern", message, hint)
+        yield Problem("does-not-fit", f"optimizer.groups[{index}].pattern", message, hint)
 
 
 def fsdp_problems(spec: ModelSpec, args: Any, d: Config) -> Iterator[Problem]:
@@ -131,7 +131,7 @@ def fsdp_problems(spec: ModelSpec, args: Any, d: Config) -> Iterator[Problem]:
         groups = choose_groups(model, policy, d.training.fsdp_min_params, spec.fsdp_groups(args))
     except ParallelismError as error:
         key = "training.fsdp_min_params" if policy == "size" else "training.fsdp_units"
-        yield Problem("", key, str(error))
+        yield Problem("does-not-fit", key, str(error))
         return
     blocks = tuple(f"{name}." for name in spec.block_names(args))
     inside = [name for group in groups for name in group if name.startswith(blocks)]
@@ -139,4 +139,4 @@ def fsdp_problems(spec: ModelSpec, args: Any, d: Config) -> Iterator[Problem]:
     if inside and reasons:
         message = f"makes {inside[0]} an FSDP group, but {' and '.join(reasons)}"
         hint = 'take groups of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
-        yield Problem("", "training.fsdp_units", message, hint)
+        yield Problem("does-not-fit", "training.fsdp_units", message, hint)

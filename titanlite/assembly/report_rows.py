@@ -39,7 +39,7 @@ from titanlite.utils import counted, human_bytes, human_count, public
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.build import Built
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.plan.memory import KeptActivations
 
 Row = tuple[str, str]
@@ -336,25 +336,25 @@ def schedule_row(schedule: Schedule, floor: float) -> Row:
     return "schedule", ", ".join(parts)
 
 
-def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
+def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> list[str]:
     """Return the lines of the start report. peak: FLOPS of one device; None: not known."""
-    run = with_steps(built.run, steps)
-    datasets = built.datasets
-    builder = built.model.builder
+    run = with_steps(parts.run, steps)
+    datasets = parts.datasets
+    builder = parts.model_parts.builder
     whole = builder.spec.build_on_meta(builder.args)
-    setup = _setup(built, run, whole)
+    setup = _setup(parts, run, whole)
     rows = []
     if run.job.description:
         rows.append(("run", run.job.description))
     rows += [("versions", _versions()), *model_rows(run.model, setup)]
     rows.append(tokenizer_row(run.model, datasets.tokenizer.vocab_size))
-    rows += _machine_rows(built, run, setup, peak)
+    rows += _machine_rows(parts, run, setup, peak)
     rows += sharding_rows(run.training, setup)
-    rows += _memory_rows(built, run, setup)
+    rows += _memory_rows(parts, run, setup)
     rows.append(data_row(run.training, run.data, setup))
     rows += file_rows(datasets.train, datasets.validation)
     rows += batch_rows(setup, run.steps, run.training.epochs, run.tokens)
-    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run, whole))
+    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(parts, run, whole))
     rows.append(_schedule(run))
     rows += [("note", note) for note in run.notes]
     rows += [("warning", warning) for warning in _warnings(run, datasets)]
@@ -365,9 +365,9 @@ def _versions() -> str:
     return f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
 
 
-def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
+def _setup(parts: TrainingComponents, run: RunConfig, whole: nn.Module) -> Setup:
     """whole: the model of all ranks, on the meta device."""
-    builder = built.model.builder
+    builder = parts.model_parts.builder
     batch = run.batch
     lora = run.features.lora
     return Setup(
@@ -380,36 +380,38 @@ def _setup(built: Built, run: RunConfig, whole: nn.Module) -> Setup:
         seq_len=batch.seq_len,
         # Tensor-parallel ranks gather the sequence before a product.
         tokens=run.tokens_at_once,
-        text=built.datasets.train.describe(),
-        tokens_per_epoch=built.datasets.train.tokens_per_epoch,
+        text=parts.datasets.train.describe(),
+        tokens_per_epoch=parts.datasets.train.tokens_per_epoch,
         trained=None if lora is None else lora.adapters(run.spec, builder.args).parameters,
     )
 
 
-def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
+def _machine_rows(
+    parts: TrainingComponents, run: RunConfig, setup: Setup, peak: float | None
+) -> list[Row]:
     """Return rows of devices and mesh, and of what divides or changes products there."""
-    builder = built.model.builder
+    builder = parts.model_parts.builder
     flops = run.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, flops, peak, memory)
     rows.append(mesh_row(run.mesh))
     for feature in run.features.on:
-        rows += feature.report_rows(setup, builder, built.model.model)
+        rows += feature.report_rows(setup, builder, parts.model)
     return rows
 
 
-def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
+def _memory_rows(parts: TrainingComponents, run: RunConfig, setup: Setup) -> list[Row]:
     """Return rows of attention, of kept activations and of the planned peak."""
     from titanlite.plan.memory import with_vocabulary
     from titanlite.plan.start_rows import planned_activations, start_rows
 
-    device = built.model.builder.device
-    planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
+    device = parts.model_parts.builder.device
+    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
     rows = start_rows(planned, device.type, total_memory_bytes(device))
     kept = planned_activations(planned, device.type)
     if kept is None:
         return rows
-    window = getattr(built.model.args, "window", None)
+    window = getattr(parts.args, "window", None)
     dtype = run.training.mixed_precision_param
     return [
         attention_row(setup, window, dtype, run.data.mask_documents),
@@ -418,9 +420,9 @@ def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
     ]
 
 
-def _state_bytes(built: Built, run: RunConfig, whole: nn.Module) -> float | None:
+def _state_bytes(parts: TrainingComponents, run: RunConfig, whole: nn.Module) -> float | None:
     parameters = dict(whole.named_parameters())
-    blocks = run.spec.block_names(built.model.args)
+    blocks = run.spec.block_names(parts.args)
     return state_bytes(parameters, run.optimizer, DTYPES[run.training.dtype], blocks)
 
 

@@ -23,7 +23,10 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     keys = {name: key_of(name) for name in names}
     if found := [(name, hints[key]) for name, key in keys.items() if key in hints]:
         raise ConfigError(
-            [Problem("command line", name, "cannot be set here", hint) for name, hint in found]
+            [
+                Problem("does-not-fit", name, "cannot be set here", hint, "command line")
+                for name, hint in found
+            ]
         )
 
 

@@ -15,7 +15,7 @@ from titanlite.cli.benchmark_report import after_warmup
 from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
-from titanlite.resolve.load import check_config, fitted
+from titanlite.resolve.load import check_config, resolve
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import RunError
 from titanlite.utils import atomic_write
@@ -210,7 +210,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     found.append(f"--training.seed={base.value('training.seed')}")
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
-        found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
+        found.append(f"--lr_scheduler.total_steps={resolve(base, ranks)[1].schedule.total_steps}")
     loads: list[str] = []
     if base.value("checkpoint.initial_load_path"):
         loads = [*_LOADS, f"--checkpoint.interval={steps}"]

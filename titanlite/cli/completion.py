@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> str:
     except ModuleNotFoundError:
         message = f"tab completion needs the package argcomplete: {pip_install('argcomplete')}"
         raise ConfigError(
-            [Problem("command line", "completion", message, code="missing-package")]
+            [Problem("missing-package", "completion", message, where="command line")]
         ) from None
 
     code: str = shellcode(["titanlite"], shell=arguments.shell)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
@@ -18,7 +19,7 @@ from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, load_model
 from titanlite.cli.parser import Parser
 from titanlite.cli.run_figures import to_json
-from titanlite.config.errors import problems_of, refuse
+from titanlite.config.errors import refuse
 from titanlite.data import DataError
 from titanlite.features.tasks.entries import entry_problems, harness_names, is_file
 from titanlite.utils import say
@@ -114,7 +115,7 @@ def _own_tasks(
     from titanlite.features.tasks.own_files import read_own
 
     files = [entry for entry in entries if is_file(entry)]
-    refuse(problems_of(entry_problems(files, _TASKS), "command line"))
+    refuse([replace(found, where="command line") for found in entry_problems(files, _TASKS)])
     try:
         return [read_own(path, arguments.text_key or "text", arguments.limit) for path in files]
     except DataError as error:

@@ -23,9 +23,9 @@ from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.run_figures import to_json
 from titanlite.cli.train import check_ranks, start_ranks
 from titanlite.config import trust
-from titanlite.config.load import read, read_text
+from titanlite.config.load import read_text
 from titanlite.dist.launch_env import read_launch_env
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 from titanlite.utils import Table, logger, render, require
 
@@ -123,7 +123,7 @@ def config_of(
     key = "lora.adapter" if "lora" in manifest.config else "checkpoint.initial_load_path"
     over = [*_NO_TRAINING, f"--{key}={folder}"]
     if file is not None:
-        return check_loaded(*read([f"--job.config_file={file}", *over, *flags]), world_size)[1]
+        return check_config([f"--job.config_file={file}", *over, *flags], world_size)[1]
     toml = manifest.config.get("toml")
     if not isinstance(toml, str):
         raise CheckpointError(
@@ -132,8 +132,8 @@ def config_of(
     place = Path(str(folder / FILE))
     # It is a folder of compiled code, which this machine can make.
     over.append("--compile.cache_dir=none")
-    found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
-    return check_loaded(*found, world_size)[1]
+    config, problems = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
+    return resolve(config, world_size, problems, machine=True, texts=True)[1]
 
 
 def _evaluate_rank(

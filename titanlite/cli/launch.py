@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import closed_urls
+from titanlite.config.checks import broken, closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse
 from titanlite.config.run_sections import Launch
 from titanlite.launch.job import CONFIG, Job, LaunchError
@@ -101,7 +101,9 @@ def _refuse_flexible(name: str, job: Job) -> None:
     hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
     if name == "slurm":
         return
-    problems = [Problem("", f"launch.{key}", message, hint) for key in given if given[key]]
+    problems = [
+        Problem("does-not-fit", f"launch.{key}", message, hint) for key in given if given[key]
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -112,7 +114,7 @@ def prepare(argv: list[str]) -> Job:
     argv: flags of `train.py`. Raises ConfigError.
     """
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = closed_urls(loaded)
+    problems = broken(loaded, [closed_urls])
     launch = first.launch
     place = loaded.place("launch.environment")
     for name, value in launch.environment.items():
@@ -120,7 +122,7 @@ def prepare(argv: list[str]) -> Job:
             key = f"launch.environment.{name}"
             message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
             advice = f"set it again, or launch from the first config: --{key} VALUE"
-            problems.append(Problem(place, key, message, advice))
+            problems.append(Problem("does-not-fit", key, message, advice, place))
     if problems:
         raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
@@ -128,14 +130,14 @@ def prepare(argv: list[str]) -> Job:
     if not ranks:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
-        raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
+        raise ConfigError([Problem("does-not-fit", "launch.gpus_per_node", message, advice)])
     if instance and ranks > instance.gpus and not launch.cpu:
         message = (
             f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
             "at most"
         )
         key = "launch.gpus_per_node"
-        raise ConfigError([Problem(loaded.place(key), key, message)])
+        raise ConfigError([Problem("does-not-fit", key, message, where=loaded.place(key))])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     refuse(unnamed_tokenizer(loaded, run))
     sizes = _sizes(argv, run, ranks)
@@ -152,11 +154,11 @@ def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
     fewest = run.launch.min_nodes or most
     if fewest > most:
         message = f"{fewest} are more than launch.nodes, {most}"
-        raise ConfigError([Problem("", "launch.min_nodes", message)])
+        raise ConfigError([Problem("does-not-fit", "launch.min_nodes", message)])
     if fewest < most and run.training.global_batch_size == -1:
         message = "is not set: a step on fewer machines would have fewer sequences"
         hint = f"set it to {run.batch.global_batch_size}, which is that of launch.nodes"
-        raise ConfigError([Problem("", "training.global_batch_size", message, hint)])
+        raise ConfigError([Problem("does-not-fit", "training.global_batch_size", message, hint)])
     sizes = [most]
     for nodes in range(most - 1, fewest - 1, -1):
         try:
@@ -173,7 +175,7 @@ def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
 def _misfit(nodes: int, ranks: int) -> Problem:
     message = f"the run does not fit on {nodes} x {ranks} ranks"
     hint = "raise it, or leave a degree of parallelism at -1, which takes the ranks that are left"
-    return Problem("", "launch.min_nodes", message, hint)
+    return Problem("does-not-fit", "launch.min_nodes", message, hint)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
@@ -185,7 +187,7 @@ def _instance(launch: Launch, place: str) -> Instance | None:
         close = ", ".join(nearest(name, list(INSTANCES), 3))
         advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
         message = f"no instance type {launch.instance_type!r} is known"
-        raise ConfigError([Problem(place, "launch.instance_type", message, advice)])
+        raise ConfigError([Problem("does-not-fit", "launch.instance_type", message, advice, place)])
     return INSTANCES[name]
 
 

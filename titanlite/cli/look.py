@@ -40,7 +40,7 @@ from titanlite.data.text_files import iter_records
 from titanlite.data.text_keys import training_texts
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.resolve.load import check_config, fitted
+from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 from titanlite.runs.attempts import read_attempts
 from titanlite.utils import Style, counted, human_bytes, human_count
@@ -108,7 +108,7 @@ def open_run(
         no_flags(flags)
         asked = side(file, _NO_TRAINING, trust_code).config
         states, expected, ranks = _history(Path(file))
-        config = fitted(asked, world_size or ranks)
+        config = resolve(asked, world_size or ranks)[1]
     else:
         files = [f"--job.config_file={file}"] if file else []
         _, config = check_config([*files, *flags], world_size_of(world_size)[0])

@@ -12,12 +12,11 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import contradictions
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
 from titanlite.dist.process import TUNABLES, chose_malloc, count_gpus
 from titanlite.dist.signals import SIGNALS, exit_on_signals
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import check_alone, resolve
 from titanlite.utils import REMOVED, require
 
 #: Port of the first machine, by default.
@@ -64,18 +63,17 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         return launch(system, argv, "submit"), exit_codes.DONE
     exit_on_signals(*SIGNALS)
     nodes = arguments.nnodes or 1
-    problems = problems or contradictions(config)  # before a variable is set
-    if not problems:
-        if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
-            advice = "set launch.system to submit it, or start it on each machine with --nnodes"
-            raise bad_flag(
-                "launch.nodes",
-                f"{asked} machines, but this command starts ranks on this one alone",
-                advice,
-            )
-        environment = config.value("launch.environment")
-        # The config in launch/ has no secrets: its job has set them.
-        os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
+    check_alone(config, problems)  # before a variable is set
+    if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
+        advice = "set launch.system to submit it, or start it on each machine with --nnodes"
+        raise bad_flag(
+            "launch.nodes",
+            f"{asked} machines, but this command starts ranks on this one alone",
+            advice,
+        )
+    environment = config.value("launch.environment")
+    # The config in launch/ has no secrets: its job has set them.
+    os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
     gpus = count_gpus()
     if not (is_asked or gpus or "NGPU" in os.environ):
         main.main(argv)
@@ -84,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     options = _rendezvous(nodes, arguments.node_rank, arguments.master)
     from titanlite.assembly.first_look import first_look
 
-    first_look(check_loaded(config, problems, nodes * ranks)[1])
+    first_look(resolve(config, nodes * ranks, machine=True, texts=True)[1])
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if not chose_malloc():

@@ -11,7 +11,9 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -22,36 +24,33 @@ from titanlite.config.data_sections import DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.rules import Finding, Rule, broken_rules, contains, is_set, several
+from titanlite.config.rules import Rule, broken_rules, contains, is_set, several
 from titanlite.config.sections import Config
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, public_name, url_problem
 from titanlite.utils import is_dotted, is_hidden, pip_install
 
+ConfigRule = Callable[[LoadedConfig], Iterable[Problem]]
 
-def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
-    """Return findings as problems, each at the place of its key.
+
+def broken(config: LoadedConfig, rules: Iterable[ConfigRule]) -> list[Problem]:
+    """Return all that rules find in a config, at the places of its keys."""
+    return placed(config, chain.from_iterable(rule(config) for rule in rules))
+
+
+def placed(config: LoadedConfig, found: Iterable[Problem]) -> list[Problem]:
+    """Return problems, each at the place of its key.
 
     A key with its default has no place: that of another key in the message serves.
     """
-
     problems = []
-    for code, key, message, hint in found:
-        place = _place(config, key, message)
-        problems.append(Problem(place, key, message, hint, code=code))
+    for problem in found:
+        names = re.findall(r"\w+\.\w+", f"{problem.key} {problem.message}")
+        known = [problem.key, *(name for name in names if name in keys())]
+        place = next(filter(None, map(config.place, known)), "")
+        problems.append(replace(problem, where=place))
     return problems
-
-
-def _place(config: LoadedConfig, key: str, message: str) -> str:
-    candidates = [key]
-    for name in re.findall(r"\w+\.\w+", f"{key} {message}"):
-        if name in keys():
-            candidates.append(name)
-    for candidate in candidates:
-        if place := config.place(candidate):
-            return place
-    return ""
 
 
 # Stage 2: contradictions
@@ -197,64 +196,25 @@ CONFLICTS: tuple[Rule, ...] = (
 )
 
 
-def contradictions(config: LoadedConfig) -> list[Problem]:
-    """Return every pair of keys that exclude each other on any number of ranks."""
+def _pairs(config: LoadedConfig) -> Iterator[Problem]:
+    return broken_rules(config, NEEDS, CONFLICTS)
+
+
+def _numbers(config: LoadedConfig) -> Iterator[Problem]:
+    """Find numbers that another number excludes."""
     d = config.sections
-    found = [
-        *broken_rules(config, NEEDS, CONFLICTS),
-        *_of_features(config),
-        *_numbers(d),
-        *_text_names(d),
-        *_held_out_sources(d),
-        *_phases(d),
-        *_sources(d, "data.source", d.data.source, "training.dataset"),
-        *_sources(d, _SOURCES, d.validation.sources, _HELD_OUT),
-        *extensions.missing(config),
-        *extensions.optimizer_problems(config),
-    ]
-    return placed(config, found)
-
-
-def _of_features(config: LoadedConfig) -> Iterator[Finding]:
-    from titanlite.run.features import features_of
-
-    for feature in features_of(config.sections).on:
-        yield from feature.contradictions(config)
-
-
-# Stage 2: values against each other
-
-
-def _numbers(d: Config) -> Iterator[Finding]:
-    yield from _learning_rates(d)
-    yield from _skips(d)
-    yield from _stalls(d)
-    yield from _profiles(d)
-    yield from _sequence_parts(d)
-    yield from _skipped_steps(d)
-    yield from _overrides(d)
-    yield from _groups(d)
-    yield from _variables(d)
-
-
-def _learning_rates(d: Config) -> Iterator[Finding]:
+    guard = d.guard
+    profiling = d.profiling
     least = d.lr_scheduler.min_lr
     if least is not None and least > d.optimizer.peak_lr:
         message = f"is {quote(least)}, above optimizer.lr = {quote(d.optimizer.lr)}"
-        yield "conflict", f"{_RATE}min_lr", message, ""
-
-
-def _skips(d: Config) -> Iterator[Finding]:
-    guard = d.guard
+        yield Problem("conflict", f"{_RATE}min_lr", message)
     if guard.policy != "stop" and guard.max_skips >= guard.window:
         message = (
             f"is {guard.max_skips}, so a run that skips all of guard.window = {guard.window} "
             "steps never ends"
         )
-        yield "conflict", "guard.max_skips", message, "take less than guard.window"
-
-
-def _stalls(d: Config) -> Iterator[Finding]:
+        yield Problem("conflict", "guard.max_skips", message, "take less than guard.window")
     timeout = d.comm.train_timeout_seconds
     deadline = d.stall.deadline_seconds or 0
     if deadline >= timeout:
@@ -262,164 +222,160 @@ def _stalls(d: Config) -> Iterator[Finding]:
             f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before "
             "that report"
         )
-        yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
-
-
-def _profiles(d: Config) -> Iterator[Finding]:
-    section = d.profiling
-    steps = section.profiler_warmup + section.profiler_active
-    if section.enable_profiling and section.profile_freq < steps:
+        remedy = "lower the one or raise the other"
+        yield Problem("conflict", "stall.deadline_seconds", message, remedy)
+    steps = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < steps:
         message = (
-            f"is {section.profile_freq} steps, less than profiling.profiler_warmup "
-            f"{section.profiler_warmup} + profiling.profiler_active {section.profiler_active}"
+            f"is {profiling.profile_freq} steps, less than profiling.profiler_warmup "
+            f"{profiling.profiler_warmup} + profiling.profiler_active {profiling.profiler_active}"
         )
-        yield "conflict", "profiling.profile_freq", message, ""
-
-
-def _sequence_parts(d: Config) -> Iterator[Finding]:
-    parts = d.validation.parts
+        yield Problem("conflict", "profiling.profile_freq", message)
     length = d.validation.seq_len or d.training.seq_len
-    if d.validation.enable and parts is not None and parts > length:
-        message = f"is {parts}, and a held-out sequence has {length} tokens"
-        yield "out-of-range", "validation.parts", message, f"{length} is the most"
+    if d.validation.enable and (d.validation.parts or 0) > length:
+        message = f"is {d.validation.parts}, and a held-out sequence has {length} tokens"
+        yield Problem("out-of-range", "validation.parts", message, f"{length} is the most")
 
 
-def _skipped_steps(d: Config) -> Iterator[Finding]:
+def _entries(config: LoadedConfig) -> Iterator[Problem]:
+    """Find wrong entries of lists and tables."""
+    d = config.sections
     for item in d.data.skip_steps:
         first, last = steps_of(item)
         if first > last:
-            yield "out-of-range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
-
-
-def _overrides(d: Config) -> Iterator[Finding]:
+            yield Problem("out-of-range", "data.skip_steps", f"{quote(item)} ends before it begins")
     for name in ("vocab_size", "norm_type", "rope_scaling"):
         ours = getattr(d.model, name)
         other = d.model.overrides.get(name)
-        if ours is None or other is None:
-            continue
         # The size of the vocabulary may be given twice, if it is the same.
-        if ours != other or name != "vocab_size":
+        is_same = ours == other and name == "vocab_size"
+        if ours is not None and other is not None and not is_same:
             message = f"is {quote(ours)}, but model.overrides.{name} = {quote(other)}"
-            yield "conflict", f"model.{name}", message, "give one of the two"
-
-
-def _groups(d: Config) -> Iterator[Finding]:
+            yield Problem("conflict", f"model.{name}", message, "give one of the two")
     for index, group in enumerate(d.optimizer.groups):
         try:
             re.compile(group.pattern)
         except re.error as error:
             message = f"{quote(group.pattern)} is no regular expression: {error}"
-            yield "unknown-value", f"optimizer.groups[{index}].pattern", message, ""
-
-
-def _variables(d: Config) -> Iterator[Finding]:
+            yield Problem("unknown-value", f"optimizer.groups[{index}].pattern", message)
     for name in d.launch.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             message = "a name of a variable has letters, digits and _, and no digit at its start"
-            yield "variable", f"launch.environment.{quote_key(name)}", message, ""
+            yield Problem("variable", f"launch.environment.{quote_key(name)}", message)
 
 
-# Stage 2: text
-
-
-def _text_names(d: Config) -> Iterator[Finding]:
-    """Find names of text that lead nowhere."""
+def _texts(config: LoadedConfig) -> Iterator[Problem]:
+    """Find names of text that lead nowhere, and wrong lists of sources."""
+    d = config.sections
     for section, text in (("training", d.training), ("validation", d.validation)):
         if text.dataset_path is None:
             yield from _bad_name(f"{section}.dataset", text.dataset)
-
-
-def _bad_name(key: str, name: str) -> Iterator[Finding]:
-    problem = name_problem(name)
-    if problem is not None:
-        what, hint = problem
-        yield "unknown-value", key, f"{quote(name)} {what}", hint
-
-
-def _held_out_sources(d: Config) -> Iterator[Finding]:
     plain = DataSource()
     for number, source in enumerate(d.validation.sources):
         key = f"{_SOURCES}[{number}]"
         if not source.name and source.path is not None:
             message = "is missing, and the losses of a source have its name"
-            yield "missing", f"{key}.name", message, 'as name = "wiki"'
+            yield Problem("missing", f"{key}.name", message, 'as name = "wiki"')
         for field in ("weight", "epochs"):
             if getattr(source, field) != getattr(plain, field):
-                yield "conflict", f"{key}.{field}", "is for mixtures of training text", "remove it"
+                message = "is for mixtures of training text"
+                yield Problem("conflict", f"{key}.{field}", message, "remove it")
+    yield from _sources(d, "data.source", d.data.source, "training.dataset")
+    yield from _sources(d, _SOURCES, d.validation.sources, _HELD_OUT)
 
 
-def _phases(d: Config) -> Iterator[Finding]:
+def _bad_name(key: str, name: str) -> Iterator[Problem]:
+    problem = name_problem(name)
+    if problem is not None:
+        what, remedy = problem
+        yield Problem("unknown-value", key, f"{quote(name)} {what}", remedy)
+
+
+def _phases(config: LoadedConfig) -> Iterator[Problem]:
     """Find wrong phases of a mixture."""
+    d = config.sections
     names = {source.title for source in d.data.source}
     for number, phase in enumerate(d.data.phase):
         key = f"data.phase[{number}]"
         if (phase.step is None) == (phase.tokens is None):
-            yield "conflict", key, "needs step or tokens, one of the two", ""
+            yield Problem("conflict", key, "needs step or tokens, one of the two")
         for name in sorted(set(map(public_name, phase.weights)) - names):
             message = f"weighs {quote(name)}, which is no name of a data.source"
-            yield "unknown-value", key, message, ""
+            yield Problem("unknown-value", key, message)
         if phase.weights and not any(phase.weights.values()):
-            yield "conflict", key, "gives no source a share", ""
+            yield Problem("conflict", key, "gives no source a share")
         if phase.seq_len is not None and d.data.packing == "best-fit":
             message = 'excludes data.packing = "best-fit", which fits documents into one length'
-            yield "conflict", f"{key}.seq_len", message, 'take packing = "split"'
+            yield Problem("conflict", f"{key}.seq_len", message, 'take packing = "split"')
         if phase.lr is not None and phase.lr_factor != DataPhase().lr_factor:
             message = "has lr and lr_factor, which both set the learning rate"
-            yield "conflict", key, message, "give one of the two"
+            yield Problem("conflict", key, message, "give one of the two")
 
 
 def _sources(
     d: Config, list_key: str, sources: Sequence[DataSource], single: str
-) -> Iterator[Finding]:
+) -> Iterator[Problem]:
     """Check the names and fields of a list of sources. single: key that names a text alone."""
     seen: set[str] = set()
     for number, source in enumerate(sources):
         key = f"{list_key}[{number}]"
         name = source.title
         if not name:
-            yield "missing", f"{key}.name", "is missing, and so is path", ""
+            yield Problem("missing", f"{key}.name", "is missing, and so is path")
         elif name in seen:
             message = f"{quote(name)} is the name of two sources"
-            yield "conflict", f"{key}.name", message, "give each its own name"
+            yield Problem("conflict", f"{key}.name", message, "give each its own name")
         elif source.path is None and is_dotted(name):
-            hint = f"only {single} takes a dotted path"
-            yield "unknown-value", f"{key}.name", f"{quote(name)} is a dotted path", hint
+            remedy = f"only {single} takes a dotted path"
+            message = f"{quote(name)} is a dotted path"
+            yield Problem("unknown-value", f"{key}.name", message, remedy)
         elif source.path is None:
             yield from _bad_name(f"{key}.name", name)
         seen.add(name)
         yield from _text_keys(d, key, source)
 
 
-def _text_keys(d: Config, key: str, source: DataSource) -> Iterator[Finding]:
+def _text_keys(d: Config, key: str, source: DataSource) -> Iterator[Problem]:
     """Check the keys of a source that name fields of its rows."""
     if source.messages_key:
         for name in _TEXT_KEYS:
             if getattr(source, name):
                 message = f"has {name} beside messages_key, which names the text"
-                yield "conflict", key, message, "leave one out"
+                yield Problem("conflict", key, message, "leave one out")
     for name in _NOT_OF_FORM[source.record] if source.record else ():
         if getattr(source, name):
             message = f"has {name}, and records of the form {source.record} have no such field"
-            yield "conflict", key, message, "leave one out"
+            yield Problem("conflict", key, message, "leave one out")
     prompt = source.prompt_key or d.data.prompt_key
     completion = source.completion_key or d.data.completion_key
     if prompt is not None and completion is None:
-        yield "needs", key, "has prompt_key and needs completion_key", ""
+        yield Problem("needs", key, "has prompt_key and needs completion_key")
     if completion is not None and prompt is None:
-        yield "needs", key, "has completion_key and needs prompt_key", ""
+        yield Problem("needs", key, "has completion_key and needs prompt_key")
+
+
+#: Rules of a config alone, whatever its ranks and the machine. `titanlite.resolve.load` has the
+#: features' own, and those of ranks and model.
+RULES: tuple[ConfigRule, ...] = (
+    _pairs,
+    _numbers,
+    _entries,
+    _texts,
+    _phases,
+    extensions.missing,
+    extensions.optimizer_problems,
+)
 
 
 # Stage 2, on this machine: files and packages
 
 
-def missing_files(config: LoadedConfig) -> list[Problem]:
-    """Return a problem for each local file or folder that a key names and that does not exist."""
-    found: list[Finding] = []
+def missing_files(config: LoadedConfig) -> Iterator[Problem]:
+    """Find local files and folders that a key names and that do not exist."""
     for key, path in _paths(config):
         if path and not is_url(path) and not is_there(path):
-            hint = fetch_hint(path) if key == "model.tokenizer_path" else ""
-            found.append(("no-file", key, f"no file or folder {quote(path)}", hint))
-    return placed(config, found)
+            remedy = fetch_hint(path) if key == "model.tokenizer_path" else ""
+            yield Problem("no-file", key, f"no file or folder {quote(path)}", remedy)
 
 
 def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
@@ -464,28 +420,25 @@ def _has_checkpoints(d: Config) -> bool:
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
-def closed_urls(config: LoadedConfig) -> list[Problem]:
-    """Return problems for URLs without the login or signature that they had, and with a login that
-    nothing reads.
+def closed_urls(config: LoadedConfig) -> Iterator[Problem]:
+    """Find URLs without the login or signature that they had, and with a login that nothing reads.
 
     The config that a run keeps has URLs of the first kind.
     """
     message = "its login or signature is hidden in this file, as runs keep their config"
-    hint = (
+    remedy = (
         "give the whole URL again: --{key} URL; a config of yours may have it as ${{NAME}}, an "
         "environment variable"
     )
-    found: list[Finding] = []
     for key, value in config.entries():
-        texts = list(_texts(value))
+        texts = list(_texts_in(value))
         if any(map(is_hidden, texts)):
-            found.append(("hidden", key, message, hint.format(key=key)))
-        problems = dict.fromkeys(filter(None, map(login_problem, texts)))
-        found += [("url", key, *problem) for problem in problems]
-    return placed(config, found)
+            yield Problem("hidden", key, message, remedy.format(key=key))
+        for problem in dict.fromkeys(filter(None, map(login_problem, texts))):
+            yield Problem("url", key, *problem)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts_in(value: Any) -> Iterator[str]:
     """Yield the texts in a value of a key, in lists and tables too."""
     if isinstance(value, str):
         yield value
@@ -495,7 +448,7 @@ def _texts(value: Any) -> Iterator[str]:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(item)
+            yield from _texts_in(item)
 
 
 #: Tracker -> the module that it imports, and the package that brings it.
@@ -507,40 +460,36 @@ TRACKER_PACKAGES = {
 }
 
 
-def missing_packages(config: LoadedConfig) -> list[Problem]:
-    """Return problems for optional packages that a key needs and that are not installed, and
-    unusable stores.
-    """
-    found: list[Finding] = []
+def missing_packages(config: LoadedConfig) -> Iterator[Problem]:
+    """Find optional packages that a key needs and that are not installed, and unusable stores."""
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
         module, package = TRACKER_PACKAGES[tracker]
-        if _is_installed(module):
+        if is_installed(module):
             continue
         key = "metrics.trackers"
         if tracker == "wandb" and metrics.enable_wandb:
             key = "metrics.enable_wandb"
-        hint = f"{pip_install(package)}, or leave the key out"
         message = f"needs the package {package}, which is not installed"
-        found.append(("missing-package", key, message, hint))
-    if config.sections.eval.tasks:
-        from titanlite.features.tasks.entries import package_problems
-
-        found += package_problems(config.sections.eval.tasks, _is_installed)
-    if config.sections.checkpoint.enable_checkpoint:
-        for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
-            url = config.value(key)
-            if url is None or not is_url(url):
-                continue
-            problem = url_problem(url)
-            if problem is not None:
-                what, hint = problem
-                found.append(("url", key, f"{quote(url)} {what}", hint))
-    return placed(config, found)
+        remedy = f"{pip_install(package)}, or leave the key out"
+        yield Problem("missing-package", key, message, remedy)
+    if not config.sections.checkpoint.enable_checkpoint:
+        return
+    for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
+        url = config.value(key) or ""
+        problem = url_problem(url) if is_url(url) else None
+        if problem is not None:
+            what, remedy = problem
+            yield Problem("url", key, f"{quote(url)} {what}", remedy)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
     # A folder of that name is found too, but has no origin. wandb itself makes one in the working
     # directory.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+#: Rules of a config on the machine where it shall run.
+MACHINE_RULES: tuple[ConfigRule, ...] = (closed_urls, missing_files, missing_packages)

@@ -62,7 +62,7 @@ def _put(layers: Layers, name: str, source: Source) -> None:
             f"two names of one thing, {key}, differ: {other.source.written} ({other.source.place}) "
             f"and {name} ({source.place})"
         )
-        layers.problems.append(Problem(source.place, name, message, code="given-twice"))
+        layers.problems.append(Problem("given-twice", name, message, where=source.place))
     layers.values[key] = value
 
 
@@ -74,6 +74,4 @@ def _check_recipe(layers: Layers, source: Source) -> None:
     elif not settled.value.startswith("mx"):
         message = f"has {quote(MX)}, and {_RECIPE} = {quote(settled.value)} is no MX format"
         hint = f'{_RECIPE} = "mxfp8" or "mxfp8_floor", or the converter {quote(FLOAT8)}'
-        layers.problems.append(
-            Problem(source.place, "model.converters", message, hint, code="conflict")
-        )
+        layers.problems.append(Problem("conflict", "model.converters", message, hint, source.place))

@@ -58,7 +58,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         from titanlite.config.other_files import broken
 
         return [], [broken(text, file, error)]
-    _, lines = scan(text)
+    lines = scan(text)
     model = tree.get("model")
     if isinstance(model, dict) and str(model.get("name")) in OTHER_MODELS:
         from titanlite.config.other_files import other_model
@@ -74,7 +74,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
             "unknown"
         )
         hint = "rewrite it with the keys that `titanlite config explain` lists"
-        found.problems.insert(0, Problem(f"{file}:1", "", message, hint, code="other-trainer"))
+        found.problems.insert(0, Problem("other-trainer", "", message, hint, f"{file}:1"))
     return found.entries, found.problems
 
 
@@ -104,7 +104,7 @@ class _FileEntries:
             message = f"is a section, not a value; got {quote(value)}"
             meant = [key for key in keys() if key.endswith(f".{name}")]
             hint = f"the key is {' or '.join(meant)}" if meant else ""
-            self.problems.append(Problem(source.place, name, message, hint, code="wrong-type"))
+            self.problems.append(Problem("wrong-type", name, message, hint, source.place))
         else:
             from titanlite.config.unknown_keys import unknown, unknown_section
 
@@ -179,7 +179,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     for flag, words in _flags(argv):
         if flag is None:
             message = f"unexpected word {quote(words[0])}"
-            problems.append(Problem("command line", "", message, _FORM, code="bad-flag"))
+            problems.append(Problem("bad-flag", "", message, _FORM, "command line"))
             continue
         found = _flag_values(flag, words)
         if isinstance(found, Problem):
@@ -223,14 +223,14 @@ def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
     if table and not _is_one_name(name[len(table) + 1 :]):
         message = f"names no entry of {table}"
         hint = f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
-        return Problem("command line", f"--{flag}", message, hint, code="bad-flag")
+        return Problem("bad-flag", f"--{flag}", message, hint, "command line")
     try:
         if negated:
             value: Any = _negative(name, words)
         else:
             value = _read(type_of_name(name), words, name not in _WITH_COMMAS)
     except _BadWords as error:
-        return Problem("command line", f"--{flag}", str(error), code="bad-flag")
+        return Problem("bad-flag", f"--{flag}", str(error), where="command line")
     if name in keys() and keys()[name].is_table:
         if isinstance(value, str):
             value = _table_of_pairs(name, value)

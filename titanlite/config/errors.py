@@ -52,16 +52,16 @@ COMMAND_LINE = Source("command line")
 class Problem:
     """One thing that is wrong."""
 
-    #: `file:line`, `command line`, or empty where no single place is to blame.
-    where: str
+    #: A short name of the kind of problem that stays the same when the words change; docs/config.md
+    #: lists them.
+    code: str
     #: The key as it was written.
     key: str
     message: str
     #: What to do about it.
-    hint: str = ""
-    #: A short name of the kind of problem that stays the same when the words change; docs/config.md
-    #: lists them.
-    code: str = "does-not-fit"
+    remedy: str = ""
+    #: `file:line`, `command line`, or empty where no single place is to blame.
+    where: str = ""
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= _LONGEST else f"{self.key[:_LONGEST]}…"
@@ -69,8 +69,8 @@ class Problem:
         if text:
             text += ": "
         text += self.message
-        if self.hint:
-            text += f"\n    {self.hint}"
+        if self.remedy:
+            text += f"\n    {self.remedy}"
         return text
 
 
@@ -101,22 +101,14 @@ def refuse(problems: Collection[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def unfit(key: str, message: str, hint: str = "", code: str = "does-not-fit") -> ConfigError:
+def unfit(key: str, message: str, remedy: str = "", code: str = "does-not-fit") -> ConfigError:
     """Return the error of one value for which no single place is to blame."""
-    return ConfigError([Problem("", key, message, hint, code)])
+    return ConfigError([Problem(code, key, message, remedy)])
 
 
-def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
+def bad_flag(key: str, message: str, remedy: str = "") -> ConfigError:
     """Return the error of a wrong word of a command line."""
-    return ConfigError([Problem("command line", key, message, hint, code="bad-flag")])
-
-
-def problems_of(findings: Iterable[Sequence[str]], where: str = "") -> list[Problem]:
-    """Return what rules found (`titanlite.config.rules.Finding`) as problems of one place."""
-    found = []
-    for code, key, message, hint in findings:
-        found.append(Problem(where, key, message, hint, code))
-    return found
+    return ConfigError([Problem("bad-flag", key, message, remedy, "command line")])
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int]:

@@ -55,7 +55,7 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
                 yield key, path
 
 
-def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
+def missing(config: LoadedConfig) -> list[Problem]:
     """Find dotted paths that surely lead nowhere, without an import: (code, key, message,
     remedy).
     """
@@ -72,7 +72,7 @@ def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     for key, path in paths:
         reason = unresolved(path)
         if reason:
-            found.append(("unresolved", key, f"{path!r} {reason}", HINT))
+            found.append(Problem("unresolved", key, f"{path!r} {reason}", HINT))
     return found
 
 
@@ -100,7 +100,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 _GIVEN = ("params", "lr")
 
 
-def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
+def optimizer_problems(config: LoadedConfig) -> list[Problem]:
     """Compare `[optimizer.args]` with the class that `optimizer.name` names: (code, key, message,
     remedy).
 
@@ -122,17 +122,21 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
         if name in _GIVEN:
             remedy = "set optimizer.lr" if name == "lr" else "remove it"
             found.append(
-                ("conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy)
+                Problem(
+                    "conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy
+                )
             )
         elif name not in own and not signature.open:
             close = nearest(name, own)
             remedy = f"nearest: {close[0]}" if close else f"it takes {', '.join(own)}"
             message = f"{path!r} has no argument of this name"
-            found.append(("unknown-key", f"optimizer.args.{name}", message, remedy))
+            found.append(Problem("unknown-key", f"optimizer.args.{name}", message, remedy))
     for name in signature.required:
         if name not in args and name not in ("params", "lr", signature.names[0]):
             message = f"{path!r} needs the argument {name}"
-            found.append(("missing", "optimizer.args", message, f"set optimizer.args.{name}"))
+            found.append(
+                Problem("missing", "optimizer.args", message, f"set optimizer.args.{name}")
+            )
     return found
 
 
@@ -217,7 +221,5 @@ def load_functions(config: LoadedConfig) -> None:
                 else:
                     load_function(key, path)
             except ValueError as error:
-                problems.append(
-                    Problem(config.place(key), key, str(error), HINT, code="unresolved")
-                )
+                problems.append(Problem("unresolved", key, str(error), HINT, config.place(key)))
     refuse(problems)

@@ -42,4 +42,4 @@ def _refusal(entry: Entry) -> Problem:
     key = UNSUPPORTED[entry.name]
     message = f"{quote(entry.value)} is not supported: {key.reason}"
     hint = f"remove it, or leave it at {' or '.join(map(quote, key.off))}"
-    return Problem(entry.source.place, entry.name, message, hint, code="unsupported")
+    return Problem("unsupported", entry.name, message, hint, entry.source.place)

@@ -121,7 +121,7 @@ def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
     if len(text) > 80:
         text = f"{text[:77]}…"
     message = f"expected {describe(type_)}, got {text}"
-    return [Problem("", path, message, _hint(type_, value), code=code)]
+    return [Problem(code, path, message, _hint(type_, value))]
 
 
 def _misfit(type_: Any, value: Any) -> str | None:
@@ -163,14 +163,14 @@ def _check_table(section: type[Section], table: dict[str, Any], path: str) -> li
         else:
             close = nearest(name, infos)
             hint = f"nearest: {close[0]}" if close else f"known: {', '.join(infos)}"
-            found.append(Problem("", f"{path}.{name}", "unknown key", hint, code="unknown-key"))
+            found.append(Problem("unknown-key", f"{path}.{name}", "unknown key", hint))
     missing = [name for name, info in infos.items() if info.required and name not in table]
     if missing:
         from titanlite.config.descriptions import descriptions
 
         meaning = descriptions(section)
         for name in missing:
-            problem = Problem("", f"{path}.{name}", "is missing", meaning[name], code="missing")
+            problem = Problem("missing", f"{path}.{name}", "is missing", meaning[name])
             found.append(problem)
     return found
 

@@ -25,7 +25,7 @@ from titanlite.config.aliases import (
     key_of,
     normalized,
 )
-from titanlite.config.checks import contradictions
+from titanlite.config.checks import RULES, broken
 from titanlite.config.entries import (
     SWEEP,
     Entry,
@@ -68,10 +68,11 @@ def load(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of a command line (without the program's name), its files included.
 
     Raises ConfigError with every problem of a key by itself; if there is none, with every
-    contradiction between keys. `-h` or `--help` prints the usage and exits with 0.
+    contradiction between keys, but for those of features (`titanlite.resolve.load`). `-h` or
+    `--help` prints the usage and exits with 0.
     """
     config, problems = read(argv)
-    refuse(problems or contradictions(config))
+    refuse(problems or broken(config, RULES))
     return config
 
 
@@ -95,7 +96,7 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
         if found is None:
             problems.append(_missing(path))
         else:
-            failure = Problem("command line", "job.config_file", "", code="unreadable")
+            failure = Problem("unreadable", "job.config_file", "", where="command line")
             layers.read(found, path, chain=(), failure=failure)
     layers.add(entries, file=None)
     return layers.finish(), problems
@@ -166,7 +167,7 @@ def _missing(path: str) -> Problem:
     else:
         hint = ""
     message = f"no file {quote(path)}"
-    return Problem("command line", "job.config_file", message, hint, code="no-file")
+    return Problem("no-file", "job.config_file", message, hint, "command line")
 
 
 #: Keys that a file, or the command line, cannot set.
@@ -264,7 +265,7 @@ class Layers:
         if refused := refusals([claim], self.origin):
             self.problems += refused
             return
-        failure = Problem(place, "job.extends", "", code="unreadable")
+        failure = Problem("unreadable", "job.extends", "", where=place)
         self.read(file, name, (*chain, path.resolve()), failure)
 
     def resolved(self, entries: Iterable[Entry], origin: Origin = Origin.OWN) -> list[Entry]:
@@ -354,7 +355,7 @@ class Layers:
         return value
 
     def _refuse(self, entry: Entry, message: str, hint: str = "", *, code: str) -> None:
-        self.problems.append(Problem(entry.source.place, entry.name, message, hint, code=code))
+        self.problems.append(Problem(code, entry.name, message, hint, entry.source.place))
 
     def _converted(self, entry: Entry, file: Path | None) -> _Value | None:
         """Return an entry as the key's own kind of value; None, with its problems noted, if its
@@ -390,7 +391,7 @@ class Layers:
                 places = ", ".join(_assignment(key, layer[key]) for key in chosen)
                 place = layer[chosen[-1]].source.place
                 message = f"these exclude each other: {places}"
-                self.problems.append(Problem(place, chosen[-1], message, code="exclusive"))
+                self.problems.append(Problem("exclusive", chosen[-1], message, where=place))
             elif chosen:
                 self._replace_others(chosen[0], group, layer)
 
@@ -523,7 +524,7 @@ class Layers:
         if batch_size % size and not self.problems:
             name = f"{source.written} ({_MICROBATCHES})"
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            self.problems.append(Problem(source.place, name, message))
+            self.problems.append(Problem("does-not-fit", name, message, where=source.place))
 
 
 def _refused_variables(entry: Entry, origin: Origin) -> list[Problem]:
@@ -571,13 +572,13 @@ def _of_entry(problem: Problem, entry: Entry) -> Problem:
     key = key_of(entry.name)
     # The key stands beside another name of it, so that both can be searched for.
     shown = entry.name if entry.name == key else f"{entry.name} ({key})"
-    hint = problem.hint
+    hint = problem.remedy
     variables = entry.source.variables
     if variables and hint.startswith("write it"):
         flag = f'--{entry.name}="${variables[0]}"'
         hint = f"variables stand in strings only; a shell replaces {flag}"
     place = entry.place(problem.key)
-    return replace(problem, where=place, key=shown + problem.key, hint=hint)
+    return replace(problem, where=place, key=shown + problem.key, remedy=hint)
 
 
 def _assignment(key: str, value: _Value) -> str:
@@ -590,4 +591,4 @@ def _given_twice(key: str, first: _Value, second: _Value) -> Problem:
         for value in (first, second)
     )
     message = f"two names of one thing, {key}, differ: {both}"
-    return Problem(second.source.place, second.source.written, message, code="given-twice")
+    return Problem("given-twice", second.source.written, message, where=second.source.place)

@@ -18,18 +18,18 @@ _HELP = "docs/from-torchtitan.md has the fields of its Python configs as keys of
 def broken(text: str, file: str, error: Exception) -> Problem:
     """Return the problem of a text that is no TOML. error: what the parser says."""
     if not file.endswith(".py") and not _PYTHON.search(text):
-        return Problem(file, "", f"broken TOML: {error}", code="broken-toml")
+        return Problem("broken-toml", "", f"broken TOML: {error}", where=file)
     if "torchtitan" in text or "Trainer.Config" in text:
         message = (
             "is a Python config of torchtitan after 0.2.2; titanlite reads TOML, runs no config"
         )
-        return Problem(file, "", message, _HELP, code="broken-toml")
+        return Problem("broken-toml", "", message, _HELP, file)
     hint = "`titanlite config template` prints a TOML file with every key"
-    return Problem(file, "", "is Python; a config is a TOML file", hint, code="broken-toml")
+    return Problem("broken-toml", "", "is Python; a config is a TOML file", hint, file)
 
 
 def other_model(name: str, file: str, line: int | None) -> Problem:
     """Return the problem of a file of torchtitan's for a model that titanlite will not have."""
     reason, hint = OTHER_MODELS[name]
     place = Source("file", file, line).place
-    return Problem(place, "model.name", f"{quote(name)} {reason}", hint, code="other-trainer")
+    return Problem("other-trainer", "model.name", f"{quote(name)} {reason}", hint, place)

@@ -1,4 +1,4 @@
-"""What checks of a config are made of: findings, and tables of rules between two keys."""
+"""What checks of a config are made of: tables of rules between two keys, and numbers of hints."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.config.errors import Problem
 from titanlite.config.toml import quote
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
-
-#: (code, key, message, what to do about it)
-Finding = tuple[str, str, str, str]
 
 
 class Rule(NamedTuple):
@@ -33,26 +31,23 @@ class Rule(NamedTuple):
 
 def broken_rules(
     config: LoadedConfig, needs: Iterable[Rule] = (), excludes: Iterable[Rule] = ()
-) -> Iterator[Finding]:
+) -> Iterator[Problem]:
     """Return the rules that a config breaks.
 
     needs: a value of a key needs one of another. excludes: it excludes one.
     """
     for rule in needs:
-        there = config.value(rule.other)
         value = config.value(rule.key)
-        if not _matches(value, rule.value) or _matches(there, rule.wanted):
-            continue
-        shown = "" if callable(rule.wanted) else _equals(rule.wanted)
-        message = f"is {quote(value)} and needs {rule.other}{shown}"
-        yield "needs", rule.key, message, rule.why
+        if _matches(value, rule.value) and not _matches(config.value(rule.other), rule.wanted):
+            shown = "" if callable(rule.wanted) else _equals(rule.wanted)
+            message = f"is {quote(value)} and needs {rule.other}{shown}"
+            yield Problem("needs", rule.key, message, rule.why)
     for rule in excludes:
-        there = config.value(rule.other)
         value = config.value(rule.key)
-        if not _matches(value, rule.value) or not _matches(there, rule.wanted):
-            continue
-        message = f"is {quote(value)}, which excludes {rule.other}{_equals(there)}"
-        yield "conflict", rule.key, message, rule.why
+        there = config.value(rule.other)
+        if _matches(value, rule.value) and _matches(there, rule.wanted):
+            message = f"is {quote(value)}, which excludes {rule.other}{_equals(there)}"
+            yield Problem("conflict", rule.key, message, rule.why)
 
 
 def is_set(value: Any) -> bool:

@@ -60,7 +60,7 @@ class Claim:
     def refusal(self) -> Problem:
         """Return the problem that names value, file and flag."""
         message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
-        return Problem(self.place, self.key, message, _HINT, code="untrusted")
+        return Problem("untrusted", self.key, message, _HINT, self.place)
 
     def announcement(self) -> str:
         """Return the line that the user reads before the value has its effect."""

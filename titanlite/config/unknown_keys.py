@@ -13,24 +13,22 @@ def unknown_section(name: str, source: Source) -> Problem:
     top = [section for section in known_sections() if "." not in section]
     close = nearest(name, top)
     hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
-    return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
+    return Problem("unknown-section", f"[{name}]", "unknown section", hint, source.place)
 
 
 def unknown(name: str, source: Source) -> Problem:
     """Return the problem of an unknown key, with the nearest one or the place where it lives."""
     section = name.rpartition(".")[0]
     if name in NAMES["gone"]:
-        return Problem(
-            source.place, name, "this key is gone", NAMES["gone"][name], code="unknown-key"
-        )
+        return Problem("unknown-key", name, "this key is gone", NAMES["gone"][name], source.place)
     hint = _nearest_thing(name)
     if not section:
         message = "unknown key outside any section"
-        return Problem(source.place, name, message, hint, code="unknown-key")
+        return Problem("unknown-key", name, message, hint, source.place)
     if section not in known_sections():
         message = f"unknown section [{section}]"
-        return Problem(source.place, name, message, hint, code="unknown-section")
-    return Problem(source.place, name, "unknown key", hint, code="unknown-key")
+        return Problem("unknown-section", name, message, hint, source.place)
+    return Problem("unknown-key", name, "unknown key", hint, source.place)
 
 
 def _nearest_thing(name: str) -> str:

@@ -74,9 +74,7 @@ def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
         message = "has ${ without the NAME} of a variable"
         if name:
             message = f"the environment variable {name} is not set"
-        problems.append(
-            Problem(entry.place(path), entry.name + path, message, _HINT, code="variable")
-        )
+        problems.append(Problem("variable", entry.name + path, message, _HINT, entry.place(path)))
         return match[0]
 
     value = replaced(entry.value)

@@ -96,7 +96,7 @@ def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
     hint = "a job has none: a new line in a value would begin a statement of the job"
     raise ConfigError(
         Problem(
-            "",
+            "does-not-fit",
             escape_name(place),
             f"has the control character {', '.join(control_characters(text))}",
             hint,

@@ -1,6 +1,4 @@
-"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob, or HyperPod's
-HyperPodPyTorchJob.
-"""
+"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob."""
 
 from __future__ import annotations
 
@@ -44,12 +42,9 @@ _SET = r"(PET|KUBERNETES)_\w+"
 _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
-    "HyperPodPyTorchJob": "HPJob",
 }
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
-#: Labels by which the manifests find pods.
-_OWN_LABELS = "titanlite/"
 _METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 
@@ -70,7 +65,7 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "gpus": gpus,
         "efa": fabric.efa if fabric else 0,
-        "node_type": _node_type(job),
+        "node_type": launch.instance_type,
         "container": "node" if kind == "TrainJob" else "pytorch",
         "words": _words(job),
         "environment": {
@@ -78,11 +73,7 @@ def files(job: Job) -> dict[str, str]:
             "PYTHONUNBUFFERED": "1",
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
-            **(
-                {exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)}
-                if kind != "HyperPodPyTorchJob"
-                else {}
-            ),
+            exit_codes.RESTART_VARIABLE: str(_RESTART_CODE),
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
@@ -113,14 +104,6 @@ def _folder(job: Job) -> str:
     return shlex.quote(str(job.folder))
 
 
-def _node_type(job: Job) -> str:
-    """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
-    kind = job.launch.instance_type
-    if kind and job.launch.kind == "HyperPodPyTorchJob":
-        return f"ml.{kind.removeprefix('ml.')}"
-    return kind
-
-
 def _name(job: Job) -> str:
     """Return the name of the job: a host name, with room for that of a pod.
 
@@ -148,40 +131,24 @@ def _metadata_problems(job: Job) -> Iterator[Problem]:
         for name, value in table.items():
             key = f"launch.{kind}.{quote_key(name)}"
             if not re.fullmatch(_METADATA_NAME, name):
-                yield Problem("", key, f"{name!r} is no name of Kubernetes", hint)
+                yield Problem("does-not-fit", key, f"{name!r} is no name of Kubernetes", hint)
             if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
                 message = f"{value!r} is no value of a label"
-                yield Problem("", key, message, "it has up to 63 letters, digits, -, _ and .")
+                yield Problem(
+                    "does-not-fit", key, message, "it has up to 63 letters, digits, -, _ and ."
+                )
             if name == _QUEUE:
-                yield Problem("", key, "is the label that launch.queue sets", "set launch.queue")
-            if name.startswith(_OWN_LABELS):
-                yield Problem("", key, f"{_OWN_LABELS} is titanlite's own", "take another name")
+                yield Problem(
+                    "does-not-fit", key, "is the label that launch.queue sets", "set launch.queue"
+                )
 
 
 def _words(job: Job) -> list[str]:
     """Return the command of a pod."""
-    config = f"{_CONFIG_FOLDER}/{CONFIG}"
-    torchrun = ["python", "-m", "titanlite.torchrun", *_rendezvous(job)]
-    return [*torchrun, "-m", "titanlite", "train", config]
-
-
-def _rendezvous(job: Job) -> list[str]:
-    """Return the arguments of torchrun that the operator does not give in the environment."""
-    if job.launch.kind == "TrainJob":
-        return []
-    ranks = ["--nproc_per_node", str(job.ranks)]
-    if job.launch.kind == "PyTorchJob":
-        return ranks
-    # HyperPod's own agent would get all of it from the operator.
-    meet = [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"{_name(job)}:29400",
-        "--local_addr",
-        "$(POD_IP)",
-    ]
-    return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
+    # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
+    ranks = [] if job.launch.kind == "TrainJob" else ["--nproc_per_node", str(job.ranks)]
+    torchrun = ["python", "-m", "titanlite.torchrun", *ranks]
+    return [*torchrun, "-m", "titanlite", "train", f"{_CONFIG_FOLDER}/{CONFIG}"]
 
 
 def _check(job: Job) -> None:
@@ -197,24 +164,36 @@ def _check(job: Job) -> None:
             '= "NAME"'
         )
         problems.append(
-            Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint)
+            Problem(
+                "does-not-fit",
+                f"launch.environment.{name}",
+                "all readers of the manifest see it",
+                hint,
+            )
         )
     for key in shown_urls(job.run.toml):
         hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
         problems.append(
             Problem(
-                "", key, "all readers of the manifest see the login or signature of its URL", hint
+                "does-not-fit",
+                key,
+                "all readers of the manifest see the login or signature of its URL",
+                hint,
             )
         )
     problems += _metadata_problems(job)
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
-        problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
+        problems.append(
+            Problem("does-not-fit", "launch.image", "a pod needs a container image", advice)
+        )
     paths = {claim: PurePosixPath(path) for claim, path in launch.volumes.items()}
     for claim, path in paths.items():
         if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
             message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
-            problems.append(Problem("", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
+            problems.append(
+                Problem("does-not-fit", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}')
+            )
     folders = {"job.dump_folder": folder}
     checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
     if checkpoint.enable_checkpoint and not is_url(checkpoints):
@@ -231,7 +210,7 @@ def _check(job: Job) -> None:
             advice = (
                 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
             )
-            problems.append(Problem("", key, message, advice))
+            problems.append(Problem("does-not-fit", key, message, advice))
     if problems:
         raise ConfigError(problems)
 

@@ -52,7 +52,7 @@ def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator
             if name not in (*given, *_USUAL) and not re.fullmatch(pattern, name):
                 message = f"the containers have no environment variable {name}"
                 hint = f"set launch.environment.{name}, or write $${{ for a literal ${{"
-                yield Problem("", key, message, hint)
+                yield Problem("does-not-fit", key, message, hint)
 
 
 def shown_urls(toml: str) -> list[str]:

@@ -110,7 +110,7 @@ def _check(job: Job) -> None:
         ),
     }
     problems = [
-        Problem("", key, "SageMaker needs it", hint)
+        Problem("does-not-fit", key, "SageMaker needs it", hint)
         for key, (value, hint) in needed.items()
         if not value
     ]
@@ -132,12 +132,14 @@ def _check(job: Job) -> None:
                 f'take a folder below {RUN_FOLDER}, as checkpoint.folder = "checkpoint", or one '
                 "on S3"
             )
-        problems.append(Problem("", "checkpoint.folder", message, hint))
+        problems.append(Problem("does-not-fit", "checkpoint.folder", message, hint))
     wait = limit_seconds(launch.spot_wait)
     if wait is not None and wait < (limit_seconds(launch.time_limit) or _FIVE_DAYS):
         problems.append(
             Problem(
-                "", "launch.spot_wait", "is shorter than launch.time_limit, which it includes", ""
+                "does-not-fit",
+                "launch.spot_wait",
+                "is shorter than launch.time_limit, which it includes",
             )
         )
     if problems:

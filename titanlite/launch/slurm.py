@@ -94,14 +94,14 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
                 "see it"
             )
             hint = "set launch.shared_dir to a folder above it that all machines see"
-            yield Problem("", key, message, hint)
+            yield Problem("does-not-fit", key, message, hint)
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
-        yield Problem("", "job.dump_folder", message, "take a folder without one")
+        yield Problem("does-not-fit", "job.dump_folder", message, "take a folder without one")
     for mount in mounts if launch.image else []:
         if set(str(mount)) & set(",:"):
             message = f"{mount} cannot be mounted in a container: a comma or a colon ends its name"
-            yield Problem("", "launch.image", message, "take a folder without them")
+            yield Problem("does-not-fit", "launch.image", message, "take a folder without them")
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
         message = (
@@ -109,7 +109,7 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
             f"{launch.time_limit}"
         )
         advice = "Slurm may send the notice up to a minute sooner: leave time to train"
-        yield Problem("", "launch.notice_seconds", message, advice)
+        yield Problem("does-not-fit", "launch.notice_seconds", message, advice)
 
 
 def advice(job: Job) -> str:

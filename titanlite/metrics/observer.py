@@ -109,7 +109,7 @@ class MetricsLogger(Callback):
         self._open_tensorboard(0 if is_new else step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
             self._view = start_view(step, trainer.steps)
-        head = dict(trainer.parts.model.named_modules()).get(trainer.parts.spec.head)
+        head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
         self._ranks = StragglerDetector(self._world.device, head)
         self._begin(trainer)
 

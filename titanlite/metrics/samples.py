@@ -77,7 +77,7 @@ class PromptSampler(Callback):
             limit=self._limit,
             sampling=Sampling(self._section.temperature, seed=self._section.seed),
             stop_ids=ends,
-            head=parts.spec.head,
+            head=parts.run.spec.head,
             vocab=self._tokenizer.vocab_size,
             multiple=self._multiple,
             together=True,

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.errors import Problem
 from titanlite.config.trust import Origin, admit
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
-from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
+from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ def resolve_args(  # noqa: PLR0913
     if vocab_size is not None:
         if changes.get("vocab_size", vocab_size) != vocab_size:
             message = f"is {vocab_size}, but model.overrides.vocab_size = {changes['vocab_size']}"
-            raise ShapeError(Misfit(message, "vocab_size"))
+            raise ShapeError(Problem("model", "vocab_size", message))
         changes["vocab_size"] = vocab_size
     if max_seq_len is not None:
         wanted = changes.setdefault("max_seq_len", max_seq_len)
         if wanted < max_seq_len:
             message = f"is {wanted}, shorter than the sequences of {max_seq_len} tokens"
-            raise ShapeError(Misfit(message, "overrides.max_seq_len"))
+            raise ShapeError(Problem("model", "overrides.max_seq_len", message))
     if changes.get("vocab_size", base.vocab_size) is None:
         changes["vocab_size"] = tokenizer_size
     args = _made(lambda: replace(base, **changes))
@@ -69,14 +70,16 @@ def resolve_args(  # noqa: PLR0913
             f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only "
             f"{args.vocab_size}: choose the model's own tokenizer, or set model.vocab_size"
         )
-        raise ShapeError(Misfit(message))
+        raise ShapeError(message)
     return args
 
 
 def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
     """Return the error of a flavor that a family does not have."""
     message = f"{spec.name} has no flavor {shown(flavor)}"
-    return ShapeError(Misfit(message, "flavor", names_like(flavor, [*spec.flavors, FROM_FOLDER])))
+    return ShapeError(
+        Problem("model", "flavor", message, names_like(flavor, [*spec.flavors, FROM_FOLDER]))
+    )
 
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
@@ -91,12 +94,14 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
             overrides[name] = value
         elif value not in (None, "rmsnorm"):
             raise ShapeError(
-                Misfit(f"the model {model.name} has no such argument", name, "remove it")
+                Problem("model", name, f"the model {model.name} has no such argument", "remove it")
             )
     if model.name == "hf":
         if model.flavor != "debugmodel":  # the key's default
             raise ShapeError(
-                Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it")
+                Problem(
+                    "model", "flavor", "hf has no flavors: model.hf_config says all", "remove it"
+                )
             )
         from titanlite.models.hf import read_args
 
@@ -105,7 +110,7 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
     elif model.flavor == FROM_FOLDER:
         base = shape_of(model)
     elif model.hf_config is not None:
-        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", _WAYS))
+        raise ShapeError(Problem("model", "hf_config", f"the model {model.name} takes none", _WAYS))
     args = resolve_args(
         model.name,
         model.flavor,
@@ -128,7 +133,7 @@ def _check_scaling(args: Any, max_seq_len: int) -> None:
             f"serves {serves} tokens, factor times original_max_position_embeddings, and sequences "
             f"have {max_seq_len}"
         )
-        raise ShapeError(Misfit(message, "rope_scaling.factor", "raise it"))
+        raise ShapeError(Problem("model", "rope_scaling.factor", message, "raise it"))
 
 
 _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'
@@ -145,7 +150,7 @@ def shape_of(model: Model) -> Any:
     if missing:
         message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
         advice = "name it as checkpoint.initial_load_path, or as model.hf_config"
-        raise ShapeError(Misfit(message, "flavor", advice))
+        raise ShapeError(Problem("model", "flavor", message, advice))
     return _made(lambda: cls(**given))
 
 
@@ -197,7 +202,7 @@ def from_record(
         if is_required and field.name not in checked:
             missing.append(field.name)
     if missing:
-        raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
+        raise ShapeError(f"{', '.join(missing)} is missing")
     return family, _made(lambda: cls(**checked))
 
 
@@ -208,4 +213,4 @@ def _made(make: Callable[[], Any]) -> Any:
     except ShapeError:
         raise
     except ValueError as error:
-        raise ShapeError(Misfit(str(error))) from error
+        raise ShapeError(str(error)) from error

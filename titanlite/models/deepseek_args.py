@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Misfit, ShapeError, Size
+from titanlite.models.spec import ShapeError, Size
 
 #: Epsilon of the norms on latents in `transformers`, whatever `rms_norm_eps` is.
 LATENT_NORM_EPS = 1e-6
@@ -80,9 +80,9 @@ class DeepSeekV3Args(ExpertArgs):
         if self.score == "softmax_of_chosen":
             wrong.append('score must be "sigmoid" or "softmax"')
         if wrong:
-            raise ShapeError(*map(Misfit, wrong))
+            raise ShapeError(*wrong)
 
-    def _misfits_of_derived(self) -> list[str]:
+    def _problems_of_derived(self) -> list[str]:
         wrong = []
         if self.ffn_width < 1:
             wrong.append(f"ffn_width must be positive, got {self.ffn_width}")

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from titanlite.config.errors import Problem
 from titanlite.config.resolve import resolve_as
-from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
+from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
 #: Values of `model.name`.
@@ -77,9 +78,11 @@ def get_spec(name: str) -> ModelSpec:
             )
         except ValueError as error:
             hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
-            raise ShapeError(Misfit(str(error), "name", hint)) from error
+            raise ShapeError(Problem("model", "name", str(error), hint)) from error
     if name not in SPECS:
-        raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
+        raise ShapeError(
+            Problem("model", "name", f"no model {shown(name)}", names_like(name, SPECS))
+        )
     return SPECS[name]
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from titanlite.models.spec import Misfit, ShapeError, names_like, shown
+from titanlite.config.errors import Problem
+from titanlite.models.spec import ShapeError, names_like, shown
 
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
@@ -22,13 +23,15 @@ def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[
     hints = typing.get_type_hints(cls)
     names = [field.name for field in fields(cls)]
     checked: dict[str, Any] = {}
-    wrong: list[Misfit] = []
+    wrong: list[Problem] = []
     for name, value in values.items():
         where = f"{table}.{name}".removeprefix(".")
         allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
         parse = next((kind.parse for kind in allowed if hasattr(kind, "parse")), None)
         if name not in names:
-            wrong.append(Misfit(f"no argument {shown(name)}", where, names_like(name, names)))
+            wrong.append(
+                Problem("model", where, f"no argument {shown(name)}", names_like(name, names))
+            )
         elif parse is not None:
             checked[name] = parse(value)
         elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
@@ -37,7 +40,7 @@ def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[
             checked[name] = float(value)
         else:
             expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
-            wrong.append(Misfit(f"expected {expected}, got {shown(value)}", where))
+            wrong.append(Problem("model", where, f"expected {expected}, got {shown(value)}"))
     if wrong:
         raise ShapeError(*wrong)
     return checked

@@ -11,7 +11,7 @@ from titanlite.models import llama_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import decoder_spec
 from titanlite.models.rope_scaling import LinearScaling
-from titanlite.models.spec import Misfit, ShapeError
+from titanlite.models.spec import ShapeError
 from titanlite.models.window_pattern import PatternArgs, one_rope, pattern_of, written_pattern
 
 #: Bases of RoPE in blocks that see all, and in those with a window.
@@ -46,7 +46,7 @@ class Gemma3Args(PatternArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.query_scalar < 1:
-            raise ShapeError(Misfit(f"query_scalar must be positive, got {self.query_scalar}"))
+            raise ShapeError(f"query_scalar must be positive, got {self.query_scalar}")
 
     @property
     def query_scale(self) -> float:

@@ -47,4 +47,4 @@ def in_words_of_files(error: ShapeError, config: Mapping[str, Any]) -> ValueErro
                 return name
         return names[-1]
 
-    return ValueError("; ".join(_WORD.sub(entry, misfit.message) for misfit in error.misfits))
+    return ValueError("; ".join(_WORD.sub(entry, problem.message) for problem in error.problems))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.llama_args import Rotary
-from titanlite.models.spec import Misfit, ShapeError
+from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +72,7 @@ class Llama4Args(ExpertArgs):
         if self.score == "softmax_of_chosen":
             wrong.append('score must be "sigmoid" or "softmax"')
         if wrong:
-            raise ShapeError(*map(Misfit, wrong))
+            raise ShapeError(*wrong)
 
     def of_block(self, index: int) -> Self:
         """Return the arguments of block `index`."""

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.config.errors import Problem
 from titanlite.models.rope_scaling import RopeScaling, Scaling
-from titanlite.models.spec import Misfit, ShapeError, Size
+from titanlite.models.spec import ShapeError, Size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,13 +94,13 @@ class LlamaArgs:
             wrong.append(
                 f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
             )
-        wrong = wrong or self._misfits_of_derived()
+        wrong = wrong or self._problems_of_derived()
         if wrong:
-            raise ShapeError(*map(Misfit, wrong))
+            raise ShapeError(*wrong)
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.head_dim)
 
-    def _misfits_of_derived(self) -> list[str]:
+    def _problems_of_derived(self) -> list[str]:
         """Return what is wrong with derived numbers, where each argument by itself is right."""
         wrong = []
         if self.ffn_width < 1:
@@ -257,7 +258,7 @@ class LlamaArgs:
                 "this flavor takes its vocabulary from the tokenizer: pass vocab_size or "
                 "tokenizer_size"
             )
-            raise ShapeError(Misfit(message, "vocab_size"))
+            raise ShapeError(Problem("model", "vocab_size", message))
         return self.vocab_size
 
     # The parameters and FLOPs of a block: of `of_block`

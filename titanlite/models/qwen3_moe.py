@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.errors import Problem
 from titanlite.models import llama_hf
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.experts.family import expert_spec
 from titanlite.models.experts.hf_names import feed_forward_names
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.qwen3 import check_no_windows
-from titanlite.models.spec import Misfit, ModelSpec, ShapeError
+from titanlite.models.spec import ModelSpec, ShapeError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,7 +29,11 @@ class Blocks(tuple[int, ...]):
         """Return the blocks of a list. Raises ShapeError for anything else."""
         if not isinstance(value, list | tuple) or {type(index) for index in value} - {int}:
             raise ShapeError(
-                Misfit(f"expected a list of integers, got {value!r:.80}", "overrides.dense_blocks")
+                Problem(
+                    "model",
+                    "overrides.dense_blocks",
+                    f"expected a list of integers, got {value!r:.80}",
+                )
             )
         return cls(value)
 
@@ -53,14 +58,14 @@ class Qwen3MoeArgs(ExpertArgs):
         super().__post_init__()
         wrong = []
         if self.sparse_step < 1:
-            raise ShapeError(Misfit(f"sparse_step must be positive, got {self.sparse_step}"))
+            raise ShapeError(f"sparse_step must be positive, got {self.sparse_step}")
         beyond = [index for index in self.dense_blocks if not 0 <= index < self.n_layers]
         if beyond:
             wrong.append(f"dense_blocks has {beyond[0]}, and blocks are 0 to {self.n_layers - 1}")
         elif self.n_experts and not self._moe_layers:
             wrong.append("no block has experts: the family qwen3 has dense models")
         if wrong:
-            raise ShapeError(*map(Misfit, wrong))
+            raise ShapeError(*wrong)
 
     @property
     def _moe_layers(self) -> int:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
+from titanlite.config.errors import Problem
 from titanlite.models.fields import checked_fields
-from titanlite.models.spec import Misfit, ShapeError, names_like, shown
+from titanlite.models.spec import ShapeError, names_like, shown
 
 _TABLE = "rope_scaling"
 
@@ -43,7 +44,9 @@ class Scaling:
         kind = table.pop("rope_type", RopeScaling.kind)
         if kind not in KINDS:
             message = f"no rope_type {shown(kind)}"
-            raise ShapeError(Misfit(message, f"{_TABLE}.rope_type", names_like(str(kind), KINDS)))
+            raise ShapeError(
+                Problem("model", f"{_TABLE}.rope_type", message, names_like(str(kind), KINDS))
+            )
         return KINDS[kind].of_table(table)
 
     @classmethod
@@ -98,7 +101,7 @@ class Scaling:
 
 
 def _error(message: str, name: str = "") -> ShapeError:
-    return ShapeError(Misfit(message, f"{_TABLE}.{name}" if name else _TABLE))
+    return ShapeError(Problem("model", f"{_TABLE}.{name}" if name else _TABLE, message))
 
 
 def _at_least_one(scaling: Any, *names: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from titanlite import exit_codes
-from titanlite.config.errors import nearest
+from titanlite.config.errors import Problem, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,28 +19,25 @@ if TYPE_CHECKING:
     from titanlite.models.hf_names import HFName
 
 
-class Misfit(NamedTuple):
-    """One thing that is wrong with a model's arguments."""
-
-    message: str
-    #: The key of `[model]` to blame, as `flavor` or `overrides.dim`; empty where several are.
-    field: str = ""
-    advice: str = ""
-
-    def __str__(self) -> str:
-        key = f"model.{self.field}" if self.field else "model"
-        advice = f"; {self.advice}" if self.advice else ""
-        return f"{key}: {self.message}{advice}"
-
-
 class ShapeError(ValueError):
-    """Numbers that make no model, or a name that no model has; `misfits` says which."""
+    """Numbers that make no model, or a name that no model has; `problems` says which.
+
+    Their keys are those of `[model]`, as `flavor` or `overrides.dim`; empty where several are to
+    blame, as for a problem that is given by its message alone.
+    """
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, *misfits: Misfit) -> None:
-        self.misfits = misfits
-        super().__init__("; ".join(map(str, misfits)))
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = [
+            Problem("model", "", problem) if isinstance(problem, str) else problem
+            for problem in problems
+        ]
+        lines = []
+        for problem in self.problems:
+            key = f"model.{problem.key}".rstrip(".")
+            lines.append("; ".join(filter(None, [f"{key}: {problem.message}", problem.remedy])))
+        super().__init__("; ".join(lines))
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class ModelSpec:
     #: the kinds of `titanlite.parallel.tensor_whole`.
     whole_activations: bool = False
     #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
-    #: "": it can. Asked of the keys of `titanlite.resolve.misfits.refused_keys`.
+    #: "": it can. Asked of the keys of `titanlite.resolve.model_rules`.
     why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
 
     def moe_layers(self, args: Any) -> dict[str, int]:

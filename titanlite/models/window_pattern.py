@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.rope_hf import written_rope
-from titanlite.models.spec import Misfit, ShapeError
+from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +44,7 @@ class PatternArgs(LlamaArgs):
         super().__post_init__()
         for name in ("full_every", "local_theta"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ShapeError(Misfit(f"{name} must be positive, got {getattr(self, name)}"))
+                raise ShapeError(f"{name} must be positive, got {getattr(self, name)}")
 
     def is_full(self, index: int) -> bool:
         """Return whether block `index` attends to all tokens before."""

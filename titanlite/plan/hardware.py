@@ -295,4 +295,4 @@ def _check_machines(total: int, size: int, nodes: int | None) -> None:
 
 
 def _error(key: str, message: str, hint: str = "") -> ConfigError:
-    return ConfigError([Problem("", f"--{key}", message, hint)])
+    return ConfigError([Problem("does-not-fit", f"--{key}", message, hint)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.checkpoint.milestones import is_milestone
-from titanlite.config.errors import ConfigError, Problem, bad_flag
+from titanlite.config.errors import bad_flag, unfit
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
@@ -298,7 +298,7 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
     except NoFormula as error:
         command = f"titanlite plan CONFIG --gpus {run.mesh.world_size} --gpu NAME --exact"
         hint = f"`{command}` traces a step of the code instead"
-        raise ConfigError([Problem("", "", str(error), hint)]) from None
+        raise unfit("", str(error), hint) from None
 
 
 def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:

@@ -15,7 +15,7 @@ from titanlite.config.toml import quote
 from titanlite.plan.hardware import Gpu, cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import needed_bytes
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 
 #: Most remedies, and the least share of the peak that each saves.
@@ -69,7 +69,7 @@ def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None
     """
     config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()}))
     size = ranks or run.mesh.world_size
-    checked = check_loaded(config.changed(changes), [], size, training=False, look_at_text=False)
+    checked = resolve(config.changed(changes), size)
     return checked[1]
 
 

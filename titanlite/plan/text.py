@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.metrics.terminal import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
@@ -85,7 +85,7 @@ def _gpu_here() -> _GpusHere | None:
     if gpu_of_device(name) is None:
         message = f"the speed and memory of this machine's GPU, {name!r}, are not known"
         hint = "name a machine, as p5.48xlarge"
-        raise ConfigError([Problem("", "launch.instance_type", message, hint)])
+        raise unfit("launch.instance_type", message, hint)
     return _GpusHere(name, torch.cuda.device_count())
 
 

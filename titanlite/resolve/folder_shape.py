@@ -11,11 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import GROUPS
+from titanlite.config.errors import Problem, unfit
 from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
@@ -33,13 +35,8 @@ _CONFIG = "model.hf_config"
 _ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
 
 
-class FolderShapeError(ValueError):
-    """A folder that gives no shape; `key` is the one to blame, `advice` what to do."""
-
-    def __init__(self, key: str, message: str, advice: str = "") -> None:
-        super().__init__(message)
-        self.key = key
-        self.advice = advice
+#: The error of a folder that gives no shape.
+_no_shape = partial(unfit, code="model")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
 
     folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of
     its first start. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
-    FolderShapeError, and ShapeError for a name that no model has.
+    ConfigError, and ShapeError for a name that no model has.
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
@@ -67,17 +64,17 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
         advice = (
             f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
         )
-        raise FolderShapeError(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
+        raise _no_shape(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
         message = f"{quote(source.path)} describes no model: it has no config.json or params.json"
-        raise FolderShapeError(source.key, message)
+        raise _no_shape(source.key, message)
     if there.family is not None:
         from titanlite.checkpoint.source_model import remedy
 
         message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
-        raise FolderShapeError("model.name", message, remedy(there, get_spec(model.name)))
+        raise _no_shape("model.name", message, remedy(there, get_spec(model.name)))
     if there.args is None:
-        raise FolderShapeError(source.key, f"{there.file}: {there.problem}")
+        raise _no_shape(source.key, f"{there.file}: {there.problem}")
     return FolderShape(_as_overrides(there.args, model), str(there.file))
 
 
@@ -93,7 +90,7 @@ class _Source:
 
 
 def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
-    """Return the first of the places of a shape that there is. Raises FolderShapeError."""
+    """Return the first of the places of a shape that there is. Raises ConfigError."""
     from titanlite.checkpoint.paths import StoreError, to_path
 
     spec = get_spec(model.name)
@@ -110,7 +107,7 @@ def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
         if path is not None:
             return _Source(key, path, _of_folder(to_path(path), model.name, spec))
     except (CheckpointError, StoreError) as error:
-        raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
+        raise _no_shape(key, f"{quote(path)} gives no shape: {error}") from None
     return _Source(key, None, None)
 
 
@@ -173,10 +170,8 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
     return {**found, **model.overrides}
 
 
-def source_misfits(
-    model: Model, section: Checkpoint, args: Any
-) -> Iterator[tuple[str, str, str, str]]:
-    """Compare a run's model with the one that it starts from: (code, key, message, remedy).
+def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Problem]:
+    """Compare a run's model with the one that it starts from.
 
     args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
     nothing is compared, as the run resumes. A store is not asked.
@@ -209,7 +204,7 @@ def source_misfits(
             f"{quote(section.initial_load_path)} holds another model, by its {there.kind}:{lines}"
         )
         way = _own_entries(model, found) or remedy(there, spec)
-        yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED
+        yield Problem("model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED)
 
 
 def _own_entries(model: Model, differences: Sequence[str]) -> str:

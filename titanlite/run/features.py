@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
     from titanlite.contrib.hub.feature import HubFeature
     from titanlite.features.activation_offload import ActivationOffload
@@ -66,11 +65,11 @@ class Feature:
 
     # Before the ranks start. Nothing here imports torch.
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         """Find keys that exclude each other on any ranks and with any model."""
         return ()
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
         """Find what does not fit these ranks, and the model on them.
 
         args: the model's. `vocab_size` is None where the tokenizer decides it.

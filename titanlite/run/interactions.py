@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from titanlite.config.rules import Finding, around
+from titanlite.config.errors import Problem
+from titanlite.config.rules import around
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 
@@ -89,7 +90,7 @@ def needs_whole_groups(d: Config) -> Iterator[str]:
         )
 
 
-def uneven_sequences(run: RunConfig) -> Iterator[Finding]:
+def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
     """Find sequences that the ranks of tensor parallelism cannot divide: between products they
     divide what context parallelism has left of them.
     """
@@ -104,7 +105,7 @@ def uneven_sequences(run: RunConfig) -> Iterator[Finding]:
         if context > 1:
             by += f" * {_CP} {context}"
         message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
-        yield "divide", key, message, f"these work: {around(length, ranks)}"
+        yield Problem("divide", key, message, f"these work: {around(length, ranks)}")
 
 
 def is_below_bf16(d: Config) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.cli import at_least
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
@@ -34,7 +33,7 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
 from titanlite.plan.plan import Plan, formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
-from titanlite.resolve.load import fitted, many_passes, smallest_world, unclear_texts
+from titanlite.resolve.load import check_alone, many_passes, resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.run.length import with_steps
 from titanlite.utils import Style, atomic_write, counted
@@ -163,14 +162,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     _check_options(arguments)
     style = arguments.style
     config, problems = read([*files_of(arguments), *arguments.flags], defer=True)
-    problems = problems or contradictions(config) or unclear_texts(config)
-    if problems:
-        raise ConfigError(problems)
+    check_alone(config, problems, texts=True)
     ranks = ranks_of(arguments, config)
     is_named = arguments.gpu or arguments.instance or config.sections.launch.instance_type
     if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments, style)
-    run = _lasting(fitted(config, ranks), arguments)
+    run = _lasting(resolve(config, ranks)[1], arguments)
     for warning in many_passes(run):
         print(f"warning: {warning}", file=sys.stderr)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
@@ -358,7 +355,7 @@ def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
     problems: list[ConfigError] = []
     for size in sizes:
         try:
-            found.append(fitted(config, size))
+            found.append(resolve(config, size)[1])
         except ConfigError as error:
             problems.append(error)
     if not found:

@@ -30,7 +30,6 @@ from titanlite.cli.plan.settings import (
 )
 from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
-from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
@@ -38,7 +37,7 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, host_memory, steps_of_legs
 from titanlite.plan.speed import predict
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 
 #: Share of a GPU's memory that must stay free: the formulas are that good at best.
@@ -100,7 +99,7 @@ class _Work(NamedTuple):
 class _Search:
     def __init__(self, argv: Sequence[str], cluster: Cluster, allow: Iterable[str]) -> None:
         self.cluster = cluster
-        config, run = check_loaded(*read(argv, defer=True), cluster.gpus, training=False)
+        config, run = check_config(argv, cluster.gpus, training=False, defer=True)
         self.run = with_vocabulary(run)
         sections = replace_fields(config.sections, model=self.run.model)
         self.config = _Variant(
@@ -154,10 +153,7 @@ class _Search:
     def _checked(self, changes: Changes) -> Candidate | None:
         config = self.config.changed(changes)
         try:
-            checked = check_loaded(
-                config, [], self.cluster.gpus, training=False, look_at_text=False
-            )
-            return self._predicted(changes, checked[1])
+            return self._predicted(changes, resolve(config, self.cluster.gpus)[1])
         except ConfigError:
             return None
 

@@ -121,6 +121,7 @@ def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Pat
         return weights.path
     from titanlite.cli.hub.convert import convert
 
+    say(f"exporting {weights.path}")
     is_adapters = RECORD in weights.manifest.config and not arguments.merged
     with pinned(weights.path):
         # It may have been deleted just before the pin.

@@ -13,11 +13,11 @@ from titanlite.run.features import Feature
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.build import Built
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
+    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
@@ -31,17 +31,17 @@ class HubFeature(Feature):
     def __init__(self, config: Config) -> None:
         self.section = config.checkpoint
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Find an average of the weights that no checkpoint, or not the last one, will hold."""
         if not self.section.hub_ema:
             return
         key = "checkpoint.hub_ema"
         if not config.sections.optimizer.ema_decay:
             message = "needs an average of the weights, and optimizer.ema_decay is 0"
-            yield "conflict", key, message, "set optimizer.ema_decay"
+            yield Problem("conflict", key, message, "set optimizer.ema_decay")
         elif self.section.model_weights_only and not self.section.export_ema:
             message = "finds no average in the last save, of checkpoint.model_weights_only"
-            yield "conflict", key, message, "set checkpoint.export_ema"
+            yield Problem("conflict", key, message, "set checkpoint.export_ema")
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
@@ -60,18 +60,18 @@ class HubFeature(Feature):
                 is_new = not steps_in(to_path(run.checkpoint.folder))
                 if is_new and any(name.startswith("step-") for name in branches):
                     message = f"{repository} holds checkpoints of another run, and this one begins"
-                    yield Problem("", self.key, message, "name another repository")
+                    yield Problem("does-not-fit", self.key, message, "name another repository")
         except (HubError, OSError, ValueError) as error:
-            yield Problem("", self.key, str(error), "train without it")
+            yield Problem("does-not-fit", self.key, str(error), "train without it")
 
-    def callback(self, built: Built) -> Callback | None:
+    def callback(self, parts: TrainingComponents) -> Callback | None:
         """Return what uploads checkpoints from rank 0."""
-        if built.saves is None or built.world.rank != 0:
+        if parts.saves is None or parts.world.rank != 0:
             return None
         from titanlite.contrib.hub.callback import HubUploads
 
-        run = built.run
-        root = built.saves.checkpointer.root
+        run = parts.run
+        root = parts.saves.checkpointer.root
         return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:

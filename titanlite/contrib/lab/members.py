@@ -141,7 +141,10 @@ def _shared(run: RunConfig, own: Path) -> list[Problem]:
     if run.checkpoint.hub:
         found["checkpoint.hub"] = run.checkpoint.hub
     hint = "leave it out, so that each run has its own"
-    return [Problem("", key, f"all runs would share {path!r}", hint) for key, path in found.items()]
+    return [
+        Problem("does-not-fit", key, f"all runs would share {path!r}", hint)
+        for key, path in found.items()
+    ]
 
 
 def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
@@ -165,7 +168,7 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
     if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
         found["ranks"] = f"{ranks} -> {run.mesh.world_size}"
     hint = f"name another folder with --folder, or delete {own} to run it again"
-    return [Problem(str(own), key, change, hint) for key, change in found.items()]
+    return [Problem("does-not-fit", key, change, hint, str(own)) for key, change in found.items()]
 
 
 def run_members(

@@ -28,7 +28,7 @@ from titanlite.cli.processes import Stopped
 from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
 from titanlite.config.entries import Entry
-from titanlite.config.errors import ConfigError, Problem, refuse
+from titanlite.config.errors import Problem, refuse, unfit
 from titanlite.config.load import read
 from titanlite.config.toml import join, quote, quote_key
 from titanlite.contrib.lab.members import (
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     refuse(problems)
     if config.sweep is None:
         hint = '[sweep]\n    "optimizer.lr" = [1e-3, 3e-3]'
-        raise ConfigError([Problem("", "[sweep]", "there is no such table", hint)])
+        raise unfit("[sweep]", "there is no such table", hint)
     points = points_of(config.sweep)
     members = members_of(points)
     varied = {key_of(name) for point in points for name in point}
@@ -135,7 +135,7 @@ def points_of(table: Entry) -> list[Values]:
 
 def _problem(table: Entry, name: str, message: str, hint: str = "") -> Problem:
     key = f"[sweep] {name}".rstrip()
-    return Problem(table.place(f".{quote_key(name)}"), key, message, hint)
+    return Problem("does-not-fit", key, message, hint, table.place(f".{quote_key(name)}"))
 
 
 def _what_is_wrong(name: str, value: Any) -> tuple[str, str] | None:
@@ -171,7 +171,7 @@ def members_of(points: Sequence[Values]) -> list[Member]:
             name += "-" + hashlib.sha256(text.encode()).hexdigest()[:8]
         # Some file systems do not distinguish the cases of letters.
         if name.lower() in found:
-            raise ConfigError([Problem("", "[sweep]", f"the point {name} is given twice")])
+            raise unfit("[sweep]", f"the point {name} is given twice")
         flags = [f"--{key}={v if isinstance(v, str) else quote(v)}" for key, v in point.items()]
         found[name.lower()] = Member(name, flags)
     return list(found.values())

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from titanlite.config.rules import Finding
+from titanlite.config.errors import Problem
 from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ActivationOffload(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Check that blocks do not recompute by operator."""
         if not config.sections.activation_checkpoint.by_op:
             return
@@ -40,7 +40,7 @@ class ActivationOffload(Feature):
             "the device"
         )
         hint = 'take mode = "full", or selective_ac_option = "N"'
-        yield "conflict", self.key, message, hint
+        yield Problem("conflict", self.key, message, hint)
 
     # The plan: `titanlite.plan` calls these
 

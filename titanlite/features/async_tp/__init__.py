@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Finding, Rule, broken_rules, contains
+from titanlite.config.rules import Rule, broken_rules, contains
 from titanlite.dist import ParallelismError
 from titanlite.run.features import Feature
 
@@ -41,7 +41,7 @@ class AsyncTensorParallel(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, NEEDS)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
@@ -68,7 +68,7 @@ class AsyncTensorParallel(Feature):
                 "set it to false: tensor parallelism works without it, its traffic then waits for "
                 "the products"
             )
-            yield Problem("", KEY, str(error), hint)
+            yield Problem("does-not-fit", KEY, str(error), hint)
 
     def enable(self, mesh: DeviceMesh) -> None:
         """Give the ranks of tensor parallelism the shared memory. mesh: from `build_mesh`."""

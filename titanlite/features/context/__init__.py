@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, around
+from titanlite.config.errors import Problem
+from titanlite.config.rules import around
 from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ContextParallel(Feature):
 
     # Before the ranks start
 
-    def rank_misfits(self, run: RunConfig) -> Iterator[Finding]:
+    def rank_problems(self, run: RunConfig) -> Iterator[Problem]:
         """Check that each sequence can be cut into two equal chunks per rank."""
         chunks = 2 * run.mesh.context
         for key, length in run.sequence_lengths.items():
@@ -47,7 +48,9 @@ class ContextParallel(Feature):
                 f"is {run.mesh.context}, but {key} = {length} cannot be cut into {chunks} chunks, "
                 "two for each rank"
             )
-            yield "divide", self.key, message, f"these work: {key} = {around(length, chunks)}"
+            yield Problem(
+                "divide", self.key, message, f"these work: {key} = {around(length, chunks)}"
+            )
 
     # The model: `titanlite.parallel.parallelize` calls these
 

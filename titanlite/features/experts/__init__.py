@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.errors import Problem
+from titanlite.config.rules import divisors
 from titanlite.dist import ParallelismError
 from titanlite.features.experts import checks
 from titanlite.parallel import offered
@@ -59,9 +60,9 @@ class MoELayers:
 
     # Before the ranks start
 
-    def misfits(self, run: RunConfig) -> Iterable[Finding]:
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Find what does not fit, whether ranks share experts or not."""
-        return checks.reshard_misfits(run, self.experts)
+        return checks.reshard_problems(run, self.experts)
 
     # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.resize`
 
@@ -94,7 +95,7 @@ class MoELayers:
         degrees = divisors(math.gcd(*self.experts.values()))
         return [{checks.DEGREE: ranks} for ranks in degrees]
 
-    # The step: `titanlite.start` calls these
+    # The step: `titanlite.assembly` calls these
 
     def balance(
         self, run: RunConfig, args: Any, model: nn.Module, device: torch.device
@@ -135,8 +136,8 @@ class ExpertParallel(Feature):
         """
         return self.ranks // math.gcd(self.ranks, others)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.model_misfits(run, args)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.model_problems(run, args)
 
     # The model: `titanlite.parallel.parallelize` calls these
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.errors import Problem
+from titanlite.config.rules import divisors
 from titanlite.features.experts.ranks import expert_shards, in_words, most_ranks
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ DEGREE = "parallelism.expert_parallel_degree"
 _TP = "training.tensor_parallel_degree"
 
 
-def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
+def model_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Check that ranks with different tokens can share the experts."""
     layers = run.spec.moe_layers(args)
     if not layers:
@@ -27,13 +28,15 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
             f"is {ranks}: tensor-parallel ranks of this model have the same tokens, and would send "
             "each row several times"
         )
-        yield "conflict", DEGREE, message, f"set {_TP} = 1, or this key"
+        yield Problem("conflict", DEGREE, message, f"set {_TP} = 1, or this key")
     if run.activation_checkpoint.mode == "budget":
         message = (
             'is "budget", which covers compiled code alone, and experts that ranks share are not '
             "compiled"
         )
-        yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
+        yield Problem(
+            "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
+        )
     experts = math.gcd(*layers.values())
     most = most_ranks(run.mesh)
     if most % ranks or experts % ranks:
@@ -41,7 +44,7 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
             f"is {ranks}, which does not divide both {in_words(run.mesh)} = {most} "
             f"and the {experts} experts"
         )
-        yield "divide", DEGREE, message, _fitting(ranks, most, experts)
+        yield Problem("divide", DEGREE, message, _fitting(ranks, most, experts))
 
 
 def _fitting(ranks: int, most: int, experts: int) -> str:
@@ -59,7 +62,7 @@ def _fitting(ranks: int, most: int, experts: int) -> str:
     return f"take {nearest}, the nearest that divide the experts, and as many ranks or a multiple"
 
 
-def reshard_misfits(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Finding]:
+def reshard_problems(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Problem]:
     """Check that experts stay over all ranks that cut them inside of their matrices.
 
     That holds in a run whose ranks share no experts, too. layers: the experts of each MoE layer.
@@ -84,4 +87,4 @@ def reshard_misfits(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Findi
     hint = 'take "default", "always" or "never"'
     if alike > 1 and run.mesh.weight_shards % alike == 0:
         hint += f", or {alike}"
-    yield "ranks", "training.reshard_after_forward", message, hint
+    yield Problem("ranks", "training.reshard_after_forward", message, hint)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import unfit
 from titanlite.features.experts.checks import DEGREE
 from titanlite.features.experts.ranks import expert_shards
 from titanlite.models.experts.arguments import ExpertArgs
@@ -260,5 +260,5 @@ def rows_to_each(run: RunConfig, args: Any) -> int:
     rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
     if rest:
         message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
-        raise ConfigError([Problem("", DEGREE, message, "plan it by formula, without --exact")])
+        raise unfit(DEGREE, message, "plan it by formula, without --exact")
     return rows

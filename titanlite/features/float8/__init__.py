@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, broken_rules
+from titanlite.config.errors import Problem
+from titanlite.config.rules import broken_rules
 from titanlite.features.float8 import checks
 from titanlite.features.float8.choice import (
     MULTIPLE,
@@ -62,11 +63,11 @@ class Float8Feature(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.misfits(run, args, self.choices, self.multiple)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.problems(run, args, self.choices, self.multiple)
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         return checks.wide_filters(run)
@@ -129,7 +130,7 @@ class Float8Feature(Feature):
 
         return products if self.section.emulate else Float8Speed(self.section, step)
 
-    # The step: `titanlite.start` calls these
+    # The step: `titanlite.assembly` calls these
 
     def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         """Return what a step calls when the weights are new."""

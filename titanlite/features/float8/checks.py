@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Finding, Rule, contains, several
+from titanlite.config.rules import Rule, contains, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
 from titanlite.dist import ParallelismError
@@ -82,7 +82,7 @@ EXCLUDES = [
 Choose = Callable[[Linears], list[Float8Choice]]
 
 
-def misfits(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterator[Finding]:
+def problems(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterator[Problem]:
     """Check that float8 can take the products of the model, and that it takes some.
 
     multiple: each dimension of a product must be one of it.
@@ -100,7 +100,7 @@ def misfits(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterato
         yield from _uneven_rows(run, choices)
 
 
-def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Finding]:
+def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Problem]:
     """Find filters that are part of no name."""
     components = [part for name in linears.sizes for part in name.split(".") if not part.isdigit()]
     hint = (
@@ -109,19 +109,21 @@ def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Finding]:
     )
     for part in name_filters(settings):
         if not part or not any(part in name for name in linears.sizes):
-            yield "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
+            yield Problem(
+                "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
+            )
 
 
-def _nothing_converted(settings: Float8, choices: Sequence[Float8Choice]) -> Iterator[Finding]:
+def _nothing_converted(settings: Float8, choices: Sequence[Float8Choice]) -> Iterator[Problem]:
     if any(choice.converted for choice in choices):
         return
     shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
     numbers = settings.recipe_name if settings.is_mx else "float8"
     message = f"leaves no product in {numbers}: {shown}"
-    yield "model", ENABLE, message, "convert some linears, or set it to false"
+    yield Problem("model", ENABLE, message, "convert some linears, or set it to false")
 
 
-def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Finding]:
+def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Problem]:
     """Check the number of tokens in a product of one rank."""
     tokens = run.tokens_at_once
     if tokens % multiple == 0:
@@ -131,10 +133,10 @@ def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Finding]:
     message = f"needs a multiple of {multiple} tokens in a product, and there are {by}"
     fitting = multiple // math.gcd(multiple, run.rank_len) * run.pipeline.microbatches
     batch = f"training.batch_size = {fitting} or a multiple of it"
-    yield "divide", ENABLE, message, f"these work: {batch}, or another training.seq_len"
+    yield Problem("divide", ENABLE, message, f"these work: {batch}, or another training.seq_len")
 
 
-def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Finding]:
+def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Problem]:
     """Check that FSDP's ranks hold equal parts of the weights that are gathered in float8."""
     shards = run.mesh.weight_shards
     odd = [one for one in choices if one.converted and one.size.out_features % shards]
@@ -143,7 +145,7 @@ def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Fi
     which = ", ".join(f"{one.kind} has {one.size.out_features}" for one in odd)
     message = f"needs weights whose rows divide over the {shards} ranks that share them; {which}"
     kept = f"keep them with {FILTERS} = {quote([one.kind for one in odd])}"
-    yield "divide", GATHER, message, f"{kept}, or set it to false"
+    yield Problem("divide", GATHER, message, f"{kept}, or set it to false")
 
 
 def wide_filters(run: RunConfig) -> Iterator[str]:
@@ -154,7 +156,7 @@ def wide_filters(run: RunConfig) -> Iterator[str]:
     try:
         spec = run.spec
         names = "\n".join(spec.linears(run.model_args(1)) if spec.linears else ())
-    except ShapeError:  # `titanlite.resolve.load.misfits` reports it
+    except ShapeError:  # `titanlite.resolve.load.problems_of_run` reports it
         return
     for part in parts:
         others = re.findall(rf"^.*?{re.escape(part)}\d+", names, re.MULTILINE)
@@ -179,4 +181,4 @@ def machine_problems(settings: Float8) -> Iterator[Problem]:
             "set it to false; float8.emulate = true computes with the same rounded numbers in "
             "float32, which is slow and for tests"
         )
-        yield Problem("", ENABLE, str(error), hint)
+        yield Problem("does-not-fit", ENABLE, str(error), hint)

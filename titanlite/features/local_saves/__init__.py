@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.report_rows import Row, Setup
+    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.rules import Finding
     from titanlite.config.sections import Config
     from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
@@ -49,7 +49,7 @@ class LocalSaves(Feature):
     def __init__(self, config: Config) -> None:
         self.section = config.checkpoint
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return checks.findings(config.sections.checkpoint)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:

@@ -10,7 +10,7 @@ from titanlite.config.entries import quote
 from titanlite.config.urls import is_url
 
 if TYPE_CHECKING:
-    from titanlite.config.rules import Finding
+    from titanlite.config.errors import Problem
     from titanlite.config.sections import Checkpoint
 
 KEY = "checkpoint.local_folder"
@@ -18,7 +18,7 @@ KEY = "checkpoint.local_folder"
 PLACE = "{local_rank}"
 
 
-def findings(section: Checkpoint) -> Iterator[Finding]:
+def findings(section: Checkpoint) -> Iterator[Problem]:
     """Find values that cannot work."""
     folder = section.local_folder or ""
     plain = folder.replace(PLACE, "")
@@ -26,14 +26,14 @@ def findings(section: Checkpoint) -> Iterator[Finding]:
     # A variable gets its value on the machines of the job.
     is_known = "${" not in folder
     if is_url(folder):
-        yield "url", KEY, f"{quote(folder)} is a store, which all nodes share", hint
+        yield Problem("url", KEY, f"{quote(folder)} is a store, which all nodes share", hint)
     elif is_known and ("{" in plain or "}" in plain):
-        yield "unknown-value", KEY, f"{quote(folder)} has another field than {PLACE}", hint
+        yield Problem("unknown-value", KEY, f"{quote(folder)} has another field than {PLACE}", hint)
     elif is_known and not os.path.isabs(folder):
-        yield "unknown-value", KEY, f"{quote(folder)} does not begin with /", hint
+        yield Problem("unknown-value", KEY, f"{quote(folder)} does not begin with /", hint)
     if section.interval_type == "steps" and section.local_interval >= section.interval:
         message = (
             f"is {section.local_interval}, and checkpoint.interval = {section.interval} saves as "
             "often"
         )
-        yield "conflict", "checkpoint.local_interval", message, "lower it, or raise that"
+        yield Problem("conflict", "checkpoint.local_interval", message, "lower it, or raise that")

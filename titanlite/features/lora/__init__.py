@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, broken_rules
+from titanlite.config.errors import Problem
+from titanlite.config.rules import broken_rules
 from titanlite.features.lora import checks
 from titanlite.features.lora.settings import Adapters, adapters_of
 from titanlite.run.features import Feature
@@ -59,11 +60,11 @@ class LoraFeature(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.misfits(run, args)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.problems(run, args)
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Finding
 from titanlite.run.features import Feature
 from titanlite.utils import counted
 
@@ -38,7 +37,7 @@ class LossChunks(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Check that there is a token for each chunk."""
         d = config.sections
         pieces = (
@@ -56,7 +55,7 @@ class LossChunks(Feature):
             f"{counted(length, 'tokens')})"
         )
         message = f"is {self.chunks}, but a rank computes the loss of {all_tokens} at once"
-        yield "conflict", self.key, message, f"take {tokens} at most"
+        yield Problem("conflict", self.key, message, f"take {tokens} at most")
 
     # On the machine
 
@@ -67,7 +66,7 @@ class LossChunks(Feature):
         try:
             self.apply(run.spec.build_on_meta(args), run.spec.head)
         except ValueError as error:
-            yield Problem("", self.key, str(error), "set it to 1")
+            yield Problem("does-not-fit", self.key, str(error), "set it to 1")
 
     # The model
 

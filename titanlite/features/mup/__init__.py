@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, broken_rules
+from titanlite.config.errors import Problem
+from titanlite.config.rules import broken_rules
 from titanlite.features.mup import checks
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
@@ -42,13 +43,13 @@ class MupFeature(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         optimizer = config.sections.optimizer
         yield from broken_rules(config, excludes=checks.EXCLUDES)
         yield from checks.adam_decays(optimizer.name, optimizer.weight_decay)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.misfits(run, args)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.problems(run, args)
 
     # Initial weights
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from titanlite.config.errors import Problem
 from titanlite.models.args import checked_fields
 from titanlite.models.llama_args import LlamaArgs
-from titanlite.models.spec import Misfit, ShapeError
+from titanlite.models.spec import ShapeError
 
 #: Arguments that become narrower with `dim`; experts' products want multiples of 8.
 _SCALED = ("ffn_dim", "expert_width", "q_lora_rank", "kv_lora_rank")
@@ -40,7 +41,7 @@ def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
     for name in given:
         if name not in known:
             message = f"{name} is no width of this model, and not its depth"
-            raise ShapeError(Misfit(message, name, f"there are {', '.join(known)}"))
+            raise ShapeError(Problem("model", name, message, f"there are {', '.join(known)}"))
     checked = checked_fields(type(args), given, "")
     changes = {**_narrower(args, dim, known), **checked, "dim": dim}
     if "n_heads" not in given:
@@ -68,7 +69,7 @@ def _heads(args: LlamaArgs, dim: int) -> int:
             f"{args.n_heads} heads at dim = {args.dim} are no whole number at dim = {dim}, with "
             "heads of one width"
         )
-        raise ShapeError(Misfit(message, "n_heads", "name the base model's in mup.base"))
+        raise ShapeError(Problem("model", "n_heads", message, "name the base model's in mup.base"))
     return heads
 
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, Rule
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Rule
 from titanlite.features.mup.base import base_args, head_width
 from titanlite.features.mup.rules import Rules
 from titanlite.models.llama_args import LlamaArgs
@@ -32,55 +33,58 @@ EXCLUDES = [
 ]
 
 
-def adam_decays(name: str, decay: float) -> Iterator[Finding]:
+def adam_decays(name: str, decay: float) -> Iterator[Problem]:
     """Find weight decay that is added to the gradient: no rate keeps it in proportion."""
     if name == "Adam" and decay > 0:
         message = 'excludes optimizer.weight_decay with optimizer.name = "Adam"'
-        yield "conflict", KEY, message, 'take "AdamW", whose decay is decoupled, or no decay'
+        yield Problem(
+            "conflict", KEY, message, 'take "AdamW", whose decay is decoupled, or no decay'
+        )
 
 
-def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
+def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Find a base model that cannot be, and a model that has no rules."""
     if is_dotted(run.model.name) or not isinstance(args, LlamaArgs):
         message = f"has no rules for the matrices of model.name = {run.model.name!r}"
-        yield "model", KEY, message, "leave it out, or take a family of titanlite"
+        yield Problem("model", KEY, message, "leave it out, or take a family of titanlite")
         return
     try:
         base = base_args(args, run.mup.base_dim, run.mup.base)
     except ShapeError as error:
-        for misfit in error.misfits:
-            key = f"{TABLE}.{misfit.field}" if misfit.field else KEY
-            message = f"makes no base model: {misfit.message}"
-            yield "model", key, message, misfit.advice
+        for problem in error.problems:
+            key = f"{TABLE}.{problem.key}" if problem.key else KEY
+            message = f"makes no base model: {problem.message}"
+            yield Problem("model", key, message, problem.remedy)
         return
     rules = Rules(run.spec, args, base)
     yield from _without_gain(rules)
     yield from _decayed_offsets(run, rules)
 
 
-def _without_gain(rules: Rules) -> Iterator[Finding]:
+def _without_gain(rules: Rules) -> Iterator[Problem]:
     """Find multipliers that a norm without a weight would have to hold."""
     are_wider = head_width(rules.args) != head_width(rules.base)
     if are_wider and getattr(rules.args, "unit_qk", False):
         message = "scales scores by queries, and unit_qk divides these by their size"
-        yield (
-            "conflict",
-            KEY,
-            message,
-            "take heads of one width, or model.overrides.unit_qk = false",
+        yield Problem(
+            "conflict", KEY, message, "take heads of one width, or model.overrides.unit_qk = false"
         )
     if rules.args.norm_type != "np_layernorm":
         return
     if rules.args.tied and rules.args.dim != rules.base.dim:
         message = "scales the logits of a tied head by its norm, and np_layernorm has no weight"
-        yield "conflict", KEY, message, "set model.overrides.tied = false, or another norm_type"
+        yield Problem(
+            "conflict", KEY, message, "set model.overrides.tied = false, or another norm_type"
+        )
     is_deeper = rules.args.n_layers != rules.base.n_layers
     if is_deeper and rules.args.norm_placement != "before":
         message = "scales what a block adds by its norms, and np_layernorm has no weight"
-        yield "conflict", f"{TABLE}.n_layers", message, "leave it out, or take another norm_type"
+        yield Problem(
+            "conflict", f"{TABLE}.n_layers", message, "leave it out, or take another norm_type"
+        )
 
 
-def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Finding]:
+def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Problem]:
     """Find norms whose factor is 1 + weight: decay would draw it to 1, whatever muP makes it."""
     optimizer = run.optimizer
     if optimizer.no_decay_on_norms:
@@ -93,5 +97,5 @@ def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Finding]:
                 break
         if decay:
             message = f"scales {name}, whose factor is 1 + weight: decay would draw it to 1"
-            yield "conflict", KEY, message, "set optimizer.no_decay_on_norms = true"
+            yield Problem("conflict", KEY, message, "set optimizer.no_decay_on_norms = true")
             return

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, broken_rules
+from titanlite.config.errors import Problem
+from titanlite.config.rules import broken_rules
 from titanlite.features.float8 import Float8Feature
 from titanlite.features.float8.choice import converted_names
 from titanlite.features.mx import checks
@@ -48,11 +49,11 @@ class MXFeature(Float8Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, excludes=checks.EXCLUDES)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        yield from super().model_misfits(run, args)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        yield from super().model_problems(run, args)
         yield from checks.high_precision(run)
 
     # On the machine

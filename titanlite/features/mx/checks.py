@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from titanlite.config.rules import Finding, Rule, contains
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Rule, contains
 from titanlite.config.sections import AUTO_FILTER
 from titanlite.features.float8.checks import FILTERS, GATHER, PRECOMPUTE, RECIPE
 from titanlite.features.float8.choice import Float8Choice
@@ -53,10 +54,10 @@ def divided(choice: Float8Choice, linears: Linears) -> Float8Choice:
     return replace(choice, reason="tensor parallelism does not divide it")
 
 
-def high_precision(run: RunConfig) -> Iterator[Finding]:
+def high_precision(run: RunConfig) -> Iterator[Problem]:
     """Find products that no GPU can return: those of its MX units are bfloat16."""
     dtype = run.training.mixed_precision_param
     if run.float8.emulate or dtype == "bfloat16":
         return
     message = f'is "{run.float8.recipe_name}", which excludes {DTYPE} = "{dtype}"'
-    yield "conflict", RECIPE, message, "products of MX units are bfloat16"
+    yield Problem("conflict", RECIPE, message, "products of MX units are bfloat16")

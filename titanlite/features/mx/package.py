@@ -35,7 +35,7 @@ def machine_problems(settings: Float8) -> Iterator[Problem]:
     try:
         check_torchao()
     except ParallelismError as error:
-        yield Problem("", RECIPE, str(error), "take another recipe, or update torchao")
+        yield Problem("does-not-fit", RECIPE, str(error), "take another recipe, or update torchao")
         return
     if settings.emulate:
         return
@@ -46,7 +46,7 @@ def machine_problems(settings: Float8) -> Iterator[Problem]:
             f"take another recipe, or set {ENABLE} to false; float8.emulate = true computes with "
             "the same rounded numbers in high precision, which is slow and for tests"
         )
-        yield Problem("", RECIPE, str(error), hint)
+        yield Problem("does-not-fit", RECIPE, str(error), hint)
 
 
 def check_torchao() -> None:

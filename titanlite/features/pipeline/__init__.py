@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from titanlite.config.rules import Finding
+from titanlite.config.errors import Problem
 from titanlite.dist import ParallelismError
 from titanlite.features.pipeline import checks
 from titanlite.features.pipeline.cut import Cut, cut_run
@@ -80,16 +80,16 @@ class PipelineParallel(Feature):
         """Return the sizes of a run, and its sections with defaults of the pipeline filled in."""
         return cut_run(d, self.microbatches, mesh, batch)
 
-    def misfits(self, d: Config, run: RunConfig) -> Iterable[Finding]:
+    def problems(self, d: Config, run: RunConfig) -> Iterable[Problem]:
         """Find what does not fit the ranks. d: the sections as written."""
-        return checks.rank_misfits(d, run)
+        return checks.rank_problems(d, run)
 
-    def microbatch_misfits(self, run: RunConfig) -> Iterable[Finding]:
+    def microbatch_problems(self, run: RunConfig) -> Iterable[Problem]:
         """Find what does not fit the micro-batches of a step, when all else fits the ranks."""
-        return checks.microbatch_misfits(run)
+        return checks.microbatch_problems(run)
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
-        return checks.model_misfits(run, args)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.model_problems(run, args)
 
     # The model: `titanlite.parallel.parallelize` calls these
 

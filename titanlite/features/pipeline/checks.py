@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.errors import Problem
+from titanlite.config.rules import divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.dist import ParallelismError
@@ -23,7 +24,7 @@ POINTS = "experimental.pipeline_parallel_split_points"
 PIECES = "experimental.pipeline_parallel_microbatches"
 
 
-def rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
+def rank_problems(d: Config, run: RunConfig) -> Iterator[Problem]:
     """Check the pieces of a batch, and the stages of the schedule.
 
     d: the sections as written; those of the run have defaults filled in.
@@ -35,11 +36,11 @@ def rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         message = f"is {pieces}{source} which does not divide training.batch_size = {size}"
         fitting = ", ".join(map(str, divisors(size)))
         hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
-        yield "divide", PIECES, message, hint
+        yield Problem("divide", PIECES, message, hint)
     name = find_schedule(d.experimental.pipeline_parallel_schedule)
     if name is None:
         return
-    yield from _point_misfits(name, len(d.experimental.pipeline_parallel_split_points), run)
+    yield from _point_problems(name, len(d.experimental.pipeline_parallel_split_points), run)
     if not SCHEDULES[name].splits_backward:
         return
     for reason, remedy in needs_whole_backward(d):
@@ -48,10 +49,10 @@ def rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
             f"{reason}"
         )
         hint = f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}'
-        yield "conflict", SCHEDULE, message, hint
+        yield Problem("conflict", SCHEDULE, message, hint)
 
 
-def _point_misfits(schedule: str, points: int, run: RunConfig) -> Iterator[Finding]:
+def _point_problems(schedule: str, points: int, run: RunConfig) -> Iterator[Problem]:
     """Check that split points make as many stages as the schedule has."""
     degree = run.mesh.pipeline
     stages = run.pipeline.stages
@@ -72,10 +73,10 @@ def _point_misfits(schedule: str, points: int, run: RunConfig) -> Iterator[Findi
         f"ranks needs {wanted}"
     )
     hint = "give as many, or none: then titanlite divides the model evenly"
-    yield "divide", POINTS, message, hint
+    yield Problem("divide", POINTS, message, hint)
 
 
-def microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
+def microbatch_problems(run: RunConfig) -> Iterator[Problem]:
     """Check how many micro-batches a step has."""
     degree = run.mesh.pipeline
     pieces = run.pipeline.microbatches
@@ -88,13 +89,15 @@ def microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     )
     if name == "1F1B" and total < degree:
         message = f"{number}, and 1F1B needs one for each of the {degree} stages at least"
-        yield "batch", PIECES, message, f'give {degree} or more, or take the schedule "GPipe"'
+        yield Problem(
+            "batch", PIECES, message, f'give {degree} or more, or take the schedule "GPipe"'
+        )
     if name.startswith("Interleaved") and total % rounds:
         message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
-        yield "batch", PIECES, message, f"give a multiple of {degree}"
+        yield Problem("batch", PIECES, message, f"give a multiple of {degree}")
 
 
-def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
+def model_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Check that the model can be cut into the stages."""
     if run.spec.pipeline_costs is None:
         return
@@ -103,7 +106,7 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
         hint = (
             "set model.overrides.tied = false for two weights, or divide the model by other degrees"
         )
-        yield "divide", DEGREE, message, hint
+        yield Problem("divide", DEGREE, message, hint)
         return
     points = run.experimental.pipeline_parallel_split_points
     try:
@@ -114,4 +117,4 @@ def model_misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
         split_stages(costs, run.mesh.pipeline, schedule, points)
     except ParallelismError as error:
         hint = "" if points else "take a smaller degree, or a schedule with one stage per rank"
-        yield "divide", POINTS if points else DEGREE, str(error), hint
+        yield Problem("divide", POINTS if points else DEGREE, str(error), hint)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.rules import Finding
 from titanlite.features.tasks import entries
 from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.build import Built
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
@@ -45,7 +44,7 @@ class TaskEvaluation(Feature):
 
     # Before the ranks start
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
         """Find entries that cannot be told apart, and keys for tasks that are not there."""
         section = config.sections.eval
         yield from entries.entry_problems(section.tasks)
@@ -54,9 +53,9 @@ class TaskEvaluation(Feature):
         for name in ("num_fewshot", "include_path"):
             if getattr(section, name) is not None:
                 message = "is for tasks of lm-evaluation-harness, and eval.tasks has files alone"
-                yield "conflict", f"eval.{name}", message, "leave it out"
+                yield Problem("conflict", f"eval.{name}", message, "leave it out")
 
-    def model_misfits(self, run: RunConfig, args: Any) -> Iterator[Finding]:
+    def model_problems(self, run: RunConfig, args: Any) -> Iterator[Problem]:
         """Check that padding changes nothing where ranks share sequences."""
         scaling = getattr(args, "rope_scaling", None)
         above = getattr(scaling, "varies_above", None)
@@ -67,7 +66,7 @@ class TaskEvaluation(Feature):
             f"cannot be exact: above {above} tokens RoPE tables depend on the length, and these "
             "ranks pad a text"
         )
-        yield "conflict", self.key, message, "evaluate checkpoints by `titanlite eval`"
+        yield Problem("conflict", self.key, message, "evaluate checkpoints by `titanlite eval`")
 
     # The tasks: `titanlite.assembly.datasets` calls this
 
@@ -105,41 +104,43 @@ class TaskEvaluation(Feature):
 
     # The run: `titanlite.assembly.callbacks` calls this
 
-    def begin(self, built: Built, write: Callable[[int, Mapping[str, float]], object]) -> TaskRun:
+    def begin(
+        self, parts: TrainingComponents, write: Callable[[int, Mapping[str, float]], object]
+    ) -> TaskRun:
         """Return what runs the tasks on this rank. write: takes a step and figures."""
         from titanlite.features.context.loader import split_batch
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun
         from titanlite.features.tasks.scoring import Subject
 
-        run = built.run
-        model = built.model
+        run = parts.run
+        model = parts.model_parts
         mesh = run.mesh
         # Tensor-parallel ranks share rows evenly; those of a context have two chunks each.
         multiple = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
         longest = model.args.max_seq_len
         subject = Subject(
             model.model,
-            built.datasets.tokenizer,
+            parts.datasets.tokenizer,
             longest - longest % multiple,
-            built.world.device,
+            parts.world.device,
             run.spec.head,
-            frozenset(built.datasets.tokenizer.stop_ids),
+            frozenset(parts.datasets.tokenizer.stop_ids),
         )
         size = self.section.batch_size or run.validation.batch_size or run.batch.micro_batch_size
         counts = model.mesh.get_local_rank("tp") == 0
-        place = Place(*built.loaders.share, counts, leads=built.world.rank == 0)
+        place = Place(*parts.loaders.share, counts, leads=parts.world.rank == 0)
         scorer = RankScorer(
             subject,
-            built.train_step.runner,
+            parts.train_step.runner,
             (size, multiple),
             place,
             lambda batch: split_batch(batch, model.mesh),
         )
         weights: Any = contextlib.nullcontext
-        if self.section.ema and built.average is not None:
-            weights = built.average.applied
-        return TaskRun(self.section, built.datasets.tasks, scorer, weights, write)
+        if self.section.ema and parts.average is not None:
+            weights = parts.average.applied
+        return TaskRun(self.section, parts.datasets.tasks, scorer, weights, write)
 
     # The start report
 
@@ -159,12 +160,12 @@ def _refuse_unfit(tasks: Sequence[HarnessTask], run: RunConfig) -> None:
         if task.runs_code:
             message = f"the task {task.name} runs code that the model writes"
             hint = "run it apart from training"
-            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+            problems.append(Problem("conflict", entries.KEY, message, hint))
         if task.writes and run.mesh.pipeline * run.mesh.context > 1:
             message = (
                 f"the task {task.name} continues texts, and ranks that share layers or sequences "
                 "cannot"
             )
             hint = "run it by `titanlite eval`"
-            problems.append(Problem("", entries.KEY, message, hint, code="conflict"))
+            problems.append(Problem("conflict", entries.KEY, message, hint))
     refuse(problems)

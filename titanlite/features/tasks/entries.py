@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from titanlite.config.rules import Finding
+from titanlite.config.errors import Problem
 from titanlite.data.kinds import ending_of
 from titanlite.utils import pip_install
 
@@ -37,21 +37,21 @@ def harness_names(entries: Sequence[str]) -> list[str]:
 
 def package_problems(
     entries: Sequence[str], is_installed: Callable[[str], bool]
-) -> Iterator[Finding]:
+) -> Iterator[Problem]:
     """Find entries whose package is not installed."""
     names = harness_names(entries)
     if names and not is_installed(HARNESS):
         message = f"needs the package lm-eval for {', '.join(names)}, which is not installed"
-        yield "missing-package", KEY, message, f"{pip_install(HARNESS)}, or leave them out"
+        yield Problem("missing-package", KEY, message, f"{pip_install(HARNESS)}, or leave them out")
 
 
-def entry_problems(entries: Sequence[str], key: str = KEY) -> Iterator[Finding]:
+def entry_problems(entries: Sequence[str], key: str = KEY) -> Iterator[Problem]:
     """Find entries that cannot be told apart, and words that are no name of a task."""
     for entry in harness_names(entries):
         if not _NO_FILE.fullmatch(entry):
             message = f"{entry!r} is no name of a task, and no file: it has no slash and no end"
-            yield "unknown-value", key, message, "write a file as ./held-out.txt"
+            yield Problem("unknown-value", key, message, "write a file as ./held-out.txt")
     for name, count in Counter(map(name_of, entries)).items():
         if count > 1:
             message = f"has {count} entries named {name!r}, whose figures would get the same name"
-            yield "conflict", key, message, "rename a file, or leave an entry out"
+            yield Problem("conflict", key, message, "rename a file, or leave an entry out")

@@ -133,7 +133,7 @@ def load_tasks(
         if not manager.match_tasks([name]):
             message = f"the harness has no task {name!r}"
             hint = "`lm_eval ls tasks` lists them, an include path adds yours"
-            problems.append(Problem("", key, message, hint, code="unknown-value"))
+            problems.append(Problem("unknown-value", key, message, hint))
     refuse(problems)
     found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
     refuse([problem for task in found if (problem := load_problem(task, key))])
@@ -149,7 +149,7 @@ def load_problem(task: HarnessTask, key: str) -> Problem | None:
         if not _is_of_network(error):
             message = f"{lead}: {type(error).__name__}: {error}"
             hint = "correct its file, or leave it out"
-            return Problem("", key, message, hint, code="unknown-value")
+            return Problem("unknown-value", key, message, hint)
         data = re.search(r"'([^']+)' on the Hub", str(error))
         what = f"the data set {data[1]}" if data else "data that is not on this machine"
         message = f"{lead}: {what} is not in the cache, and cannot be fetched ({words(error)})"
@@ -158,7 +158,7 @@ def load_problem(task: HarnessTask, key: str) -> Problem | None:
             "with a network, copy its HF_HOME (~/.cache/huggingface) here, and set "
             "HF_DATASETS_OFFLINE=1"
         )
-        return Problem("", key, message, hint, code="unreadable")
+        return Problem("unreadable", key, message, hint)
     return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.llama_args import LlamaArgs, block_names
-from titanlite.models.spec import Misfit, ShapeError, Size
+from titanlite.models.spec import ShapeError, Size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,7 +54,7 @@ class ExpertArgs(LlamaArgs):
         super().__post_init__()
         if self.n_experts == self.top_k == 0:
             return
-        wrong = self._misfits_of_choice() + self._misfits_of_groups()
+        wrong = self._problems_of_choice() + self._problems_of_groups()
         for name in ("aux_loss", "z_loss", "bias_update", "n_shared_experts"):
             if not getattr(self, name) >= 0:
                 wrong.append(f"{name} must not be negative, got {getattr(self, name)}")
@@ -72,9 +72,9 @@ class ExpertArgs(LlamaArgs):
                     f"{name} = {width} is not a multiple of 8, which products of experts need"
                 )
         if wrong:
-            raise ShapeError(*map(Misfit, wrong))
+            raise ShapeError(*wrong)
 
-    def _misfits_of_choice(self) -> list[str]:
+    def _problems_of_choice(self) -> list[str]:
         """Return what is wrong with scores and numbers of experts."""
         wrong = []
         if self.score not in SCORES:
@@ -93,7 +93,7 @@ class ExpertArgs(LlamaArgs):
             wrong.append(f"route_scale must be positive, got {self.route_scale}")
         return wrong
 
-    def _misfits_of_groups(self) -> list[str]:
+    def _problems_of_groups(self) -> list[str]:
         """Return what is wrong with groups of experts."""
         if self.n_groups == self.top_groups == 1:
             return []

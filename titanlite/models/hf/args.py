@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.errors import Problem
 from titanlite.models.hf.config_json import config_file, read_config, refused
-from titanlite.models.spec import Misfit, ShapeError, names_like, shown
+from titanlite.models.spec import ShapeError, names_like, shown
 from titanlite.utils import parse_json
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class HFArgs:
             message = (
                 f"sequences have {self.max_seq_len} tokens, and the model has {positions} positions"
             )
-            raise ShapeError(Misfit(message, advice="set model.overrides.max_position_embeddings"))
+            raise ShapeError(
+                Problem("model", "", message, "set model.overrides.max_position_embeddings")
+            )
 
     @property
     def skeleton(self) -> Skeleton:
@@ -128,12 +131,12 @@ def _with_family(error: ShapeError, content: Mapping[str, Any]) -> ShapeError:
     except ValueError:
         return error
     hint = f'titanlite has a family of its own for it: model.name = "{family}"'
-    misfits = []
-    for one in error.misfits:
-        if one.field in ("hf_config", "name"):
-            one = one._replace(advice="; ".join(filter(None, [one.advice, hint])))
-        misfits.append(one)
-    return ShapeError(*misfits)
+    problems = []
+    for one in error.problems:
+        if one.key in ("hf_config", "name"):
+            one = replace(one, remedy="; ".join(filter(None, [one.remedy, hint])))
+        problems.append(one)
+    return ShapeError(*problems)
 
 
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.models.spec import Misfit, ShapeError, names_like, shown
+from titanlite.config.errors import Problem
+from titanlite.models.spec import ShapeError, names_like, shown
 from titanlite.utils import pip_install
 
 #: Entries that name Python files for `transformers` to run.
@@ -26,7 +27,7 @@ _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_m
 
 def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
     """Return the error of a config that cannot be trained. field: of `[model]`, to blame."""
-    return ShapeError(Misfit(message, field, advice))
+    return ShapeError(Problem("model", field, message, advice))
 
 
 def _without_code(value: Any) -> Any:
@@ -87,7 +88,7 @@ def config_file(source: str) -> str:
     if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         from huggingface_hub import hf_hub_download
 
-        from titanlite.data.contact import contact_problem
+        from titanlite.data.connectivity import contact_problem
 
         problem = contact_problem("hf://")
         try:

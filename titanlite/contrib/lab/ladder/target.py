@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from titanlite.cli.parser import files_of
 from titanlite.cli.plan.plan import ranks_of
 from titanlite.config.checks import placed
-from titanlite.config.errors import refuse
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.rules import Finding
 from titanlite.config.run_sections import Ladder
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.models.counts import count_multiplied_parameters
@@ -20,7 +19,7 @@ from titanlite.models.llama_args import LlamaArgs
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.plan import Plan, make_plan
-from titanlite.resolve.load import check_loaded
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 
 
@@ -64,8 +63,8 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     refuse(problems)
     # What this machine lacks matters only to runs on it.
     runs = not (arguments.fit or arguments.dry_run)
-    config, run = check_loaded(config, problems, ranks_of(arguments, config), training=runs)
-    refuse(placed(config, list(_obstacles(config))))
+    config, run = resolve(config, ranks_of(arguments, config), problems, machine=runs, texts=True)
+    refuse(placed(config, _obstacles(config)))
     run = with_vocabulary(run)
     args = run.model_args()
     if not isinstance(args, LlamaArgs):
@@ -89,17 +88,19 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     )
 
 
-def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
+def _obstacles(config: LoadedConfig) -> Iterator[Problem]:
     """Find the keys with which smaller runs would tell nothing of this one."""
     d = config.sections
     if not d.validation.enable:
         hint = "set it to true, with a held-out text"
-        yield "needs", "validation.enable", "a ladder compares losses on held-out text", hint
+        yield Problem(
+            "needs", "validation.enable", "a ladder compares losses on held-out text", hint
+        )
     if d.checkpoint.initial_load_path is not None:
         message = "the law is of models that are trained from the start"
-        yield "conflict", "checkpoint.initial_load_path", message, "remove it"
+        yield Problem("conflict", "checkpoint.initial_load_path", message, "remove it")
     if d.lora.rank:
-        yield (
+        yield Problem(
             "conflict",
             "lora.rank",
             "the law is of models whose weights are all trained",
@@ -107,14 +108,14 @@ def _obstacles(config: LoadedConfig) -> Iterator[Finding]:
         )
     if d.data.phase:
         message = "the text of a ladder must not change on the way"
-        yield "conflict", "data.phase", message, "predict the first phase alone"
+        yield Problem("conflict", "data.phase", message, "predict the first phase alone")
     if d.mup.base_dim and d.ladder.lr_exponent and config.is_given("ladder.lr_exponent"):
         message = "has no effect with mup.base_dim: all models have the rate of this file"
-        yield "conflict", "ladder.lr_exponent", message, "remove one of them"
+        yield Problem("conflict", "ladder.lr_exponent", message, "remove one of them")
     has_rates = any(group.lr is not None for group in d.optimizer.groups)
     if has_rates and d.ladder.lr_exponent and not d.mup.base_dim:
         message = "groups have rates of their own, which ladder.lr_exponent does not scale"
-        yield (
+        yield Problem(
             "conflict",
             "optimizer.groups",
             message,

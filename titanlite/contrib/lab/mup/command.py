@@ -13,11 +13,11 @@ from titanlite import exit_codes
 from titanlite.cli import at_least
 from titanlite.cli.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
 from titanlite.cli.run_figures import to_json
-from titanlite.config.errors import bad_flag, problems_of, refuse, unfit
+from titanlite.config.errors import bad_flag, refuse, unfit
 from titanlite.config.sections import Mup
 from titanlite.contrib.lab.mup.models import Models, models_of
 from titanlite.contrib.lab.mup.verdict import LIMIT, Line, as_json, verdict
-from titanlite.features.mup.checks import misfits
+from titanlite.features.mup.checks import problems
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.resolve.load import check_config
 from titanlite.utils import Table, counted, render
@@ -126,8 +126,8 @@ def _tokenizer_size(run: RunConfig) -> int | None:
 def _check_model(run: RunConfig, models: Models) -> None:
     """Raise ConfigError for a model whose multipliers have no place."""
     given = Mup(models.base.dim, models.kept)
-    found = misfits(replace(run, mup=given), models.of[models.widths[-1]])
-    refuse(problems_of(found))
+    found = problems(replace(run, mup=given), models.of[models.widths[-1]])
+    refuse(list(found))
 
 
 def _task(run: RunConfig, arguments: argparse.Namespace, models: Models) -> tuple[Task, str]:

@@ -58,7 +58,7 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> M
         try:
             sized = base_args(start, width, kept)
         except ShapeError as error:
-            problems.append(f"width {width}: {error.misfits[0].message}")
+            problems.append(f"width {width}: {error.problems[0].message}")
             continue
         if asked or _grows_whole(sized, args):
             found[width] = sized
@@ -91,6 +91,8 @@ def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any | None:
         return base_args(args, dim, given)
     except ShapeError as error:
         problems = []
-        for misfit in error.misfits:
-            problems.append(Problem("", f"mup.base.{misfit.field}", misfit.message, misfit.advice))
+        for problem in error.problems:
+            problems.append(
+                Problem("does-not-fit", f"mup.base.{problem.key}", problem.message, problem.remedy)
+            )
         raise ConfigError(problems) from None

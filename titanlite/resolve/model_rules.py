@@ -1,0 +1,146 @@
+"""Rules of a model on its ranks: arguments and sizes that a run cannot follow or divide.
+
+Each feature has its own (`titanlite.features.feature.Feature.model_problems`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from titanlite.config.errors import Problem
+from titanlite.config.rules import divisors
+from titanlite.config.sections import ActivationCheckpoint
+from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
+from titanlite.config.toml import quote
+from titanlite.run.config import RunConfig
+from titanlite.run.interactions import halving_key, uneven_sequences
+
+_TP = "training.tensor_parallel_degree"
+
+
+def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
+    """Check that a model with a vocabulary of its own is not trained with the bundled tokenizer."""
+    vocabulary = run.model_args().vocab_size or 0
+    if vocabulary > 2 * BUNDLED_IDS:
+        message = (
+            f"names none, and the bundled one has {BUNDLED_IDS:,} ids: {run.model.title} has a "
+            f"vocabulary of {vocabulary:,}"
+        )
+        remedy = (
+            "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
+            f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
+        )
+        yield Problem("needs", "model.tokenizer_path", message, remedy)
+
+
+def _rope(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Check what RoPE tables exclude that depend on the length of the sequence."""
+    scaling = getattr(args, "rope_scaling", None)
+    above = getattr(scaling, "varies_above", None)
+    if scaling is None or above is None or run.max_seq_len <= above:
+        return
+    reason = f"above {above} tokens the RoPE tables of {scaling.kind} depend on the length"
+    if run.data.mask_documents:
+        message = f"cannot be exact: {reason}, and a row has documents of several lengths"
+        remedy = 'set it to false, or take model.rope_scaling with rope_type = "yarn"'
+        yield Problem("conflict", "data.mask_documents", message, remedy)
+    if run.sample.prompts and run.mesh.tensor * run.mesh.context > 1:
+        message = f"cannot be exact: {reason}, and these ranks pad or divide a text"
+        yield Problem(
+            "conflict", "sample.prompts", message, "sample checkpoints by `titanlite sample`"
+        )
+
+
+def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Find keys that a model cannot follow, which only its own code tells (`ModelSpec.why_not`)."""
+    keys = {
+        "training.loss_chunks": run.training.loss_chunks > 1,
+        "data.mask_documents": run.data.mask_documents,
+        _TP: run.mesh.tensor > 1,
+        "float8.enable_float8_linear": run.float8.enable_float8_linear,
+        "parallelism.expert_parallel_degree": run.mesh.expert > 1,
+        "experimental.enable_async_tensor_parallel": (
+            run.experimental.enable_async_tensor_parallel
+        ),
+    }
+    for key, is_on in keys.items():
+        reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""
+        if reason:
+            yield Problem("model", key, f"is not possible here: {reason}", "leave the key out")
+
+
+def _recomputation(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Check that "every Nth block" recomputes some.
+
+    The default may recompute none, in a model of one block.
+    """
+    ac = run.activation_checkpoint
+    every = ac.selective_ac_option
+    if ac.mode != "selective" or every in ("op", ActivationCheckpoint().selective_ac_option):
+        return
+    blocks = len(run.spec.block_names(args))
+    if int(every) <= blocks:
+        return
+    message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
+    remedy = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
+    yield Problem("model", "activation_checkpoint.selective_ac_option", message, remedy)
+
+
+def tensor_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Check what the ranks of tensor parallelism cannot share equally.
+
+    A vocabulary whose size is not known yet is left out.
+    """
+    tensor = run.mesh.tensor
+    if tensor == 1:
+        return
+    vocabulary = args.vocab_size or 0
+    shared = {**run.spec.tensor_sizes(args), "the vocabulary": vocabulary}
+    odd = [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]
+    if odd:
+        fitting = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
+        remedy = f"these work: {fitting}"
+        if vocabulary % tensor:
+            larger = -(-vocabulary // tensor) * tensor
+            remedy += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
+        yield Problem(
+            "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", remedy
+        )
+    yield from uneven_sequences(run)
+
+
+def _not_offered(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Find the features that the config asks for and the model does not offer."""
+    #: Field of the spec → the key that needs it.
+    fields: dict[str, str] = {}
+    if run.mesh.tensor > 1:
+        fields["tensor_plan"] = _TP
+    halving = halving_key(run)
+    if halving is not None:
+        fields["sublayer_names"] = halving
+    for feature in run.features.on:
+        if feature.model_field:
+            fields[feature.model_field] = feature.key
+    for field, key in fields.items():
+        if getattr(run.spec, field):
+            continue
+        beside = " together with training.compile" if field == "sublayer_names" else ""
+        message = (
+            f"is not supported by the model {run.model.name}{beside}: its ModelSpec has no {field}"
+        )
+        yield Problem("model", key, message, "leave the key out, or add it to the model")
+
+
+def _source(run: RunConfig, args: Any) -> Iterable[Problem]:
+    if run.checkpoint.initial_load_path is None:
+        return ()
+    from titanlite.resolve.folder_shape import source_problems
+
+    return source_problems(run.model, run.checkpoint, args)
+
+
+ModelRule = Callable[[RunConfig, Any], Iterable[Problem]]
+#: Rules of a run and its model's arguments.
+RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _rope, _refused_keys, _source)
