@@ -285,7 +285,7 @@ def _reach_on_this_node(files: TextFiles, source: DataSource) -> None:
     """
     first = files.names[0]
     if is_url(first) and os.environ.get("LOCAL_RANK", "0") == "0":
-        from titanlite.data.contact import fetch_remedy, reach
+        from titanlite.data.connectivity import fetch_remedy, reach
 
         key = files.key
         text = source.path or source.name or first
