@@ -66,7 +66,7 @@ OFF = [
     "data/mixtures",
     "data/own_text",
     "data/phases",
-    "data/pieces",
+    "data/shorter_sequences",
     "data/remote",
     "data/stream",
     "data/token_files",
