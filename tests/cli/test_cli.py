@@ -107,6 +107,10 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
         ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
         ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
+        (
+            "config migrate x.toml",
+            "`titanlite config migrate` is gone: `titanlite config show FILE`",
+        ),
     ],
 )
 def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

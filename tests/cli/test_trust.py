@@ -88,7 +88,7 @@ REASONS = {
     "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",
     "config check": f"{OWN}; hf_config: test_a_config_json_names_no_code",
     "config explain": OWN,
-    "config migrate": OWN,
+    "config show": OWN,
     "config schema": "reads no file",
     "completion": "reads no file",
     "config template": "reads no file",
@@ -607,7 +607,6 @@ def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -
         assert len(call.args) >= 2, file
     own = {
         "cli/aws_fsdp.py",
-        "cli/migrate.py",
     }
     for file, call in _calls({"read_text"}):
         if isinstance(call.func, ast.Name):

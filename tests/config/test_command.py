@@ -54,7 +54,7 @@ enable = false
 COMMAND_LINES = {
     "check": ["check", "run.toml", "--world-size", "4", "--model.tokenizer_path", "no.model"],
     "explain_key": ["explain", "metrics.disable_color_printing", "later.toml"],
-    "migrate": ["migrate", "later.toml"],
+    "show": ["show", "later.toml", "--changed"],
 }
 
 
@@ -220,7 +220,7 @@ def test_help_names_the_commands(capsys):
     assert out.startswith("usage: titanlite ")
     assert all(f"\n    {name}" in out for name in COMMANDS)
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
-    assert "migrate" in run(capsys, "config")[1]
+    assert "show" in run(capsys, "config")[1]
     for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["nonsense"]):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -261,7 +261,7 @@ print([name for name in heavy if name in sys.modules])
     [
         ["check", "llama3_8b.toml"],
         ["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"],
-        ["migrate", "--aws-fsdp", "--max_steps=3"],
+        ["show", "--aws-fsdp", "--max_steps=3"],
         ["template", "--markdown"],
     ],
     ids=lambda words: words[0],

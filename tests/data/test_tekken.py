@@ -91,9 +91,15 @@ _CONFIG = content()["config"]
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"config": None}, "config is missing"),
-        ({"config": {**_CONFIG, "pattern": 5}}, "config.pattern is 5"),
-        ({"config": {**_CONFIG, "pattern": "(("}}, "is no pattern that tiktoken takes"),
+        ({"config": None}, "missing required field `config`"),
+        (
+            {"config": {**_CONFIG, "pattern": 5}},
+            r"Expected `str`, got `int` - at `\$.config.pattern`",
+        ),
+        (
+            {"config": {**_CONFIG, "pattern": "(("}},
+            "position 2: Opening parenthesis without closing parenthesis",
+        ),
         (
             {"config": {**_CONFIG, "default_vocab_size": 9000}},
             "default_vocab_size is 9000 with 30 special tokens, and vocab has 2048 tokens",
@@ -101,12 +107,12 @@ _CONFIG = content()["config"]
         ({"config": {**_CONFIG, "version": "v13"}}, "missing, and config.version is 'v13'"),
         (
             {"vocab": [*_VOCAB[:400], *_VOCAB[401:]]},
-            r"vocab\[400\] is {'rank': 401.* expected rank 400",
+            r"vocab\[400\] is .*rank=401.* expected rank 400",
         ),
-        ({"vocab": [_VOCAB[0], *_VOCAB[:-1]]}, r"vocab\[1\] is {'rank': 0"),
+        ({"vocab": [_VOCAB[0], *_VOCAB[:-1]]}, r"vocab\[1\] is .*rank=0"),
         (
             {"vocab": [*_VOCAB[:700], {**_VOCAB[700], "token_bytes": "a*"}, *_VOCAB[701:]]},
-            r"vocab\[700\] has token_bytes 'a\*', no base64",
+            r"base64 encoded string - at `\$.vocab\[...\].token_bytes`",
         ),
         (
             {"vocab": [*_VOCAB[:700], {**_VOCAB[600], "rank": 700}, *_VOCAB[701:]]},
@@ -114,14 +120,17 @@ _CONFIG = content()["config"]
         ),
         (
             {"vocab": [{**_VOCAB[1], "rank": 0}, *_VOCAB[1:]]},
-            r"vocab\[0\] is b'\\x01', and the first 256 are the bytes",
+            r"vocab\[0\] is .*b'\\x01'.*, expected rank 0, and bytes as the first 256",
         ),
         (
             {"special_tokens": [{"rank": 1, "token_str": "<s>"}]},
-            r"special_tokens\[0\] is .* rank 0",
+            "special_tokens are not in the order of their ranks",
         ),
         ({"special_tokens": content(["<s>", "<s>"])["special_tokens"]}, "30 names, 29 of them dif"),
-        ({"special_tokens": content(["<s>", "<eos>"])["special_tokens"]}, "has no '</s>'"),
+        (
+            {"special_tokens": content(["<s>", "<eos>"])["special_tokens"]},
+            "expected '<s>' and '</s>' among them",
+        ),
         ({"special_tokens": content(list(map(str, range(31))))["special_tokens"]}, "31 names"),
     ],
 )
@@ -137,7 +146,7 @@ def test_a_file_that_is_not_as_mistral_writes_it_is_refused(
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tekken.json")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match="damaged or cut short"):
+    with pytest.raises(DataError, match="or is cut short"):
         load_tokenizer(str(path))
 
 

@@ -29,7 +29,7 @@ from titanlite.launch import sagemaker as launch_sagemaker
 from titanlite.launch import slurm as launch_slurm
 from titanlite.launch.job import Job
 
-KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
+KINDS = ("PyTorchJob", "TrainJob")
 #: Each of them ends or begins something in one of the languages; `touch` tells when a shell obeys
 #: one.
 FRAGMENTS = [

@@ -4,9 +4,7 @@ it.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import importlib.util
 import math
 import os
 import subprocess
@@ -31,7 +29,7 @@ from titanlite.launch.pod_resources import pod_resources
 from titanlite.resolve.load import check_config
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
-KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
+KINDS = ("PyTorchJob", "TrainJob")
 
 
 def render(name: str, *flags: str) -> str:
@@ -130,33 +128,6 @@ def _trainer(value: dict[str, Any]) -> list[str]:
     return _lost(value, model.to_dict(), value["kind"])
 
 
-@functools.cache
-def _hyperpod_model() -> Any:
-    # One file of the package: the package itself imports much more.
-    end = "training/config/hyperpod_pytorch_job_unified_config.py"
-    file = next(
-        file
-        for file in importlib.metadata.files("sagemaker-hyperpod") or []
-        if str(file).endswith(end)
-    )
-    described = importlib.util.spec_from_file_location("hyperpod_models", file.locate())
-    assert described
-    assert described.loader
-    sys.modules["hyperpod_models"] = module = importlib.util.module_from_spec(described)
-    described.loader.exec_module(module)
-    return module._HyperPodPytorchJob
-
-
-def _hyperpod(spec: dict[str, Any]) -> list[str]:
-    model = _hyperpod_model()
-    unknown = [f"no field {key}" for key in spec.keys() - model.model_fields.keys()]
-    try:
-        model.model_validate(spec, strict=True, by_name=True, by_alias=False)
-    except ValueError as error:
-        return [*unknown, str(error)]
-    return unknown
-
-
 def problems(text: str) -> list[str]:
     """Return all misfits of a manifest."""
     found = []
@@ -166,18 +137,13 @@ def problems(text: str) -> list[str]:
                 found += _trainer(value)
             case "PyTorchJob":
                 found += _open_api(value, "KubeflowOrgV1PyTorchJob", value["kind"])
-            case "HyperPodPyTorchJob":
-                found += _hyperpod(value["spec"])
-                found += _open_api(value["metadata"], "V1ObjectMeta", "metadata")
             case kind:
                 found += _open_api(value, f"V1{kind}", kind)
     return found
 
 
 def _skip_without(kind: str) -> None:
-    package = {"PyTorchJob": "kubeflow-training", "TrainJob": "kubeflow-trainer-api"}.get(
-        kind, "sagemaker-hyperpod"
-    )
+    package = {"PyTorchJob": "kubeflow-training", "TrainJob": "kubeflow-trainer-api"}[kind]
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -222,13 +188,18 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
                 ("maxRestarts: 0", 'maxRestarts: "0"'),
             ],
             "TrainJob": [("failurePolicy:", "failPolicy:"), ("numNodes: 2", 'numNodes: "2"')],
-            "HyperPodPyTorchJob": [
-                ("runPolicy:", "runPolicies:"),
-                ('nprocPerNode: "8"', "nprocPerNode: 8"),
-            ],
         }[kind],
     ]:
         assert right in text and problems(text.replace(right, wrong)) != [], wrong
+
+
+def test_the_kind_that_went_is_refused_with_the_one_to_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*EXAMPLES["llama3_1_8b"].flags(), "--launch.kind=HyperPodPyTorchJob", "--dry-run"]
+    assert cli.main(["launch", "kubernetes", *words]) == exit_codes.CONFIG
+    assert "launch.kind" in (said := capsys.readouterr().err)
+    assert "take PyTorchJob, which HyperPod's clusters run, too" in said
 
 
 @pytest.mark.parametrize("key", ["min_nodes", "spare_nodes"])
@@ -397,8 +368,8 @@ def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str
     marked = [one for one in found if one.get("labels", {}).get(label) == "high"]
     assert job in marked
     assert all(one["annotations"] == {note: "a: {} rack"} for one in marked)
-    # The job and its pods; a TrainJob also has a job set, a HyperPodPyTorchJob two kinds of pods.
-    assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3, "HyperPodPyTorchJob": 3}[kind]
+    # The job and its pods; a TrainJob also has a job set.
+    assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3}[kind]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +378,6 @@ def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str
         ('labels={"a b" = "c"}', "launch.labels.\"a b\": 'a b' is no name of Kubernetes"),
         ('labels={"a" = "b c"}', "launch.labels.a: 'b c' is no value of a label"),
         ('labels={"kueue.x-k8s.io/queue-name" = "q"}', "set launch.queue"),
-        ('labels={"titanlite/run" = "q"}', "titanlite/ is titanlite's own"),
         ('annotations={"-a" = "b"}', "launch.annotations.-a: '-a' is no name of Kubernetes"),
         ("trainer_version=3.0", "launch.trainer_version"),
         ("shm_size=16GB", "launch.shm_size"),

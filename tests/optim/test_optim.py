@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.cli.aws_fsdp import migrate_arguments
+from titanlite.cli.aws_fsdp import to_toml
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
@@ -132,7 +132,7 @@ def test_every_step_of_a_run_of_the_aws_samples(
     )
     if style == "plateau":
         arguments += f" --plateau={plateau}"
-    config, problems = read_text(migrate_arguments(arguments).text, Path("run.toml"))
+    config, problems = read_text(to_toml(arguments), Path("run.toml"))
     assert not problems
     run = derive(config, 1)
     here = [learning_rate(run.schedule, run.optimizer.lr, step) for step in range(1, 1004)]

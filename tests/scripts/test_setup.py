@@ -21,8 +21,6 @@ TOOLS = re.findall(
 #: What makes a new environment, and what updates one.
 MADE = ["venv", "pip: uv", "uv: setuptools", "uv: ."]
 UPDATED = MADE[1:]
-#: The tests need one file of it.
-HYPERPOD = "uv: sagemaker-hyperpod==3.12.0"
 
 # Answers as an interpreter of $FAKE_VERSION would, and writes what it was asked to $CALLS. The lock
 # is real, and so are pip's settings, where a test gives any.
@@ -248,7 +246,7 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
             "run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff"
         )
         assert words in left.stderr
-        assert machine.installs() == [*MADE[:-1], "uv: .[dev]", HYPERPOD]
+        assert machine.installs() == [*MADE[:-1], "uv: .[dev]"]
 
 
 @pytest.mark.slow

@@ -163,10 +163,6 @@ def build(
     ema = run.features.ema
     average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
-    if loaders.phases is not None:
-        rate.phases = loaders.phases.rates()
-        rate.peaks = loaders.phases.peaks()
     folder = Path(run.job.dump_folder) if world.rank == 0 else None
     parts = TrainingComponents(
         run=run,
@@ -174,7 +170,7 @@ def build(
         datasets=datasets,
         model_parts=model,
         optimizer=optimizer,
-        learning_rate=rate,
+        learning_rate=_learning_rate(run, loaders),
         train_step=step,
         average=average,
         loaders=loaders,
@@ -190,6 +186,14 @@ def build(
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts
+
+
+def _learning_rate(run: RunConfig, loaders: LoaderParts) -> LearningRate:
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
+    if loaders.phases is not None:
+        rate.phases = loaders.phases.rates()
+        rate.peaks = loaders.phases.peaks()
+    return rate
 
 
 def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:

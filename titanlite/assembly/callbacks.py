@@ -22,7 +22,7 @@ from titanlite.metrics.run_callbacks import (
     Timeouts,
     Watchdog,
 )
-from titanlite.metrics.throughput import Throughput, device_name, peak_flops_of
+from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.run.config import RunConfig
 from titanlite.run.interactions import is_below_bf16
@@ -127,13 +127,25 @@ def _metrics(
         run.batch.global_batch_size,
         parts.world.size,
         run.flops_per_token(parts.args, run.batch.seq_len),
-        peak_flops_of(parts.world.device, run.metrics.peak_tflops),
+        _peak_flops(parts),
     )
     for batch in run.legs.values():
         flops = run.flops_per_token(parts.args, batch.seq_len)
         meter.flops_by_length[batch.seq_len] = flops
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, gc.read, figures)
+
+
+def _peak_flops(parts: TrainingComponents) -> float | None:
+    """Return the FLOPS that the device can do: those given, or of a known one; else None."""
+    tflops = parts.run.metrics.peak_tflops
+    if tflops:
+        return tflops * 1e12
+    if parts.world.device.type != "cuda":
+        return None
+    from titanlite.plan.hardware import peak_flops
+
+    return peak_flops(device_name(parts.world.device))
 
 
 def _timeouts(parts: TrainingComponents) -> Callback | None:
@@ -162,7 +174,7 @@ def _token_hashes(parts: TrainingComponents) -> Callback | None:
 
 def _start_report(parts: TrainingComponents, attempts: AttemptRecord) -> Callback:
     run = parts.run
-    peak = peak_flops_of(parts.world.device, run.metrics.peak_tflops)
+    peak = _peak_flops(parts)
 
     def lines(trainer: Trainer) -> list[str]:
         return report_lines(parts, trainer.steps, peak)

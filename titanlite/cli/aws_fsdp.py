@@ -1,7 +1,6 @@
 """The command line of the AWS FSDP samples (`train.py --max_steps=… --lr=…`) as a TOML file.
 
-Their defaults are written out where they differ from titanlite's, so that the file means what the
-command meant.
+Their defaults are written out, so that the file means what the command meant.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from titanlite.cli.migrate import Change, Kind, Migration
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import bad_flag
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
@@ -20,15 +18,22 @@ from titanlite.config.trust import Origin
 from titanlite.resolve.load import check_alone
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
-_OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
-_NO_VALIDATION = "read with --validation_freq only"
-#: Argument → its default there (or its type if it has none). The key here, or the reason why it may
-#: have none. `_Translation` translates some of those with a reason.
+#: Argument → its default there, or its type if it has none; and the key here, or why it has none.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "vocab_size": (50432, "model.vocab_size"),
+    "hidden_width": (768, "model.overrides.dim"),
+    "num_layers": (12, "model.overrides.n_layers"),
+    "num_heads": (12, "model.overrides.n_heads"),
+    "num_key_value_heads": (int, "model.overrides.n_kv_heads"),
+    "intermediate_size": (11008, "model.overrides.ffn_dim"),
     "train_batch_size": (2, "training.batch_size"),
     "max_context_width": (2048, "training.seq_len"),
+    "max_steps": (5000, "training.steps"),
+    "epochs": (int, "training.epochs"),
     "seed": (12345, "training.seed"),
     "grad_clip": (1.0, "training.max_norm"),
+    "bf16": (1, "training.mixed_precision_param"),
+    "cpu_offload": (0, "training.enable_cpu_offload"),
     "lr": (1e-4, "optimizer.lr"),
     "weight_decay": (0.2, "optimizer.weight_decay"),
     "beta1": (0.9, "optimizer.beta1"),
@@ -37,112 +42,87 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "lr_decay_iters": (int, "lr_scheduler.total_steps"),
     "min_lr": (1e-5, "lr_scheduler.min_lr"),
     "warmup": (0.0032, "lr_scheduler.warmup_ratio"),
-    "logging_freq": (1, "metrics.log_freq"),
-    "bf16": (1, "training.mixed_precision_param"),
+    "plateau": (0.0, "lr_scheduler.plateau_ratio"),
     "activation_checkpointing": (1, "activation_checkpoint.mode"),
     "offload_activations": (0, "activation_checkpoint.offload"),
-    "cpu_offload": (0, "training.enable_cpu_offload"),
-    "max_steps": (5000, ""),
-    "epochs": (int, "training.steps and epochs exclude each other; the steps end the run"),
-    "plateau": (0.0, 'read with lr_decay_style = "plateau" only'),
+    "logging_freq": (1, "metrics.log_freq"),
+    "tensorboard_dir": (str, "metrics.save_tb_folder"),
+    "validation_freq": (int, "validation.freq"),
+    "validation_batches": (10, "validation.steps"),
+    "val_batch_size": (4, "validation.batch_size"),
+    "checkpoint_dir": (str, "checkpoint.folder"),
+    "checkpoint_freq": (1000, "checkpoint.interval"),
+    "dataset": ("c4", "training.dataset_path"),
+    "tokenizer": (str, "model.tokenizer_path"),
+    "model_type": (str, f"only {' and '.join(_MODELS)} are Llama models"),
     "sharding_strategy": (
-        "full",
-        "set training.data_parallel_replicate_degree to the number of machines",
+        str,
+        "training.data_parallel_replicate_degree is the number of machines, for hybrid sharding",
     ),
-    "dataset": ("c4", "give a local copy as training.dataset_path"),
-    "tokenizer": (str, "give the tokenizer's file as model.tokenizer_path"),
-    "model_type": (str, _OTHER_MODEL),
-    "vocab_size": (50432, _OTHER_MODEL),
-    "hidden_width": (768, _OTHER_MODEL),
-    "num_layers": (12, _OTHER_MODEL),
-    "num_heads": (12, _OTHER_MODEL),
-    "num_key_value_heads": (int, _OTHER_MODEL),
-    "intermediate_size": (11008, _OTHER_MODEL),
-    "validation_freq": (int, ""),
-    "validation_batches": (10, _NO_VALIDATION),
-    "val_batch_size": (4, _NO_VALIDATION),
-    "checkpoint_dir": (str, ""),
-    "checkpoint_freq": (1000, "read with --checkpoint_dir only"),
-    "resume_from_checkpoint": (str, "a run resumes by itself, from the folder where it saves"),
-    "tensorboard_dir": (str, ""),
-    "dataset_config_name": (str, "give the folder of that part as training.dataset_path"),
-    "same_seed": (str, "the weights depend on training.seed alone, on any number of ranks"),
-    "initializer_range": (str, "the deviation of the initial weights is fixed"),
-    **dict.fromkeys(
-        ("limit_all_gathers", "activation_loading_horizon"), (str, "FSDP2 needs no such setting")
-    ),
-    **dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"),
-        (str, "no dropout in Llama"),
-    ),
-    **dict.fromkeys(
-        ("rotary_pct", "rotary_emb_base"), (str, "only other model types there read it")
-    ),
+    "resume_from_checkpoint": (str, "a run resumes by itself, from checkpoint.folder"),
 }
 #: Key → its value for a number above 0, and for another one.
-_SWITCHES = {
+_SWITCHES: dict[str, tuple[Any, Any]] = {
     "training.mixed_precision_param": ("bfloat16", "float32"),
     "activation_checkpoint.mode": ("full", "none"),
     "activation_checkpoint.offload": (True, False),
     "training.enable_cpu_offload": (True, False),
 }
-#: Key of `model.overrides` → argument.
-_WIDTHS = {
-    "dim": "hidden_width",
-    "n_layers": "num_layers",
-    "n_heads": "num_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "ffn_dim": "intermediate_size",
+#: Argument → the key that it switches on.
+_SWITCHED_ON = {
+    "tensorboard_dir": "metrics.enable_tensorboard",
+    "validation_freq": "validation.enable",
+    "checkpoint_dir": "checkpoint.enable_checkpoint",
+}
+#: Argument → the argument without which it is not read.
+_READ_WITH = {
+    "validation_batches": "validation_freq",
+    "val_batch_size": "validation_freq",
+    "checkpoint_freq": "checkpoint_dir",
 }
 
 
-def migrate_arguments(text: str) -> Migration:
-    """Return the TOML of a command line of the AWS FSDP samples.
+def to_toml(text: str) -> str:
+    """Return the TOML of a command line as in a shell, on one or more lines.
 
-    The command line is as in a shell, on one or more lines.
-
-    Raises ConfigError for words that make no arguments, and for values that are wrong here.
+    What is left out is named in comments. Raises ConfigError for words that make no arguments, and
+    for values that are wrong here.
     """
-    translation = _Translation(_parse(text))
-    translation.run()
-    left = translation.left_out()
+    given = _parse(text)
+    values = _translated(given)
     lines = [
         "# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."
     ]
-    lines += [f"# {text}" for text in left]
-    changes: list[Change] = []
+    for name, value in given.items():
+        key = ARGUMENTS.get(name, ("", "no key here"))[1]
+        if key not in values:
+            lines.append(f"# left out: --{name}={value} ({key})")
     section = ""
-    for key, (value, why) in translation.in_order():
+    order = list(keys())
+    for key in sorted(values, key=lambda key: order.index(".".join(key.split(".")[:2]))):
         first, _, name = key.partition(".")
         if first != section:
             section = first
             lines += ["", f"[{section}]"]
-        lines.append(f"{name} = {quote(value)}  # {why}")
-        kind: Kind = "rewritten" if why.startswith("--") else "defaults written out"
-        changes.append(Change(kind, "command line", f"{key} = {quote(value)}: {why}"))
-    changes += [Change("without equivalent", "command line", text) for text in left]
-    new = "\n".join([*lines, ""])
-    config, problems = read_text(new, Path("migrated.toml"), origin=Origin.OWN)
+        lines.append(f"{name} = {quote(values[key])}")
+    toml = "\n".join(lines)
+    config, problems = read_text(toml, Path("aws-fsdp.toml"), origin=Origin.OWN)
     check_alone(config, problems)
-    return Migration(new, tuple(changes))
+    return toml
 
 
 def _parse(text: str) -> dict[str, Any]:
     """Return the arguments that are given, each in its type."""
-
-    def wrong(key: str, message: str) -> ConfigError:
-        return ConfigError([Problem("bad-flag", key, message, where="--aws-fsdp")])
-
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise wrong("", f"cannot be read as a shell would: {error}") from None
+        raise bad_flag("--aws-fsdp", f"cannot be read as a shell would: {error}") from None
     given: dict[str, Any] = {}
     while words:
         word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            raise wrong("", f"unexpected word {quote(word)}; give --name=value ...")
-        name, equals, value = word[2:].partition("=")
+            raise bad_flag("--aws-fsdp", f"unexpected word {quote(word)}; give --name=value ...")
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         name = "max_steps" if name == "max_training_steps" else name
@@ -151,134 +131,47 @@ def _parse(text: str) -> dict[str, Any]:
         try:
             given[name] = kind(value)
         except ValueError:
-            expected = "an integer" if kind is int else "a number"
-            raise wrong(f"--{name}", f"expected {expected}, got {quote(value)}") from None
+            raise bad_flag(f"--{name}", f"expected a number, got {quote(value)}") from None
     return given
 
 
-class _Translation:
-    """The keys for the arguments of a command line."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        self.get: dict[str, Any] = {}
-        for name, (default, _) in ARGUMENTS.items():
-            self.get[name] = None if isinstance(default, type) else default
-        self.get |= given
-        #: Key → value and where it is from, for keys unlike titanlite's defaults.
-        self.values: dict[str, tuple[Any, str]] = {
-            "lr_scheduler.style": ("fsdp", "their formulas"),
-            "metrics.log_style": ("aws_fsdp", "their step line"),
-        }
-        #: Arguments that count.
-        self.used: set[str] = set()
-
-    def run(self) -> None:
-        """Translate all arguments."""
-        self._model()
-        self._one_by_one()
-        self._training()
-        self._text()
-        self._folders()
-
-    def in_order(self) -> list[tuple[str, tuple[Any, str]]]:
-        """Return keys with values and where these are from, in the order of sections."""
-        order = list(keys())
-        return sorted(self.values.items(), key=lambda item: order.index(_whole_key(item[0])))
-
-    def left_out(self) -> list[str]:
-        """Return a line for each argument that is given and does not count."""
-        lines = []
-        for name, value in self.given.items():
-            if name not in self.used:
-                reason = ARGUMENTS[name][1] if name in ARGUMENTS else "unknown here"
-                lines.append(f"--{name}={value}: no equivalent: {reason}")
-        return lines
-
-    def put(self, key: str, value: Any, *names: str) -> None:
-        """Give a key its value.
-
-        names: the arguments that decide it, of which some may be at their defaults.
-        """
-        self.used.update(names)
-        said = ", ".join(f"--{name}" for name in names if name in self.given)
-        if said or value != keys()[_whole_key(key)].default:
-            self.values[key] = (value, said or "default of the AWS FSDP samples")
-
-    def take(self, key: str, *names: str) -> None:
-        """Give a key the value of the first of the arguments that decide it."""
-        self.put(key, self.get[names[0]], *names)
-
-    def _model(self) -> None:
-        kind = self.get["model_type"]
-        has_widths = not self.given.keys().isdisjoint((*_WIDTHS.values(), "vocab_size"))
-        if kind is None and has_widths:
-            kind = "llama_v2"
-        if kind not in _MODELS:
-            return
-        family, flavor = _MODELS[kind]
-        self.put("model.name", family, "model_type")
-        self.values["model.flavor"] = (flavor, "all its widths are replaced below")
-        self.take("model.vocab_size", "vocab_size")
-        for width, name in _WIDTHS.items():
-            size = self.get[name]
-            # Only the heads of keys and values have no default: each query has its own then.
-            if size is None:
-                size = self.get["num_heads"]
-            self.put(f"model.overrides.{width}", size, name)
-
-    def _one_by_one(self) -> None:
-        """Translate arguments whose key takes their value, or is switched by it."""
-        for name, (_, key) in ARGUMENTS.items():
-            if key in _SWITCHES:
-                on, off = _SWITCHES[key]
-                self.put(key, on if self.get[name] > 0 else off, name)
-            elif key in keys():
-                self.take(key, name)
-
-    def _training(self) -> None:
-        reduced = "bfloat16" if self.get["bf16"] > 0 else "float32"
-        self.put("training.mixed_precision_reduce", reduced, "bf16")
-        if "epochs" in self.given and "max_steps" not in self.given:
-            self.take("training.epochs", "epochs")
-        else:
-            self.take("training.steps", "max_steps")
-        if self.get["lr_decay_style"] == "plateau":
-            self.take("lr_scheduler.plateau_ratio", "plateau", "lr_decay_style")
-        if self.get["sharding_strategy"] != "hybrid":
-            self.put("training.data_parallel_shard_degree", -1, "sharding_strategy")
-
-    def _text(self) -> None:
-        dataset = self.get["dataset"]
-        if dataset in ("c4", "allenai/c4"):
-            self.put("training.dataset", "c4", "dataset")
-        elif _is_path(dataset):
-            self.put("training.dataset_path", dataset, "dataset")
-        if _is_path(self.get["tokenizer"]):
-            self.take("model.tokenizer_path", "tokenizer")
-        if self.get["validation_freq"] is not None:
-            self.values["validation.enable"] = (True, "--validation_freq")
-            self.take("validation.freq", "validation_freq")
-            self.take("validation.steps", "validation_batches")
-            self.take("validation.batch_size", "val_batch_size")
-
-    def _folders(self) -> None:
-        if self.get["tensorboard_dir"] is not None:
-            self.values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
-            self.take("metrics.save_tb_folder", "tensorboard_dir")
-        for name in ("checkpoint_dir", "resume_from_checkpoint"):
-            if self.get[name] is not None:
-                why = "with the newest good one resumed by itself"
-                self.values["checkpoint.enable_checkpoint"] = (True, why)
-                self.take("checkpoint.folder", name)
-                self.take("checkpoint.interval", "checkpoint_freq")
-                return
-
-
-def _whole_key(key: str) -> str:
-    """Return the key of an entry of a table, or the key itself."""
-    return ".".join(key.split(".")[:2])
-
-
-def _is_path(text: str | None) -> bool:
-    return text is not None and (os.path.exists(text) or text.startswith((".", "/", "~")))
+def _translated(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values by key, those of defaults too. What becomes a name of titanlite is taken
+    out of `given`.
+    """
+    defaults = {name: one for name, (one, _) in ARGUMENTS.items() if not isinstance(one, type)}
+    taken = defaults | given
+    values: dict[str, Any] = {"lr_scheduler.style": "fsdp", "metrics.log_style": "aws_fsdp"}
+    if "resume_from_checkpoint" in given:
+        taken.setdefault("checkpoint_dir", given["resume_from_checkpoint"])
+    if taken["lr_decay_style"] != "plateau":
+        del taken["plateau"]
+    if "epochs" in given:
+        del taken["epochs" if "max_steps" in given else "max_steps"]
+    widths = [name for name, (_, key) in ARGUMENTS.items() if key.startswith("model.overrides")]
+    is_llama = bool(given.keys() & {*widths, "vocab_size"})
+    kind = given.get("model_type", "llama_v2" if is_llama else "")
+    if kind in _MODELS:
+        given.pop("model_type", None)
+        values["model.name"], values["model.flavor"] = _MODELS[kind]
+        taken.setdefault("num_key_value_heads", taken["num_heads"])
+    else:
+        for name in (*widths, "vocab_size"):
+            taken.pop(name, None)
+    if taken["dataset"] in ("c4", "allenai/c4"):
+        given.pop("dataset", None)
+        values["training.dataset"] = "c4"
+    for name in ("dataset", "tokenizer"):
+        path = taken.get(name, "")
+        if not (os.path.exists(path) or path.startswith((".", "/", "~"))):
+            taken.pop(name, None)
+    for name, (_, key) in ARGUMENTS.items():
+        if " " in key or not {name, _READ_WITH.get(name, name)} <= taken.keys():
+            continue
+        values[key] = taken[name]
+        if key in _SWITCHES:
+            values[key] = _SWITCHES[key][taken[name] <= 0]
+        if name in _SWITCHED_ON:
+            values[_SWITCHED_ON[name]] = True
+    values["training.mixed_precision_reduce"] = values["training.mixed_precision_param"]
+    return values

@@ -27,7 +27,7 @@ COMMANDS = {
     "export": "titanlite.cli.exchange:add_commands",
     "import": "titanlite.cli.exchange:add_commands",
     "push": "titanlite.contrib.hub.command:add_command",
-    "benchmark": "titanlite.cli.benchmark:add_command",
+    "benchmark": "titanlite.contrib.lab.benchmark:add_command",
     "tokenizer": "titanlite.cli.hub.tokenizer:add_commands",
     "completion": "titanlite.cli.completion:add_command",
 }
@@ -39,6 +39,7 @@ GONE = {
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
+    "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
 

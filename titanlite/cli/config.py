@@ -1,6 +1,4 @@
-"""`titanlite config`: check, explain, compare, migrate; and the pages that are generated from the
-keys.
-"""
+"""`titanlite config`: check, explain, compare, show; and the pages generated from the keys."""
 
 from __future__ import annotations
 
@@ -39,24 +37,23 @@ from titanlite.metrics.terminal import terminal_width
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_alone, check_config, resolve, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.utils import REMOVED, Style, counted, parse_json, say
+from titanlite.utils import REMOVED, Style, counted, parse_json
 
 DIFFERENT = 1
-"""Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
+"""Exit status of `config diff`, as that of `diff`."""
 
 RUN_CONFIG = "config.toml"
 _MANIFEST = "manifest.json"
-_FILE = "TOML file; also looked up in train_configs/"
 
 
 def add_commands(commands: Commands) -> None:
     """Add `titanlite config` to argparse."""
-    about = "check, explain, compare and migrate config files"
+    about = "check, explain, compare and show config files"
     actions = add_group(commands, "config", about)
     _add_check(actions)
     _add_explain(actions)
     _add_diff(actions)
-    _add_migrate(actions)
+    _add_show(actions)
     add_to_group(
         actions,
         _schema,
@@ -113,51 +110,27 @@ def _add_diff(actions: Commands) -> None:
     trust.add_argument(add)
 
 
-def _add_migrate(actions: Commands) -> None:
-    rewriting = (
-        "Comments stay beside their keys, later defaults are written out, and a key without "
-        "equivalent becomes a comment with the reason. The new text goes to standard output, the "
-        "list of changes to standard error."
-    )
-    exits = (
-        f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds "
-        "other mistakes."
-    )
-    help = "rewrite a TOML file with titanlite's own names of the keys"
-    add = add_to_group(actions, _migrate, help, rewriting, exits).add
-    add("file", _FILE, "FILE", nargs="?")
-    add("--in-place", "replace the file, and keep the old one as FILE.orig")
-    add("--check", "only list the changes")
+def _add_show(actions: Commands) -> None:
+    about = "It loads to the same values, under titanlite's own names, with sources as comments."
+    help = "print a config as one TOML file with all its values"
+    add = add_to_group(actions, _show, help, about, FLAGS).add
+    add("files", FILES, "FILE", nargs="*")
+    add("--changed", "only values that are no defaults, without comments")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
     add("--aws-fsdp", arguments, "ARGUMENTS")
 
 
-def _migrate(arguments: argparse.Namespace) -> tuple[str, int]:
-    from titanlite.cli.migrate import migrate_file, write_in_place
+def _show(arguments: argparse.Namespace) -> str:
+    argv = [*files_of(arguments), *arguments.flags]
+    if arguments.aws_fsdp is None:
+        from titanlite.runs.provenance import config_text
 
-    if arguments.aws_fsdp is not None:
-        from titanlite.cli.aws_fsdp import migrate_arguments
+        return config_text(load(argv).to_toml(defaults=not arguments.changed)).rstrip()
+    from titanlite.cli.aws_fsdp import to_toml
 
-        if arguments.file or arguments.in_place or arguments.check:
-            raise bad_flag("--aws-fsdp", "takes no file, and no --in-place or --check")
-        migration = migrate_arguments(arguments.aws_fsdp)
-        shown = "--aws-fsdp"
-    elif not arguments.file:
-        raise bad_flag("", "name a TOML file, or --aws-fsdp")
-    elif arguments.in_place and arguments.check:
-        raise bad_flag("", "--in-place and --check exclude each other")
-    else:
-        path, migration = migrate_file(arguments.file)
-        shown = arguments.file
-    report = migration.report(shown)
-    if arguments.check:
-        return report, DIFFERENT if migration.changes else exit_codes.DONE
-    if arguments.in_place:
-        if migration.changes:
-            report += f"\nthe old file is {write_in_place(path, migration.text)}"
-        return report, exit_codes.DONE
-    say(report)
-    return migration.text.removesuffix("\n"), exit_codes.DONE
+    if argv or arguments.changed:
+        raise bad_flag("--aws-fsdp", "takes no file, no --changed and no --section.key flags")
+    return to_toml(arguments.aws_fsdp)
 
 
 def _schema(arguments: argparse.Namespace) -> str:

@@ -226,10 +226,6 @@ def _versions() -> _Found:
             found["nccl"] = f"{name.version} ({title})"
     yield OK, ", ".join(f"{name} {version}" for name, version in found.items())
     torch = _installed("torch")
-    agent = _installed("hyperpod-elastic-agent")
-    if torch >= (2, 12) and agent and agent < (1, 2):
-        message = "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later"
-        yield ERROR, message, "take a newer agent, or start with `titanlite train`"
     if (2, 0) < torch < (2, 13):
         message = (
             "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: a save has 30 s after "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from titanlite import exit_codes
 from titanlite.assembly.supported import system_problem
-from titanlite.cli.command_table import COMMANDS, GONE, make_parser, top_parser
+from titanlite.cli.command_table import COMMANDS, make_parser, top_parser
 from titanlite.cli.parser import no_flags
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
-        top_parser().unknown_command(command, list(COMMANDS), GONE.get(command, ""))
+        top_parser().unknown_command(command, list(COMMANDS))
     arguments = make_parser(command).parse_args(ours)
 
     from titanlite.metrics.terminal import wants_color

@@ -136,10 +136,13 @@ class Parser(argparse.ArgumentParser):
         """Return whether the command takes `--section.key` flags; its help says so."""
         return FLAGS in f"{self.description} {self.epilog}"
 
-    def unknown_command(self, word: str, known: Sequence[str], instead: str = "") -> NoReturn:
-        """End the process: there is no such command. instead: what does its work now."""
-        if instead:
-            self.error(f"`{self.prog} {word}` is gone: {instead}")
+    def unknown_command(self, word: str, known: Sequence[str]) -> NoReturn:
+        """End the process: there is no such command."""
+        from titanlite.cli.command_table import GONE
+
+        full = f"{self.prog} {word}"
+        if instead := GONE.get(full.removeprefix("titanlite ")):
+            self.error(f"`{full}` is gone: {instead}")
         if word.endswith(".toml"):
             hint = f"a config comes after a command, as in `{self.prog} train {word}`"
         elif close := nearest(word, known):

@@ -40,7 +40,7 @@ from titanlite.cli.prepare_tasks import (
 )
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.contact import reach
+from titanlite.data.connectivity import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
 from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
 from titanlite.data.shards import Shards

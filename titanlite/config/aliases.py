@@ -244,5 +244,6 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
         (f"training.{k}", "float16"): _FLOAT16
         for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")
     },
+    ("launch.kind", "HyperPodPyTorchJob"): "take PyTorchJob, which HyperPod's clusters run, too",
 }
-"""(key, value) → why a value that other trainers know is not taken."""
+"""(key, value) → why a value is not taken that other trainers or earlier versions know."""

@@ -58,7 +58,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         from titanlite.config.other_files import broken
 
         return [], [broken(text, file, error)]
-    _, lines = scan(text)
+    lines = scan(text)
     model = tree.get("model")
     if isinstance(model, dict) and str(model.get("name")) in OTHER_MODELS:
         from titanlite.config.other_files import other_model

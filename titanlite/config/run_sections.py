@@ -249,10 +249,8 @@ class Launch(Section, frozen=True):
     """Queue or partition. Empty: the default one."""
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""
-    kind: Literal["PyTorchJob", "TrainJob", "HyperPodPyTorchJob"] = "PyTorchJob"
-    """Kubernetes: the resource, of Kubeflow's training operator, of its trainer or of HyperPod's
-    operator.
-    """
+    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
+    """Kubernetes: the resource, of Kubeflow's training operator or of its trainer."""
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}

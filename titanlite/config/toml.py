@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -82,22 +82,8 @@ def join(path: str, name: str) -> str:
 _LAST = re.compile(r"[\]}]|\"{3}|'{3}")
 
 
-class Statement(NamedTuple):
-    """A header, a `key = value`, a comment or a blank line."""
-
-    #: Its text, on one line or more, and the number of its first line, from 1.
-    text: str
-    line: int
-    #: What the parser makes of it alone; empty for comments and blank lines.
-    tree: dict[str, Any]
-    #: Full name of the table that it opens or stands in, with an index in arrays: `data.source[1]`.
-    table: str
-    is_header: bool
-
-
-def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
-    """Return the statements of a text that the parser accepts, and full name → line of each table
-    and key in it.
+def scan(text: str) -> dict[str, int]:
+    """Return full name → line of each table and key of a text that the parser accepts.
 
     A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
     tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
@@ -106,7 +92,7 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
     scanner = _Scanner(text)
     for end in range(1, len(scanner.lines) + 1):
         scanner.end_at(end)
-    return scanner.found, scanner.numbers
+    return scanner.numbers
 
 
 class _Scanner:
@@ -114,7 +100,6 @@ class _Scanner:
 
     def __init__(self, text: str) -> None:
         self.lines = text.replace("\r\n", "\n").split("\n")
-        self.found: list[Statement] = []
         #: Full name → line, from 1.
         self.numbers: dict[str, int] = {}
         #: Full name of an array of tables → index of its last table so far.
@@ -139,7 +124,6 @@ class _Scanner:
         else:
             last = self._enter(self._table, tree, is_header)
             self._enter_items(last, end)
-        self.found.append(Statement(chunk, self._start + 1, tree, self._table, is_header))
         self._start = end
 
     def _enter(self, path: str, tree: dict[str, Any], is_header: bool) -> str:

@@ -14,14 +14,16 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
+from subprocess import DEVNULL
 
-from titanlite.data.chat_worker import SECONDS, Request, read_message, write_message
+from titanlite.data.chat_worker import SECONDS, Request
 from titanlite.data.threads import ending
 from titanlite.utils import counted
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
-    "from titanlite.data.chat_worker import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from titanlite.data.chat_worker import main; main(int(sys.argv[1]))"
 )
 
 
@@ -30,44 +32,32 @@ class TemplateError(Exception):
 
 
 class _Worker:
-    """The process, and the pipes to it."""
+    """The process, and the connection to it."""
 
     def __init__(self) -> None:
-        # Isolated: it imports from the folders of this process, and not from the working directory.
-        command = [sys.executable, "-I", "-c", _START]
         self.owner = os.getpid()
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._requests, self._answers = self.process.stdin, self.process.stdout
-        self._requests.write(
-            json.dumps([os.path.abspath(one) for one in sys.path]).encode() + b"\n"
-        )
+        self.connection, theirs = Pipe()
+        number = theirs.fileno()
+        paths = json.dumps([os.path.abspath(one) for one in sys.path])
+        # Isolated: it imports from the folders of this process, and not from the working directory.
+        command = [sys.executable, "-I", "-c", _START, str(number), paths]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, pass_fds=[number]
+            )
 
     def ask(self, request: bytes) -> bytes:
         """Return the answer to a request; b"" if the process ended."""
         try:
-            write_message(self._requests, request)
-            return read_message(self._answers)
-        except BrokenPipeError:
+            self.connection.send_bytes(request)
+            return self.connection.recv_bytes()
+        except (EOFError, ConnectionError):
             return b""
 
-    def end(self) -> int:
-        """End the process; return its exit code, negative for a signal."""
+    def end(self) -> None:
         self.process.kill()
-        for stream in (self._requests, self._answers):
-            try:
-                stream.close()
-            except OSError:
-                continue  # what was not sent yet
-        return self.process.wait()
-
-    def ended(self) -> int:
-        """Return the exit code of a process that closed its pipes."""
-        code = self.process.wait()
-        self.end()
-        return code
+        self.connection.close()
+        self.process.wait()
 
 
 _lock = threading.Lock()
@@ -96,7 +86,8 @@ def ask(request: Request) -> tuple[str, str]:
                 kind, _, text = answer.decode("utf-8", "surrogatepass").partition("\n")
                 return kind, text
             _workers.clear()
-            code = worker.ended()
+            code = worker.process.wait()
+            worker.connection.close()
             if code == -signal.SIGXCPU:
                 raise TemplateError(
                     f"it takes more than {counted(SECONDS, 'seconds')} of processor time"

@@ -12,17 +12,15 @@ its content.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import signal
-import struct
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import IO, Any, NamedTuple, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
 
 #: Before and after a turn of the assistant. Unicode keeps these two free of characters.
 BEGIN = "\ufdd0"
@@ -37,9 +35,6 @@ CHARACTERS_EACH = 64
 #: more for each byte of the request.
 _MEMORY = 1 << 30
 _MEMORY_EACH = 64
-#: Size of a message between the processes.
-SIZE = struct.Struct("<Q")
-
 #: Name of the variable with the day that `strftime_now` of a template has.
 DAY = "template_date"
 
@@ -194,20 +189,19 @@ def _compiled(source: str) -> Any:
 # The process
 
 
-def main() -> None:
-    """Answer requests until the process that sends them is gone."""
+def main(number: int) -> None:
+    """Answer requests until the process that sends them is gone. number: of the connection."""
     # They are meant for that process, which may still need answers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    requests = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own_memory = _address_space()
-    while content := read_message(requests):
-        request = Request(*pickle.loads(content))
-        _limit(request.seconds, own_memory + _MEMORY + _MEMORY_EACH * len(content))
-        kind, text = answer(request)
-        write_message(answers, f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
+    with Connection(number) as connection, suppress(EOFError, ConnectionError):
+        while content := connection.recv_bytes():
+            request = Request(*pickle.loads(content))
+            _limit(request.seconds, own_memory + _MEMORY + _MEMORY_EACH * len(content))
+            kind, text = answer(request)
+            connection.send_bytes(f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
 
 
 def _limit(seconds: int, memory: int) -> None:
@@ -233,20 +227,3 @@ def _address_space() -> int:
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0
-
-
-def read_message(stream: IO[bytes]) -> bytes:
-    """Return one message; b"" where the other side is gone."""
-    head = stream.read(SIZE.size)
-    if len(head) < SIZE.size:
-        return b""
-    size = SIZE.unpack(head)[0]
-    content = stream.read(size)
-    return content if len(content) == size else b""
-
-
-def write_message(stream: IO[bytes], content: bytes) -> None:
-    """Write one message."""
-    stream.write(SIZE.pack(len(content)))
-    stream.write(content)
-    stream.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from titanlite.config.toml import quote
@@ -18,6 +18,8 @@ from titanlite.data.kinds import COMPRESSED, KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 
+#: The largest share of source code, in bytes of the text beside it, that is passed over.
+SCRIPTS_SHARE = 0.1
 #: Reason → files, below their folder, that are not read for it.
 _Passed = dict[str, list[str]]
 
@@ -37,13 +39,33 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
         else:
             passed.setdefault(reason, []).append(file.relative)
     if place.reader != "source":
-        texts = _without_descriptions(texts, passed)
-    texts = _without_scripts(texts, place, passed)
-    texts = _of_reader(texts, place, passed)
+        if any(file.kind and file.kind.has_records for file in texts):
+            texts = _kept(texts, lambda file: not file.is_markup, "documentation", passed)
+        if _has_scripts(texts):
+            reason = "source code beside the text"
+            texts = _kept(texts, lambda file: not file.is_source, reason, passed)
+    # All of them where no name tells the format.
+    if any(_is_of(file, place.reader) for file in texts):
+        reason = f"not of format {place.reader}"
+        texts = _kept(texts, lambda file: _is_of(file, place.reader), reason, passed)
     if not texts:
         why = _why_empty(passed, place)
         raise DataError(f"{place.key}: the folder {place.path} holds no text{why}")
     return choose_among(texts, found, place, passed)
+
+
+def _kept(
+    files: Sequence[FoundFile],
+    is_wanted: Callable[[FoundFile], bool],
+    reason: str,
+    passed: _Passed,
+) -> list[FoundFile]:
+    """Return the files that are wanted. passed: gets the others, for this reason."""
+    kept = [file for file in files if is_wanted(file)]
+    if len(kept) < len(files):
+        others = [file.relative for file in files if not is_wanted(file)]
+        passed.setdefault(reason, []).extend(others)
+    return kept
 
 
 def choose_among(
@@ -123,54 +145,21 @@ def _why_empty(passed: _Passed, place: Place) -> str:
     return f" (there are {there}){expected}"
 
 
-def _without_descriptions(texts: Sequence[FoundFile], passed: _Passed) -> list[FoundFile]:
-    """Return the files without those that describe the records beside them."""
-    has_records = any(file.kind and file.kind.has_records for file in texts)
-    kept: list[FoundFile] = []
-    for file in texts:
-        if has_records and file.kind and file.kind.describes_records:
-            passed.setdefault("documentation", []).append(file.relative)
-        else:
-            kept.append(file)
-    return kept
+def _has_scripts(texts: Sequence[FoundFile]) -> bool:
+    """Return whether there is source code, and so little that it is no part of the text.
 
-
-def _without_scripts(texts: list[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
-    """Return the files without source code that is little beside their text."""
-    code = [file for file in texts if file.is_source]
-    if not code or place.reader == "source":
-        return texts
-    from titanlite.data.source_code import are_scripts
-
-    if not are_scripts(texts):
-        return texts
-    passed["source code beside the text"] = [file.relative for file in code]
-    return [file for file in texts if not file.is_source]
-
-
-def _of_reader(texts: list[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
-    """Return the files of the format that is asked for; all of them where no name tells that
-    format.
+    A file without a known size counts as empty.
     """
-    kept: list[FoundFile] = []
-    others: list[str] = []
-    for file in texts:
-        if _is_of(file, place.reader):
-            kept.append(file)
-        else:
-            others.append(file.relative)
-    if not kept:
-        return texts
-    if others:
-        passed[f"not of format {place.reader}"] = others
-    return kept
+    code = sum(file.size or 0 for file in texts if file.is_source)
+    others = [file.size or 0 for file in texts if not file.is_code_or_markup]
+    return bool(others) and code <= SCRIPTS_SHARE * sum(others)
 
 
 def _is_of(file: FoundFile, reader: Format) -> bool:
     """Return whether a file is of a format. Source code has its markup with it."""
     if file.kind is None:
         return False
-    return file.kind.reader == reader or reader == "source" and file.kind.describes_records
+    return file.kind.reader == reader or reader == "source" and file.is_markup
 
 
 def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
@@ -201,23 +190,26 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
 
 
 def _splits_of(texts: Sequence[FoundFile]) -> list[str | None]:
-    """Return the split that each file is of. Source code beside other text has none."""
-    if not any(file.is_source for file in texts):
-        return [split_of(file.relative) for file in texts]
-    from titanlite.data.source_code import is_code_base, splits_of_code
+    """Return the split that each file is of. Source code beside other text has none.
 
-    if is_code_base(texts):
-        return splits_of_code(texts)
-    return [None if file.is_code_or_markup else split_of(file.relative) for file in texts]
+    Words in names of a code base tell none, as in `test_x.py`. Folders do, if all files lie in such
+    folders and one of these is of the split train.
+    """
+    if _is_code(texts):
+        splits = [SPLIT_WORDS.get(file.relative.split("/")[0].lower()) for file in texts]
+        is_divided = None not in splits and "train" in splits
+        if is_divided and not any(file.is_direct for file in texts):
+            return splits
+        return [None] * len(texts)
+    has_code = any(file.is_source for file in texts)
+    return [
+        None if has_code and file.is_code_or_markup else split_of(file.relative) for file in texts
+    ]
 
 
-def _are_code(texts: Sequence[FoundFile]) -> bool:
-    """Return whether files are those of a code base."""
-    if not any(file.is_source for file in texts):
-        return False
-    from titanlite.data.source_code import is_code_base
-
-    return is_code_base(texts)
+def _is_code(texts: Sequence[FoundFile]) -> bool:
+    """Return whether files are source code and the markup that documents it."""
+    return any(file.is_source for file in texts) and all(file.is_code_or_markup for file in texts)
 
 
 def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
@@ -226,7 +218,7 @@ def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
     """
     splits = {split or "" for split in _splits_of(texts)}
     has_several_splits = place.split is None and are_apart(splits)
-    if place.reader == "source" or _are_code(texts):
+    if place.reader == "source" or _is_code(texts):
         return has_several_splits
     kinds = {file.kind_name for file in texts}
     levels = {file.is_direct for file in texts}

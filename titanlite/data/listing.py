@@ -67,9 +67,13 @@ class FoundFile(NamedTuple):
         return self.kind is not None and self.kind.reader == "source"
 
     @property
+    def is_markup(self) -> bool:
+        return self.kind is not None and self.kind.describes_records
+
+    @property
     def is_code_or_markup(self) -> bool:
         """Whether it may be a part of a code base."""
-        return self.kind is not None and (self.is_source or self.kind.describes_records)
+        return self.is_source or self.is_markup
 
     @property
     def is_direct(self) -> bool:

@@ -21,7 +21,7 @@ from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
-from titanlite.data.contact import fetch_remedy, reach
+from titanlite.data.connectivity import fetch_remedy, reach
 from titanlite.data.empty_files import watched
 from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file

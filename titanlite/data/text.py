@@ -215,7 +215,7 @@ class TextReader:
         files = self._files(source, section)
         if has_known_fields(files, self.data, source):
             return files
-        from titanlite.data.forms.recognition import with_form
+        from titanlite.data.record_forms.recognition import with_form
 
         return with_form(files, self.data, source, self.tokenizer)
 
@@ -285,7 +285,7 @@ def _reach_on_this_node(files: TextFiles, source: DataSource) -> None:
     """
     first = files.names[0]
     if is_url(first) and os.environ.get("LOCAL_RANK", "0") == "0":
-        from titanlite.data.contact import fetch_remedy, reach
+        from titanlite.data.connectivity import fetch_remedy, reach
 
         key = files.key
         text = source.path or source.name or first

@@ -27,58 +27,45 @@ class _Group(NamedTuple):
     kind: str
 
 
-class _Division(NamedTuple):
-    """Files as several texts.
-
-    splits: those that keep texts apart; empty: none do. has_levels: whether levels do.
-    """
-
-    groups: dict[_Group, list[FoundFile]]
-    splits: set[str]
-    has_levels: bool
-
-
 def unclear(
     texts: Sequence[FoundFile],
     split_of_each: Sequence[str | None],
     found: Sequence[FoundFile],
     place: Place,
 ) -> UnclearTextError:
-    """Return the error for files that are several texts. found: all files of the folder."""
-    groups, splits, has_levels = _divided(texts, split_of_each, place)
-    differences: list[str] = []
-    if splits:
-        differences.append("of several splits")
-    if len({group.kind for group in groups}) > 1:
-        differences.append("of several kinds")
-    if has_levels:
-        differences.append("on two levels")
-    lines = _choices(groups, splits, found, place)
-    reason = f"the folder {place.path} holds text {' and '.join(differences)}"
-    return UnclearTextError(place.key, reason, lines)
+    """Return the error for files that are several texts. found: all files of the folder.
 
-
-def _divided(
-    texts: Sequence[FoundFile], split_of_each: Sequence[str | None], place: Place
-) -> _Division:
-    """Divide files by what keeps texts apart. Source code and its markup are one text beside
-    others.
+    Source code and its markup are one text beside others.
     """
     has_code = any(file.is_source for file in texts)
-    code = [file for file in texts if has_code and file.is_code_or_markup]
-    is_mixed = 0 < len(code) < len(texts)
-    rest = list(zip(texts, split_of_each, strict=True))
-    if is_mixed:
-        rest = [(file, split) for file, split in rest if not file.is_code_or_markup]
-    splits = {split or "" for _, split in rest}
+    data = [not (has_code and file.is_code_or_markup) for file in texts]
+    is_all_code = not any(data)
+    rest: list[tuple[FoundFile, str]] = []
+    for file, split, is_data in zip(texts, split_of_each, data, strict=True):
+        if is_data or is_all_code:
+            rest.append((file, split or ""))
+    splits = {split for _, split in rest}
     if place.split is not None or not are_apart(splits):
         splits = set()
-    levels = {file.is_direct for file, _ in rest}
-    has_levels = len(levels) > 1 and (is_mixed or not has_code)
-    groups = _grouped(rest, by_split=bool(splits), by_level=has_levels)
-    if is_mixed:
-        groups[_Group(None, None, _SOURCE)] = code
-    return _Division(groups, splits, has_levels)
+    has_levels = not is_all_code and len({file.is_direct for file, _ in rest}) > 1
+    groups: dict[_Group, list[FoundFile]] = {}
+    for file, split in rest:
+        group = _Group(
+            split if splits else None,
+            file.is_direct if has_levels else None,
+            _SOURCE if is_all_code else file.kind_name,
+        )
+        groups.setdefault(group, []).append(file)
+    if len(rest) < len(texts):
+        groups[_Group(None, None, _SOURCE)] = [file for file in texts if file.is_code_or_markup]
+    differences = {
+        "of several splits": splits,
+        "of several kinds": len({group.kind for group in groups}) > 1,
+        "on two levels": has_levels,
+    }
+    named = " and ".join(difference for difference, is_there in differences.items() if is_there)
+    reason = f"the folder {place.path} holds text {named}"
+    return UnclearTextError(place.key, reason, _choices(groups, splits, found, place))
 
 
 def _choices(
@@ -88,87 +75,43 @@ def _choices(
     place: Place,
 ) -> list[str]:
     """Return the lines that choose a text, below the tables that they go into."""
-    patterns = {group: pattern_of(groups[group], found, place.path) for group in groups}
-    formats = _formats(groups, patterns)
-    paths: list[str] = []
-    for group, pattern in patterns.items():
-        if pattern is not None or group not in formats:
-            paths.append(_choice(group, groups[group], pattern, place))
-    others: list[str] = []
-    for group, reader in formats.items():
-        others.append(f"{place.format_line(reader)}  # {_kinds_of(groups[group])}")
-    if splits:
-        others += _split_choices(splits, place)
-    table = "data" if place.table == "training" else place.table
-    lines: list[str] = []
-    if paths:
-        lines.append(f"one of these lines {place.where(place.table)} says which is meant:")
-        lines += [f"  {line}" for line in paths]
-    if others and paths:
-        lines.append(f"or one of these {place.where(table)}:")
-    elif others:
-        lines.append(f"one of these lines {place.where(table)} says which is meant:")
-    lines += [f"  {line}" for line in others]
-    return lines
-
-
-def _grouped(
-    texts: Sequence[tuple[FoundFile, str | None]], *, by_split: bool, by_level: bool
-) -> dict[_Group, list[FoundFile]]:
-    """Return the files of each text: those of one kind, and perhaps of one split and one level.
-
-    texts: files, each with its split, all of a code base or none.
-    """
-    is_code = any(file.is_source for file, _ in texts)
-    groups: dict[_Group, list[FoundFile]] = {}
-    for file, split in texts:
-        group = _Group(
-            split=(split or "") if by_split else None,
-            is_direct=file.is_direct if by_level else None,
-            kind=_SOURCE if is_code else file.kind_name,
-        )
-        groups.setdefault(group, []).append(file)
-    return groups
-
-
-def _choice(group: _Group, files: Sequence[FoundFile], pattern: str | None, place: Place) -> str:
-    """Return the line that chooses a group of files."""
-    about = _about(group, files)
-    if pattern is None:
-        return f"(no single pattern finds {about}, as {files[0].relative}: move them into a folder)"
-    return f"{place.path_line(pattern)}  # {about}"
-
-
-def _formats(
-    groups: Mapping[_Group, Sequence[FoundFile]], patterns: Mapping[_Group, str | None]
-) -> dict[_Group, Format]:
-    """Return the format of each group that this alone chooses, and that no pattern finds.
-
-    Source code has one in any case.
-    """
     readers: dict[_Group, Format] = {}
     for group, files in groups.items():
         kind = files[0].kind
-        if group.kind == _SOURCE:
-            readers[group] = "source"
-        elif kind is not None:
-            readers[group] = kind.reader
+        if group.kind == _SOURCE or kind is not None:
+            readers[group] = "source" if kind is None or group.kind == _SOURCE else kind.reader
     counts = Counter(readers.values())
-    chosen: dict[_Group, Format] = {}
-    for group, reader in readers.items():
-        is_whole = group.split is None and group.is_direct is None
+    paths: list[str] = []
+    others: list[str] = []
+    for group, files in groups.items():
+        about = _about(group, files)
+        pattern = pattern_of(files, found, place.path)
+        reader = readers.get(group, "auto")
         is_alone = counts[reader] == 1 and len(counts) > 1
-        if is_whole and is_alone and (patterns[group] is None or reader == "source"):
-            chosen[group] = reader
-    return chosen
-
-
-def _split_choices(splits: set[str], place: Place) -> Iterator[str]:
-    """Yield the lines that choose a split, those that are held out last, and one for all."""
-    for split in sorted(splits, key=lambda split: (holds_out([split]), split)):
-        if split:
-            yield place.split_line(split)
-    yield f"{place.split_line(ALL_SPLITS)}  # the files of all splits"
+        # A format alone chooses it.
+        if group[:2] == (None, None) and is_alone and (pattern is None or reader == "source"):
+            others.append(f"{place.format_line(reader)}  # {_kinds_of(files)}")
+        elif pattern is None:
+            paths.append(
+                f"(no single pattern finds {about}, as {files[0].relative}: move them into a "
+                "folder)"
+            )
+        if pattern is not None:
+            paths.append(f"{place.path_line(pattern)}  # {about}")
+    if splits:
+        # Those that are held out come last.
+        ordered = sorted(splits - {""}, key=lambda split: (holds_out([split]), split))
+        others += [place.split_line(split) for split in ordered]
+        others.append(f"{place.split_line(ALL_SPLITS)}  # the files of all splits")
+    table = "data" if place.table == "training" else place.table
+    which = "one of these lines {} says which is meant:"
+    lines: list[str] = []
+    if paths:
+        lines = [which.format(place.where(place.table)), *(f"  {line}" for line in paths)]
+        which = "or one of these {}:"
+    if others:
+        lines += [which.format(place.where(table)), *(f"  {line}" for line in others)]
+    return lines
 
 
 def _about(group: _Group, files: Sequence[FoundFile]) -> str:

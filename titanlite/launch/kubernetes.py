@@ -1,6 +1,4 @@
-"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob, or HyperPod's
-HyperPodPyTorchJob.
-"""
+"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob."""
 
 from __future__ import annotations
 
@@ -44,12 +42,9 @@ _SET = r"(PET|KUBERNETES)_\w+"
 _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
-    "HyperPodPyTorchJob": "HPJob",
 }
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
-#: Labels by which the manifests find pods.
-_OWN_LABELS = "titanlite/"
 _METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 
@@ -70,7 +65,7 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "gpus": gpus,
         "efa": fabric.efa if fabric else 0,
-        "node_type": _node_type(job),
+        "node_type": launch.instance_type,
         "container": "node" if kind == "TrainJob" else "pytorch",
         "words": _words(job),
         "environment": {
@@ -78,11 +73,7 @@ def files(job: Job) -> dict[str, str]:
             "PYTHONUNBUFFERED": "1",
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
-            **(
-                {exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)}
-                if kind != "HyperPodPyTorchJob"
-                else {}
-            ),
+            exit_codes.RESTART_VARIABLE: str(_RESTART_CODE),
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
@@ -111,14 +102,6 @@ def files(job: Job) -> dict[str, str]:
 
 def _folder(job: Job) -> str:
     return shlex.quote(str(job.folder))
-
-
-def _node_type(job: Job) -> str:
-    """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
-    kind = job.launch.instance_type
-    if kind and job.launch.kind == "HyperPodPyTorchJob":
-        return f"ml.{kind.removeprefix('ml.')}"
-    return kind
 
 
 def _name(job: Job) -> str:
@@ -158,36 +141,14 @@ def _metadata_problems(job: Job) -> Iterator[Problem]:
                 yield Problem(
                     "does-not-fit", key, "is the label that launch.queue sets", "set launch.queue"
                 )
-            if name.startswith(_OWN_LABELS):
-                yield Problem(
-                    "does-not-fit", key, f"{_OWN_LABELS} is titanlite's own", "take another name"
-                )
 
 
 def _words(job: Job) -> list[str]:
     """Return the command of a pod."""
-    config = f"{_CONFIG_FOLDER}/{CONFIG}"
-    torchrun = ["python", "-m", "titanlite.torchrun", *_rendezvous(job)]
-    return [*torchrun, "-m", "titanlite", "train", config]
-
-
-def _rendezvous(job: Job) -> list[str]:
-    """Return the arguments of torchrun that the operator does not give in the environment."""
-    if job.launch.kind == "TrainJob":
-        return []
-    ranks = ["--nproc_per_node", str(job.ranks)]
-    if job.launch.kind == "PyTorchJob":
-        return ranks
-    # HyperPod's own agent would get all of it from the operator.
-    meet = [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"{_name(job)}:29400",
-        "--local_addr",
-        "$(POD_IP)",
-    ]
-    return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
+    # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
+    ranks = [] if job.launch.kind == "TrainJob" else ["--nproc_per_node", str(job.ranks)]
+    torchrun = ["python", "-m", "titanlite.torchrun", *ranks]
+    return [*torchrun, "-m", "titanlite", "train", f"{_CONFIG_FOLDER}/{CONFIG}"]
 
 
 def _check(job: Job) -> None:

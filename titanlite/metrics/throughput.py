@@ -160,17 +160,6 @@ class Throughput:
         self._cpu: defaultdict[str, float] = defaultdict(float)
 
 
-def peak_flops_of(device: torch.device, tflops: float | None) -> float | None:
-    """Return the FLOPS that a device can do: those given, or of a known one; else None."""
-    if tflops:
-        return tflops * 1e12
-    if device.type != "cuda":
-        return None
-    from titanlite.plan.hardware import peak_flops
-
-    return peak_flops(device_name(device))
-
-
 def device_name(device: torch.device) -> str:
     """Return CUDA's name of the device; `CPU (its model)` for the CPU."""
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from pathlib import Path
 from titanlite.cli.parser import Commands, add_group, new_command
 from titanlite.data import DataError
 from titanlite.data.chat import TEMPLATE
-from titanlite.data.contact import reach
+from titanlite.data.connectivity import reach
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES

@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.contrib.hub.card import MARK, README
-from titanlite.data.contact import contact_problem
+from titanlite.data.connectivity import contact_problem
 from titanlite.data.remote import words
 
 MAIN = "main"

@@ -6,15 +6,18 @@
 | llm.c, modded-nanogpt | 256 int32, first 20240520 (GPT-2) or 20240801 (Llama 3) | the same |
 | datatrove | the name `.ds`; `.ds.metadata` and `.ds.index` beside it | the same, and documents |
 | raw | nothing: the whole file is ids (Dolma's `.npy`, nanoGPT's `.bin`) | |
+
+The type of raw ids is that of the vocabulary, if it is the only one that fits.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.foreign.ranges import ByteFile
@@ -41,6 +44,13 @@ LLMC = "llm.c"
 DATATROVE = "datatrove"
 NUMPY = "numpy"
 
+#: Places of all files, and beginnings of files, that are looked at; of those behind URLs; and bytes
+#: at each.
+_PIECES = 64
+_REMOTE_PIECES = 8
+_PIECE = 1 << 15
+#: Types for ids, the narrowest first.
+_TYPES = ("uint16", "uint32", "uint64")
 #: Returns a file beside a token file by the suffix to its name; None: there is none.
 Beside: TypeAlias = "Callable[[str], ByteFile | None]"
 
@@ -117,57 +127,32 @@ def _of_llmc(file: ByteFile, head: bytes) -> Header | None:
 
 
 def _of_datatrove(file: ByteFile, beside: Beside) -> Header:
-    """Return what the files beside a `.ds` file tell: its metadata, else its index."""
-    index = beside(".index")
-    end = None
-    if index is not None:
-        end = _last_end(index)
-    metadata = beside(".metadata")
-    if metadata is not None:
-        header = _of_metadata(file, metadata)
-    elif end and file.size in (2 * end, 4 * end):
-        return Header(DATATROVE, f"uint{file.size // end * 8}", 0, end)
-    elif index is None:
-        return Header(DATATROVE, None)
-    else:
-        raise DataError(
-            f"{index.name} ends at token {end:,}, and {file.name} has {file.size:,} bytes: neither "
-            "2 nor 4 for a token; copy both again"
-        )
-    if index is not None and end != header.tokens:
-        raise DataError(
-            f"{index.name} ends at token {end:,}, and {file.name} has {header.tokens:,}; copy both "
-            "again"
-        )
-    return header
+    """Return what the files beside a `.ds` file tell: its metadata, else its index.
 
-
-def _of_metadata(file: ByteFile, metadata: ByteFile) -> Header:
-    """Return what datatrove's metadata tell: `tokenizer|bytes of a token`, tokens, a rounded
-    size.
+    The metadata are `tokenizer|bytes of a token`, tokens, a rounded size.
     """
-    lines = metadata.read(0, _HEAD).decode("utf-8", "replace").splitlines()
-    try:
-        item = int(lines[0].rpartition("|")[2])
-        tokens = int(lines[1])
-    except (LookupError, ValueError):
-        raise DataError(
-            f"{metadata.name}: no metadata of datatrove, whose first line ends with |2 or |4"
-        ) from None
+    metadata = beside(".metadata")
+    index = beside(".index")
+    if metadata is not None:
+        lines = metadata.read(0, _HEAD).decode("utf-8", "replace").splitlines()
+        try:
+            item = int(lines[0].rpartition("|")[2])
+            tokens = int(lines[1])
+        except (LookupError, ValueError):
+            raise DataError(
+                f"{metadata.name}: no metadata of datatrove, whose first line ends with |2 or |4"
+            ) from None
+    elif index is not None:
+        # The end of the last document.
+        tokens = int.from_bytes(index.read(max(index.size - 8, 0), 8), "little")
+        item = file.size // max(tokens, 1)
+    else:
+        return Header(DATATROVE, None)
     if item not in (2, 4):
-        raise DataError(f"{metadata.name}: tokens of {item} bytes are not known; 2 or 4 are")
+        raise DataError(f"{file.name}: tokens of {item} bytes are not known; 2 or 4 are")
     header = Header(DATATROVE, f"uint{8 * item}", 0, tokens)
     _check_size(file, header, np.dtype(f"u{item}"))
     return header
-
-
-def _last_end(index: ByteFile) -> int:
-    """Return the last number of datatrove's index, the end of its last document."""
-    if index.size % 8:
-        raise DataError(f"{index.name} has {index.size:,} bytes, no multiple of 8; copy it again")
-    if not index.size:
-        return 0
-    return int(np.frombuffer(index.read(index.size - 8, 8), "<u8")[0])
 
 
 def _check_size(file: ByteFile, header: Header, dtype: np.dtype[Any]) -> None:
@@ -179,3 +164,114 @@ def _check_size(file: ByteFile, header: Header, dtype: np.dtype[Any]) -> None:
             f"{file.name} has {file.size:,} bytes instead of {size:,} for {header.tokens:,} tokens "
             f"of {dtype}; copy it again"
         )
+
+
+# The type that no header tells
+
+
+class Vocabulary(NamedTuple):
+    """Sizes that limit ids: the tokenizer's decides the type, the model's the highest id."""
+
+    tokenizer: int
+    model: int
+
+    @property
+    def type_name(self) -> str:
+        """The narrowest type of its ids, that tools write."""
+        return "uint16" if self.tokenizer <= 1 << 16 else "uint32"
+
+
+class _Misfit(NamedTuple):
+    """A token, from 0, whose id is outside the vocabulary."""
+
+    file: ByteFile
+    token: int
+    id: int
+
+
+def guess_type(files: Sequence[ByteFile], vocabulary: Vocabulary, key: str) -> str:
+    """Return the type of ids in files without a header, after a look at pieces of them.
+
+    key: of the config, that gives the type. Raises DataError where ids of that type are outside the
+    vocabulary, or a wider type fits too: tokens of 4 bytes, read as 2, are ids and zeros.
+    """
+    expected = vocabulary.type_name
+    pieces = list(_pieces(files))
+    for file, fitting in _wider_types(expected, pieces, vocabulary.model):
+        others = " and ".join(fitting)
+        raise DataError(
+            f"{key}: {file.name} has no header, and its ids could be {expected} or {others}. "
+            f'Say which: {key} = "{fitting[0]}" (or "{expected}")'
+        )
+    check_sizes(files, expected, key)
+    wrong = _misfit(expected, pieces, vocabulary.model)
+    if wrong is not None:
+        raise DataError(
+            f"{wrong.file.name}, token {wrong.token:,} (from 0): id {wrong.id} is outside the "
+            f"model's vocabulary of {vocabulary.model}. The file has no header and is read as "
+            f"{expected}. Set {key} to the type that wrote it, or model.vocab_size above the id"
+        )
+    return expected
+
+
+def check_sizes(files: Sequence[ByteFile], type_name: str, key: str) -> None:
+    """Raise DataError for a file whose size is no whole number of ids."""
+    item = np.dtype(type_name).itemsize
+    for file in files:
+        if file.size % item:
+            raise DataError(
+                f"{file.name} has {file.size:,} bytes, which are no whole number of ids of "
+                f"{item} bytes ({type_name}). It was cut, or {key} must name another type"
+            )
+
+
+def _pieces(files: Sequence[ByteFile]) -> Iterator[tuple[ByteFile, int, bytes]]:
+    """Yield file, first byte and bytes of pieces from everywhere, in order."""
+    ends = np.cumsum([file.size for file in files])
+    total = int(ends[-1])
+    pieces = _REMOTE_PIECES if files[0].is_remote else _PIECES
+    everywhere = np.linspace(0, total - 1, pieces).astype(np.int64)
+    some_files = np.linspace(0, len(files) - 1, pieces).astype(np.int64)
+    begins = ends - [file.size for file in files]
+    places = np.unique(np.concatenate([everywhere, begins[some_files]]))
+    for place in places.tolist():
+        number = int(np.searchsorted(ends, place, side="right"))
+        file = files[number]
+        # Every type begins at a multiple of 8 bytes.
+        begin = (place - int(begins[number])) // 8 * 8
+        yield file, begin, file.read(begin, _PIECE)
+
+
+def _wider_types(
+    expected: str, pieces: Sequence[tuple[ByteFile, int, bytes]], vocab_size: int
+) -> Iterator[tuple[ByteFile, list[str]]]:
+    """Yield each file whose pieces are also ids of wider types, with the types.
+
+    A folder may hold files of several types.
+    """
+    of_files: dict[str, list[tuple[ByteFile, int, bytes]]] = {}
+    for piece in pieces:
+        of_files.setdefault(piece[0].name, []).append(piece)
+    for own in of_files.values():
+        file = own[0][0]
+        fitting: list[str] = []
+        for name in _TYPES[_TYPES.index(expected) + 1 :]:
+            is_whole = file.size % np.dtype(name).itemsize == 0
+            if is_whole and _misfit(name, own, vocab_size) is None:
+                fitting.append(name)
+        if fitting:
+            yield file, fitting
+
+
+def _misfit(
+    type_name: str, pieces: Sequence[tuple[ByteFile, int, bytes]], vocab_size: int
+) -> _Misfit | None:
+    """Return the first id outside the vocabulary, if the pieces are of this type."""
+    dtype = np.dtype(type_name).newbyteorder("<")
+    for file, begin, piece in pieces:
+        ids: NDArray[np.unsignedinteger] = np.frombuffer(piece, dtype, len(piece) // dtype.itemsize)
+        over = np.flatnonzero(ids >= vocab_size)
+        if len(over):
+            first = int(over[0])
+            return _Misfit(file, begin // dtype.itemsize + first, int(ids[first]))
+    return None

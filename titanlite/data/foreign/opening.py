@@ -18,14 +18,21 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.contact import fetch_remedy
-from titanlite.data.foreign.cuts import Cut, find_cut
+from titanlite.data.connectivity import fetch_remedy
 from titanlite.data.foreign.find import Found, beside, find_tokens
-from titanlite.data.foreign.headers import DATATROVE, LLMC, NUMPY, Header, read_header
+from titanlite.data.foreign.headers import (
+    DATATROVE,
+    LLMC,
+    NUMPY,
+    Header,
+    Vocabulary,
+    check_sizes,
+    guess_type,
+    read_header,
+)
 from titanlite.data.foreign.megatron import megatron_part
-from titanlite.data.foreign.parts import ForeignPart
+from titanlite.data.foreign.parts import Cut, ForeignPart, find_cut
 from titanlite.data.foreign.ranges import ByteFile, open_bytes
-from titanlite.data.foreign.types import Vocabulary, check_sizes, guess_type
 from titanlite.data.listing import Listing, Place
 from titanlite.data.token_parts import TokenPart
 from titanlite.utils import counted, logger
@@ -196,20 +203,20 @@ def _facts_of(sizes: Mapping[str, int], patience: float, name: str) -> _Facts:
 
     file = open_bytes(name, size, patience)
     header = read_header(file, companion)
+    facts = _Facts(name, size, header, identity=file.identity)
     if header.form != DATATROVE:
-        return _Facts(name, size, header, identity=file.identity)
-    index = _sized(beside(name, ".index"), sizes)
-    loss = _sized(beside(name, ".loss"), sizes)
-    if loss is not None and header.tokens not in (None, loss[1]):
+        return facts
+    index = beside(name, ".index")
+    loss = beside(name, ".loss")
+    if loss in sizes and header.tokens not in (None, sizes[loss]):
         raise DataError(
-            f"{public_name(loss[0])} has {loss[1]:,} bytes instead of one for each of "
+            f"{public_name(loss)} has {sizes[loss]:,} bytes instead of one for each of "
             f"{header.tokens:,} tokens; copy it again"
         )
-    return _Facts(name, size, header, index, loss, file.identity)
-
-
-def _sized(name: str, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    return (name, sizes[name]) if name in sizes else None
+    return facts._replace(
+        index_file=(index, sizes[index]) if index in sizes else None,
+        loss_file=(loss, sizes[loss]) if loss in sizes else None,
+    )
 
 
 def _check_one_form(facts: Sequence[_Facts], place: Place) -> None:
@@ -220,18 +227,18 @@ def _check_one_form(facts: Sequence[_Facts], place: Place) -> None:
         # Each array of numpy tells its own type.
         if one.header.dtype is not None and what != NUMPY:
             what += f" of {np.dtype(one.header.dtype)}"
-        if one.header.form == DATATROVE:
+        if what.startswith(DATATROVE):
             what += " with an index" if one.index_file else " without an index"
         firsts.setdefault(what, []).append(public_name(one.name))
-    if len(firsts) == 1:
-        return
-    kinds = []
-    for what, names in firsts.items():
-        kinds.append(f"{counted(len(names), 'files')} of {what}, as {names[0]}")
-    raise DataError(
-        f"{place.key}: {public_name(place.path)} holds token files of several kinds: "
-        f"{'; '.join(kinds)}. Name those of one kind by a pattern, or put them into folders"
-    )
+    if len(firsts) > 1:
+        kinds = [
+            f"{counted(len(names), 'files')} of {what}, as {names[0]}"
+            for what, names in firsts.items()
+        ]
+        raise DataError(
+            f"{place.key}: {public_name(place.path)} holds token files of several kinds: "
+            f"{'; '.join(kinds)}. Name those of one kind by a pattern, or put them into folders"
+        )
 
 
 def _type_of(

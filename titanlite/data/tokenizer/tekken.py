@@ -8,21 +8,20 @@ are not used. So `mistral-common` reads the file, and its ids are those here.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
+from msgspec import Struct
+from msgspec.json import decode
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import safe_segments, spans_of
-from titanlite.utils import parse_json
 
 BOS = "<s>"
 EOS = "</s>"
@@ -49,7 +48,7 @@ _UNLISTED = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-_LAST_UNLISTED = 7
+_UNLISTED_VERSIONS = [f"v{number}" for number in range(1, 8)]
 
 
 class TekkenTokenizer(Tokenizer):
@@ -62,25 +61,26 @@ class TekkenTokenizer(Tokenizer):
 
         Raises DataError if it is no whole tekken.json or has no BOS and EOS.
         """
-        file = _File(content, f"model.tokenizer_path: {path}")
-        self.special_tokens = {name: number for number, name in enumerate(file.special_tokens)}
-        for name in (BOS, EOS):
-            if name not in self.special_tokens:
-                raise file.error(f"special_tokens has no {name!r}")
-        self.bos_id = self.special_tokens[BOS]
-        self.eos_id = self.special_tokens[EOS]
-        self.vocab_size = file.vocab_size
-        self.pattern = file.pattern
-        #: Bytes of each token → its rank, the id less `first_id`.
-        self.ranks = file.ranks
-        #: Special tokens, which stand before all others.
-        self.first_id = len(self.special_tokens)
         try:
+            file = decode(content, type=_File)
+            names = file.special_names()
+            #: Bytes of each token → its rank, the id less `first_id`.
+            self.ranks = file.ranks()
+            self.pattern = file.config.pattern
             self._encoding = tiktoken.Encoding(
                 name="tekken", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={}
             )
-        except ValueError as error:
-            raise file.error(f"config.pattern is no pattern that tiktoken takes: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"model.tokenizer_path: {path} is no tekken.json as Mistral writes it, or is cut "
+                f"short: {error}; copy the file again"
+            ) from None
+        self.special_tokens = {name: number for number, name in enumerate(names)}
+        self.bos_id = self.special_tokens[BOS]
+        self.eos_id = self.special_tokens[EOS]
+        self.vocab_size = file.config.default_vocab_size
+        #: Special tokens, which stand before all others.
+        self.first_id = len(names)
         digest = hashlib.sha256(b"tekken " + self.pattern.encode())
         for name, number in self.special_tokens.items():
             digest.update(b"%d %s " % (number, name.encode()))
@@ -108,90 +108,72 @@ class TekkenTokenizer(Tokenizer):
         return self._encoding.decode([token_id - self.first_id for token_id in ids])
 
 
-class _File:
-    """The entries of a tekken.json, checked.
+class _Config(Struct):
+    pattern: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+    version: Any = None
 
-    where: the file, for messages. Raises DataError.
-    """
 
-    def __init__(self, content: bytes, where: str) -> None:
-        self.where = where
-        try:
-            parsed = parse_json(content)
-        except ValueError as error:
-            message = f"it is JSON that is damaged or cut short ({error})"
-            raise self.error(message) from None
-        if not isinstance(parsed, dict):
-            raise self.error("it holds no JSON object")
-        config = self._entry(parsed, "config", dict)
-        self.pattern = str(self._entry(config, "pattern", str, "config."))
-        self.vocab_size = int(self._entry(config, "default_vocab_size", int, "config."))
-        count = int(self._entry(config, "default_num_special_tokens", int, "config."))
-        vocabulary = self._entry(parsed, "vocab", list)
-        used = self.vocab_size - count
-        if count < 0 or not 256 <= used <= len(vocabulary):
-            raise self.error(
-                f"config.default_vocab_size is {self.vocab_size} with {count} special tokens, and "
-                f"vocab has {len(vocabulary)} tokens"
+class _Token(Struct):
+    rank: int
+    #: In base64.
+    token_bytes: bytes
+
+
+class _Special(Struct):
+    rank: int
+    token_str: str
+
+
+class _File(Struct):
+    """A tekken.json."""
+
+    config: _Config
+    vocab: list[_Token]
+    special_tokens: list[_Special] | None = None
+
+    def ranks(self) -> dict[bytes, int]:
+        """Return the bytes of each token that is used → its rank. Raises ValueError."""
+        config = self.config
+        used = config.default_vocab_size - config.default_num_special_tokens
+        if config.default_num_special_tokens < 0 or not 256 <= used <= len(self.vocab):
+            raise ValueError(
+                f"config.default_vocab_size is {config.default_vocab_size} with "
+                f"{config.default_num_special_tokens} special tokens, and vocab has "
+                f"{len(self.vocab)} tokens"
             )
-        self.special_tokens = self._special_names(parsed, config, count)
-        self.ranks: dict[bytes, int] = {}
-        for rank, item in enumerate(vocabulary[:used]):
-            self.ranks[self._token(item, rank)] = rank
+        found: dict[bytes, int] = {}
+        for rank, token in enumerate(self.vocab[:used]):
+            name = token.token_bytes
+            if token.rank != rank or rank < 256 and name != bytes([rank]):
+                raise ValueError(
+                    f"vocab[{rank}] is {token}, expected rank {rank}, and bytes as the first 256"
+                )
+            if not name or name in found:
+                raise ValueError(f"vocab[{rank}] is {name!r:.40}, which is empty or stands twice")
+            found[name] = rank
+        return found
 
-    def error(self, message: str) -> DataError:
-        return DataError(
-            f"{self.where} is no tekken.json as Mistral writes it: {message}; copy the file again"
-        )
-
-    def _entry(self, table: dict[str, Any], name: str, kind: type, before: str = "") -> Any:
-        value = table.get(name)
-        if type(value) is not kind:
-            shown = "missing" if value is None else f"{value!r:.40}"
-            raise self.error(f"{before}{name} is {shown}")
-        return value
-
-    def _token(self, item: Any, rank: int) -> bytes:
-        """Return the bytes of the token at a place in `vocab`."""
-        given = item if isinstance(item, dict) else {}
-        encoded = given.get("token_bytes")
-        if given.get("rank") != rank or not isinstance(encoded, str):
-            raise self.error(f"vocab[{rank}] is {item!r:.80}, expected rank {rank} and token_bytes")
-        try:
-            token = base64.b64decode(encoded, validate=True)
-        except ValueError:
-            raise self.error(f"vocab[{rank}] has token_bytes {encoded!r:.40}, no base64") from None
-        if rank < 256 and token != bytes([rank]):
-            raise self.error(f"vocab[{rank}] is {token!r:.40}, and the first 256 are the bytes")
-        if not token or token in self.ranks:
-            raise self.error(f"vocab[{rank}] is {token!r:.40}, which is empty or stands twice")
-        return token
-
-    def _special_names(
-        self, parsed: dict[str, Any], config: dict[str, Any], count: int
-    ) -> list[str]:
+    def special_names(self) -> list[str]:
         """Return the names of the special tokens by id; those that the file does not name have
-        numbers.
+        numbers. Raises ValueError.
         """
-        if parsed.get("special_tokens") is None:
-            names = list(_UNLISTED)
-            version = str(config.get("version"))
-            number = re.fullmatch(r"v(\d+)", version)
-            if number is None or int(number[1]) > _LAST_UNLISTED:
-                raise self.error(f"special_tokens is missing, and config.version is {version!r}")
-        else:
-            names = []
-            for place, item in enumerate(self._entry(parsed, "special_tokens", list)):
-                given = item if isinstance(item, dict) else {}
-                name = given.get("token_str")
-                if given.get("rank") != place or not isinstance(name, str):
-                    message = f"special_tokens[{place}] is {item!r:.80}, expected rank {place}"
-                    raise self.error(f"{message} and token_str")
-                names.append(name)
+        count = self.config.default_num_special_tokens
+        names = list(_UNLISTED)
+        if self.special_tokens is not None:
+            names = [token.token_str for token in self.special_tokens]
+            if [token.rank for token in self.special_tokens] != list(range(len(names))):
+                raise ValueError("special_tokens are not in the order of their ranks, from 0")
+        elif self.config.version not in _UNLISTED_VERSIONS:
+            raise ValueError(
+                f"special_tokens is missing, and config.version is {self.config.version!r}"
+            )
         names += [f"<SPECIAL_{number}>" for number in range(len(names), count)]
-        if len(names) > count or len(set(names)) != len(names):
-            raise self.error(
-                f"special_tokens has {len(names)} names, {len(set(names))} of them different, and "
-                f"config.default_num_special_tokens is {count}"
+        if len(names) > count or len({*names}) != len(names) or not {BOS, EOS} <= {*names}:
+            raise ValueError(
+                f"special_tokens has {len(names)} names, {len({*names})} of them different, and "
+                f"config.default_num_special_tokens is {count}; expected {BOS!r} and {EOS!r} among "
+                "them"
             )
         return names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
-from titanlite.data.contact import reach
+from titanlite.data.connectivity import reach
 from titanlite.data.remote import check_url, url_to_fs
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES

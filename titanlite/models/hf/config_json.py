@@ -88,7 +88,7 @@ def config_file(source: str) -> str:
     if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         from huggingface_hub import hf_hub_download
 
-        from titanlite.data.contact import contact_problem
+        from titanlite.data.connectivity import contact_problem
 
         problem = contact_problem("hf://")
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +20,8 @@ from tests.support.shards import LINES, TEXTS
 from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
-from titanlite.data import DataError, contact
-from titanlite.data.contact import contact_problem
+from titanlite.data import DataError, connectivity
+from titanlite.data.connectivity import contact_problem
 from titanlite.data.records import Columns
 from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader
@@ -40,7 +38,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 @pytest.fixture(autouse=True)
 def no_contact_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact, "_reached", set())
+    monkeypatch.setattr(connectivity, "_reached", set())
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
 
@@ -76,26 +74,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(contact, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
     return address
-
-
-@pytest.fixture
-def proxy() -> Iterator[str]:
-    """The address of a proxy that refuses each connection."""
-
-    class Refuses(BaseHTTPRequestHandler):
-        def do_CONNECT(self) -> None:
-            self.send_error(403)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 def refused(training: Training, data: Data | None = None, validation: Any = None) -> str:
@@ -159,7 +139,7 @@ def test_sources_and_held_out_texts_are_named_by_their_keys(nowhere: str) -> Non
 def test_a_name_that_does_not_resolve_or_is_looked_up_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contact, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -174,11 +154,12 @@ def test_a_name_that_does_not_resolve_or_is_looked_up_for_ever(
     assert "https://host.example:443 cannot be reached: no answer in 1 s" in found
 
 
-def test_a_proxy_that_refuses_is_the_cause(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact, "_SECONDS", 1.0)
+def test_a_proxy_that_is_not_there_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
+    proxy = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:secret@{proxy}")
     found = refused(Training(dataset_path="https://host.example/a.jsonl", seq_len=8))
-    assert f"by the proxy http://{proxy}: OSError: Tunnel connection failed: 403" in found
+    assert f"https://host.example:443 cannot be reached by the proxy http://{proxy}: " in found
     assert "secret" not in found
 
 
@@ -201,7 +182,7 @@ def test_an_address_that_is_not_known_is_left_to_the_first_request(url: str) -> 
 
 
 def test_only_the_first_contact_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
     with HubServer(tmp_path) as server:
         assert contact_problem(server.url) is None
         assert server.requests == [], "it connects and asks nothing"
@@ -259,6 +240,6 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_network(
     assert config_file("me/small") == "cache/me/small/config.json"
     monkeypatch.undo()
     monkeypatch.setattr(constants, "ENDPOINT", nowhere)
-    monkeypatch.setattr(contact, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
     with pytest.raises(FileNotFoundError, match="cannot be reached: ConnectionRefusedError"):
         config_file("me/small-that-is-in-no-cache")

@@ -7,16 +7,13 @@ or a machine without a network. So the server is connected to once before it is 
 
 from __future__ import annotations
 
-import base64
-import http.client
 import os
 import re
 import shlex
 import socket
 import time
 from concurrent.futures import TimeoutError as NoAnswer
-from contextlib import closing
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from titanlite.config.urls import public_name
@@ -137,59 +134,29 @@ def _address(url: str) -> str:
 
 
 def _problem(server: str) -> str | None:
-    """Return why a server cannot be reached in `_SECONDS`; None if it can, and where a proxy of
-    another kind than HTTP would have to tell.
-    """
+    """Return why a server, or its proxy, cannot be reached in `_SECONDS`; None if it can."""
     address = urlsplit(server)
-    proxy = _proxy_of(address)
     by = ""
-    if proxy is not None:
-        if proxy.scheme != "http":
+    proxy = getproxies().get(address.scheme)
+    if proxy and not proxy_bypass(address.hostname or ""):
+        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        if address.scheme not in _PORTS:
             return None
-        by = f" by the proxy {_address(proxy.geturl())}"
+        by = f" by the proxy {_address(address.geturl())}"
+    target = (address.hostname or "", address.port or _PORTS[address.scheme])
     # The system may look up a name for minutes.
-    pool = Pool(1, "titanlite-contact")
+    pool = Pool(1, "titanlite-connect")
     began = time.monotonic()
     wait = _FIRST_WAIT
     while True:
         left = _SECONDS - (time.monotonic() - began)
         try:
-            pool.submit(_connect, address, proxy, left).result(left)
+            pool.submit(socket.create_connection, target, left).result(left).close()
             return None
         except NoAnswer:
             return f"{server} cannot be reached{by}: no answer in {_SECONDS:.0f} s"
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError) as error:
             if time.monotonic() - began + wait > _SECONDS or ending.is_set():
                 return f"{server} cannot be reached{by}: {words(error)}"
         ending.wait(wait)
         wait *= 2
-
-
-def _connect(address: SplitResult, proxy: SplitResult | None, seconds: float) -> None:
-    """Open a connection and close it. Raises OSError, also for a proxy that refuses."""
-    host = address.hostname or ""
-    port = address.port or 0
-    if proxy is None:
-        socket.create_connection((host, port), seconds).close()
-        return
-    to_proxy = http.client.HTTPConnection(proxy.hostname or "", proxy.port or 80, timeout=seconds)
-    with closing(to_proxy):
-        if address.scheme == "https":
-            to_proxy.set_tunnel(host, port, _login(proxy))
-        to_proxy.connect()
-
-
-def _proxy_of(address: SplitResult) -> SplitResult | None:
-    """Return the proxy that the variables of the environment name for an address."""
-    given = getproxies().get(address.scheme)
-    if not given or proxy_bypass(address.hostname or ""):
-        return None
-    return urlsplit(given if "://" in given else f"http://{given}")
-
-
-def _login(proxy: SplitResult) -> dict[str, str]:
-    """Return the header with the login of a proxy; {} without one."""
-    if proxy.username is None:
-        return {}
-    login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
