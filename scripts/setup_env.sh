@@ -11,7 +11,7 @@ _VENV="$TITANLITE_ROOT/.venv"
 # Holds the inputs of a complete installation, or "unfinished". A .venv without a stamp was made by somebody else.
 _STAMP="$_VENV/titanlite.stamp"
 _RUN_MODULES="titanlite torch torchao numpy msgspec rich safetensors xxhash tiktoken sentencepiece tensorboard jinja2 datasets huggingface_hub aiohttp tokenizers blobfile zstandard"
-_DEV_MODULES="pytest xdist ruff mypy hypothesis pyte transformers matplotlib wandb mlflow comet_ml trackio s3fs moto flask_cors kubeflow kubeflow_trainer_api kubernetes yamllint"
+_DEV_MODULES="pytest xdist ruff mypy hypothesis pyte transformers wandb mlflow comet_ml trackio s3fs moto flask_cors kubeflow kubeflow_trainer_api kubernetes yamllint"
 
 _say() { printf 'titanlite: %s\n' "$@" >&2; }
 _die() { _say "cannot set up the environment: $1" "${@:2}"; exit 1; }

@@ -20,7 +20,6 @@ from titanlite.checkpoint import paths
 from titanlite.checkpoint.paths import StoreError, to_path
 from titanlite.cli.hub.tensors import compare_ids
 from titanlite.cli.hub.tokenizer import fetch
-from titanlite.cli.plots import PlotsMissing, draw_png
 from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
@@ -219,16 +218,6 @@ def test_without_transformers_models_and_exports_name_the_extra(
     assert compare_ids(str(bundled), tmp_path).endswith(
         "transformers is not installed: pip install 'titanlite[hf]'"
     )
-
-
-def test_without_matplotlib_a_picture_names_the_extra(
-    hide: Callable[[str], None], tmp_path: Path
-) -> None:
-    hide("matplotlib")
-    with pytest.raises(
-        PlotsMissing, match=r"^drawing needs the package matplotlib: pip .*\[plots\]'$"
-    ):
-        draw_png([], tmp_path / "picture.png")
 
 
 @pytest.mark.slow_after(22)

@@ -482,7 +482,6 @@ EXTRAS = {
     "argcomplete": "completion",
     "comet-ml": "comet",
     "lm_eval": "eval",
-    "matplotlib": "plots",
     "mlflow-skinny": "mlflow",
     "s3fs": "s3",
     "trackio": "trackio",

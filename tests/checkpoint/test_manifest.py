@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import edit, sign, write
-from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, is_valid, steps_in
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, fault_of, find, steps_in
 from titanlite.checkpoint.retention import begin
 from titanlite.cli.checkpoint_folders import list_checkpoints, remove
 
@@ -57,7 +57,7 @@ def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
     for use in (
         lambda: find(tmp_path),
         lambda: find(tmp_path, 6),
-        lambda: is_valid(tmp_path / "step-6"),
+        lambda: fault_of(tmp_path / "step-6"),
         lambda: begin(tmp_path, 6),
         lambda: remove([tmp_path / "step-6"]),
     ):

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -139,17 +140,20 @@ def test_the_command_prints_draws_and_ends_by_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*CHECK, "--random", "--png=slopes.png"]) == 0
+    assert main([*CHECK, "--random", "--svg=slopes.svg"]) == 0
     shown = capsys.readouterr().out
     assert "OK: with muP every slope is within 0.25 of 0" in shown and "random tokens" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("feed-forward")]
     assert [row[1] for row in rows] == ["yes", "no"]
     assert abs(float(rows[0][4])) < LIMIT < float(rows[1][4])
-    from matplotlib.image import imread
-
-    light = imread(tmp_path / "slopes.png")
-    dark = imread(tmp_path / "slopes-dark.png")
-    assert light.shape == dark.shape and light[0, 0, :3].min() > 0.9 > 0.2 > dark[0, 0, :3].max()
+    panels = ElementTree.parse(tmp_path / "slopes.svg").findall("{*}g")
+    titles = [panel.findtext("{*}text") for panel in panels]
+    assert len(titles) == len(rows) * 5
+    assert f"feed-forward, muP: slope {rows[0][4]}" in titles
+    assert f"feed-forward, without: slope {rows[1][4]}" in titles
+    # A line of two widths for each of four steps.
+    lines = [line.get("points", "").split() for line in panels[0].iter("{*}polyline")]
+    assert [len(line) for line in lines] == [2] * 4
 
 
 def test_the_command_as_json_on_the_text_of_the_config(

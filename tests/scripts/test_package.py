@@ -19,12 +19,11 @@ assert len(set(sys.modules) - before) < 30
 from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
 import titanlite.cli.main
-import titanlite.cli.runs, titanlite.cli.compare_page
-import titanlite.cli.plots
+import titanlite.cli.runs, titanlite.cli.comparison
 from titanlite.resolve.load import check_config
 titanlite.models.resolve_args("llama3", "8B")
 check_config(["--job.config_file=debug_model.toml"], 2, training=False)
-heavy = {"torch", "numpy", "rich", "tomlkit", "fsspec", "matplotlib", "filelock"}
+heavy = {"torch", "numpy", "rich", "tomlkit", "fsspec", "filelock"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 

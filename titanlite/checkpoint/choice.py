@@ -15,9 +15,9 @@ from titanlite.checkpoint.hf_files import holds_adapters, holds_weights, is_torc
 from titanlite.checkpoint.manifest import (
     Found,
     Manifest,
+    fault_of,
     find,
     hf_folder,
-    is_valid,
     last_hf_step,
     refuse_older,
     root_of,
@@ -187,7 +187,7 @@ class Chooser:
         except CheckpointError as error:
             raise CheckpointError(f"{asked}: {error}") from None
         later = [one for one in steps_in(self.root) if one > step]
-        newer = [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]
+        newer = [f"step-{one}" for one in later if not fault_of(step_folder(self.root, one))]
         if newer:
             raise CheckpointError(
                 f"{asked}, but {self.root} holds newer checkpoints, which are never overwritten: "

@@ -7,7 +7,7 @@ the tensors: each rank reads its own part of the model, and has one slice beside
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,3 @@ def as_manifest(weights: Weights) -> Manifest:
         created=0.0,
         weights_only=True,
     )
-
-
-def our_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name → a tensor of its type and shape on the meta device."""
-    for name, (dtype, shape, *_rest) in weights.entries().items():
-        yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -204,14 +204,10 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             except ValueError as error:
                 raise CheckpointError(f"{file}: {name} {error}") from None
             parts[name] = Part(file, name, torch.float32, shape, read)
-        elif not _is_mxfp4_scale(name, opened):
+        elif not (name.endswith("_scales") and f"{name[:-7]}_blocks" in opened):
             part = _mxfp4(name, opened)
             parts[part.name] = part
     return parts
-
-
-def _is_mxfp4_scale(name: str, opened: Mapping[str, tuple[Path, Any]]) -> bool:
-    return name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in opened
 
 
 def _mxfp4(name: str, opened: Mapping[str, tuple[Path, Any]]) -> Part:

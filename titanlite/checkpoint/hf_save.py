@@ -281,6 +281,21 @@ def publish_folder(aside: AnyPath, final: AnyPath) -> None:
         sync_folder(final.parent)
 
 
+@contextlib.contextmanager
+def new_folder(final: AnyPath) -> Iterator[AnyPath]:
+    """Yield a folder to write into, which gets the name `final` after the block; nothing stays when
+    the block raises. Raises CheckpointError when the final one is there.
+    """
+    folder = begin_folder(final)
+    try:
+        yield folder
+        publish_folder(folder, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_folder(folder)
+        raise
+
+
 def refuse_existing(path: AnyPath) -> None:
     """Raises CheckpointError when the path exists."""
     if path.exists() or (isinstance(path, Path) and path.is_symlink()):
@@ -300,25 +315,6 @@ class HFWeights:
     #: Gives name → content of the tokenizer's files.
     beside: Callable[[], Mapping[str, bytes]]
 
-    @classmethod
-    def saved(
-        cls,
-        spec: ModelSpec,
-        args: Any,
-        tensors: Mapping[str, torch.Tensor],
-        entries: Entries,
-        beside: Callable[[], Mapping[str, bytes]],
-    ) -> HFWeights:
-        """Return the weights of a checkpoint's tensors, whose names begin with `model.`."""
-        strip = len("model.")
-        return cls(
-            spec,
-            args,
-            tensors={name[strip:]: tensor for name, tensor in tensors.items()},
-            entries={name[strip:]: entry for name, entry in entries.items()},
-            beside=beside,
-        )
-
 
 def save_hf(
     final: AnyPath,
@@ -337,7 +333,9 @@ def save_hf(
         files = _agree_on_files(weights, group, shard_bytes)
         tensors, entries = weights.tensors, weights.entries
         problem = write_files(aside, files, entries, lambda name: whole(tensors[name]), rank)
-        _raise_together(final, problem, group)
+        problems = gather_objects(problem and f"rank {rank}: {problem}", group)
+        if any(problems):
+            raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")
 
         def finish() -> None:
             config = weights.spec.hf_config(weights.args)
@@ -360,11 +358,3 @@ def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: i
     for name in names:
         holders[name] = tuple(rank for rank, one in enumerate(sets) if name in one)
     return plan_files(names, weights.entries, holders, shard_bytes)
-
-
-def _raise_together(final: AnyPath, problem: str, group: dist.ProcessGroup) -> None:
-    """Raise CheckpointError on all ranks if one of them has a problem."""
-    mine = problem and f"rank {dist.get_rank(group)}: {problem}"
-    problems = gather_objects(mine, group)
-    if any(problems):
-        raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")

@@ -19,7 +19,7 @@ from torch import nn
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
-from titanlite.checkpoint.loaded import LoadedState, weight_of
+from titanlite.checkpoint.loaded import WEIGHT, LoadedState, weight_of
 from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path, write_whole
 from titanlite.checkpoint.retention import (
@@ -226,7 +226,9 @@ class Checkpointer:
         WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
-        self._await_save_in_flight()
+        if self._async:
+            self._async.wait()
+            self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
         # Here: in a thread it would disturb the forward pass.
@@ -268,7 +270,7 @@ class Checkpointer:
             with dcp_errors(f"saving {save.folder}"):
                 dcp.save(state, storage_writer=writer, process_group=group)
             written = on_rank_0(self._world, lambda: self._written(save.folder, writer), group)
-            manifest = _with_files(save.draft, written)
+            manifest = with_files(save.draft, written)
             if self.config.verify_saves:
                 self._read_back(save.folder, manifest, written, group)
             # The manifest makes it a checkpoint. Only then older ones go.
@@ -299,19 +301,15 @@ class Checkpointer:
         self._owner.look()
         republish(step_folder(self.root, step), edit)
 
-    def _await_save_in_flight(self) -> None:
-        if self._async:
-            self._async.wait()
-            self._async.raise_bad()
-
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""
         from titanlite.checkpoint.hf_save import HFWeights, save_hf
 
         check_finite(save, group)
         spec, args = self._loader.model()
-        entries = save.draft.tensors
-        weights = HFWeights.saved(spec, args, save.tensors, entries, self._tokenizer_files)
+        tensors = {name.removeprefix(WEIGHT): one for name, one in save.tensors.items()}
+        entries = {name.removeprefix(WEIGHT): one for name, one in save.draft.tensors.items()}
+        weights = HFWeights(spec, args, tensors, entries, self._tokenizer_files)
         self._on_rank_0(self._owner.look)
         save_hf(save.folder, weights, group, self._on_rank_0)
 
@@ -485,7 +483,7 @@ def check_finite(save: Save, group: dist.ProcessGroup) -> None:
     raise WeightsError(save.draft.step, save.draft.step, where, "No checkpoint is written")
 
 
-def _with_files(draft: Manifest, written: Mapping[str, Written]) -> Manifest:
+def with_files(draft: Manifest, written: Mapping[str, Written]) -> Manifest:
     """Return a manifest with bytes and hash of each file."""
     return replace(
         draft,

@@ -242,8 +242,8 @@ def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
     return problems
 
 
-def is_valid(folder: AnyPath) -> bool:
-    """Return whether a folder is a checkpoint, by its manifest and its files' sizes.
+def fault_of(folder: AnyPath) -> str:
+    """Return why a folder is no checkpoint, by its manifest and its files' sizes; "": it is one.
 
     Raises NewerFormatError.
     """
@@ -251,9 +251,9 @@ def is_valid(folder: AnyPath) -> bool:
         read_manifest(folder)
     except NewerFormatError:
         raise
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def parse_manifest(folder: AnyPath) -> Manifest:
@@ -428,10 +428,14 @@ def find(
     `step` is not valid, and NewerFormatError instead of passing over such a one.
     """
     known_bad = known_bad or {}
+    steps = steps_in(root)
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{root} has no step-{step} (steps there: {have})")
     if step is not None:
-        return Found(_read_step(root, step, known_bad), [])
+        return Found(_read_known(root, step, known_bad), [])
     passed: list[str] = []
-    for candidate in reversed(steps_in(root)):
+    for candidate in reversed(steps):
         try:
             return Found(_read_known(root, candidate, known_bad), passed)
         except NewerFormatError:
@@ -439,14 +443,6 @@ def find(
         except CheckpointError as error:
             passed.append(str(error))
     return Found(None, passed)
-
-
-def _read_step(root: AnyPath, step: int, known_bad: Mapping[int, str]) -> Manifest:
-    steps = steps_in(root)
-    if step not in steps:
-        have = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{root} has no step-{step} (steps there: {have})")
-    return _read_known(root, step, known_bad)
 
 
 def _read_known(root: AnyPath, step: int, known_bad: Mapping[int, str]) -> Manifest:
@@ -463,11 +459,11 @@ def root_of(path: AnyPath) -> AnyPath:
     if not path.is_dir():
         if path.is_file():
             raise CheckpointError(
-                f"{path} is a file, and no run or folder of checkpoints{_about_file(path)}"
+                f"{path} is a file, and no run or folder of checkpoints{_config_hint(path)}"
             )
-        raise CheckpointError(f"{path}: no such folder{_about_name(path)}")
+        raise CheckpointError(f"{path}: no such folder{_hub_hint(path)}")
     for root in (path, path / "checkpoint"):
-        if _holds_checkpoints(root):
+        if any(NAMES.fullmatch(name) for name in entries(root)):
             return root
     if below := roots_below(path):
         raise CheckpointError(
@@ -479,21 +475,17 @@ def root_of(path: AnyPath) -> AnyPath:
     )
 
 
-def _about_name(path: AnyPath) -> str:
+def _hub_hint(path: AnyPath) -> str:
     """Return how to download a model, for what may be its name on a hub: OWNER/NAME."""
     if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
         return ""
     return f"; a model of the hub: hf download {path} --local-dir {path}"
 
 
-def _about_file(path: AnyPath) -> str:
+def _config_hint(path: AnyPath) -> str:
     if path.name.endswith(".toml"):
         return ": it is a config. The checkpoints are in its job.dump_folder: name that"
     return ""
-
-
-def _holds_checkpoints(folder: AnyPath) -> bool:
-    return any(NAMES.fullmatch(name) for name in entries(folder))
 
 
 def roots_below(path: AnyPath) -> list[AnyPath]:

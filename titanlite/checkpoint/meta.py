@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
 from titanlite.checkpoint.source_model import meta_args, read_json
-from titanlite.checkpoint.weights import Part, Slices, Weights
+from titanlite.checkpoint.weights import Part, Weights
 from titanlite.models.families import get_spec
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.llama_hf import hf_names, permute
+from titanlite.models.llama_hf import hf_names
 from titanlite.models.spec import ModelSpec
 
 
@@ -107,14 +106,8 @@ def _parts_of(name: str, opened: _Opened, shape: tuple[int, ...] | None) -> list
         offsets = [0] * piece.ndim
         if cut is not None:
             offsets[cut] = start
-        order = None
-        if is_known:
-            try:
-                order = _row_order(name, opened.args, piece, shape)
-            except ValueError as error:
-                raise CheckpointError(f"{file}: {name} {error}") from None
-        read = partial(_meta_rows, piece, order)
-        parts.append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
+        part = Part(file, name, piece.dtype, tuple(piece.shape), piece.__getitem__).at(*offsets)
+        parts.append(_by_halves(part, opened.args, shape) if is_known else part)
         if cut is None:
             break
         start += piece.size(cut)
@@ -131,29 +124,20 @@ def _divided_dimension(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -
     return None
 
 
-def _row_order(
-    name: str, args: LlamaArgs, piece: torch.Tensor, shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """Return our order of the rows in a part of q or k; None for other tensors.
+def _by_halves(part: Part, args: LlamaArgs, shape: tuple[int, ...]) -> Part:
+    """Return a part of q or k in our order of rows; another one as it is. shape: of the whole.
 
-    Raises ValueError for rows that are no whole heads.
+    Raises CheckpointError for rows that are no whole heads.
     """
-    heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
+    heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(part.name.split(".")[-2])
     if not heads:
-        return None
+        return part
     # A head is in one file.
-    number = piece.size(0)
+    number = part.shape[0]
     each = shape[0] // heads
     if not number or number % each:
-        raise ValueError(f"has {number} rows, and a head has {each}")
-    return permute(torch.arange(number)[:, None], number // each)[:, 0]
-
-
-def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:
-    if order is None:
-        return tensor[slices]
-    rows, columns = slices
-    return tensor[order[rows]][:, columns]
+        raise CheckpointError(f"{part.file}: {part.name} has {number} rows, and a head has {each}")
+    return part.by_halves(number // each)
 
 
 def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tensor]]) -> LlamaArgs:

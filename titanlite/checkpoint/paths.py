@@ -283,28 +283,21 @@ def remove_folder(folder: AnyPath, last: str = "") -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         if isinstance(folder, StorePath):
-            _remove_objects(folder)
+            folder.fs.rm(folder.key, recursive=True)
+            # Clients do not report objects that they may not delete.
+            if left := folder.listing():
+                raise StoreError(
+                    f"{folder}: {len(left)} objects cannot be deleted, such as {min(left)}"
+                )
         elif folder.is_symlink():
             folder.unlink()
         else:
             for path in [path for path in folder.iterdir() if path.name != last]:
-                _remove_entry(path)
+                if path.is_dir():
+                    remove_folder(path)
+                else:
+                    path.unlink(missing_ok=True)
             shutil.rmtree(folder)
-
-
-def _remove_objects(folder: StorePath) -> None:
-    folder.fs.rm(folder.key, recursive=True)
-    # Clients do not report objects that they may not delete.
-    names = folder.listing()
-    if names:
-        raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
-
-
-def _remove_entry(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:

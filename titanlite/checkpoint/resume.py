@@ -117,7 +117,10 @@ def settle(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, loaded: LoadedState) -> None:
-    """Take the loop's state from a checkpoint; its tensors are loaded already."""
+    """Take the loop's state from a checkpoint; its tensors are loaded already.
+
+    Raises CheckpointError for a place in the text that cannot be.
+    """
     parts = trainer.parts
     trainer.step = trainer.done = loaded.step
     trainer.good_steps = 0
@@ -130,7 +133,10 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
     if "dataloader" in loaded.left_out:
         load_text(trainer, {"next_sequence": 0})
     else:
-        _restore_text(trainer, loaded)
+        try:
+            load_text(trainer, loaded.train["data"])
+        except StateError as error:
+            raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
     # Earlier steps may have been of another size.
     trainer.end_with_text(later=parts.datasets.train.sets_length)
 
@@ -208,17 +214,6 @@ def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:
             f"{loaded.folder}: its schedule began with step {rate.began + 1}, and it does not tell "
             'the tokens before. Keep lr_scheduler.unit = "steps"'
         )
-
-
-def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
-    """Continue at the place in the text that a checkpoint has.
-
-    Raises CheckpointError for a place that cannot be.
-    """
-    try:
-        load_text(trainer, loaded.train["data"])
-    except StateError as error:
-        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ class ResumeCheck:
             if before != value:
                 changed.append(f"{name} {before} then, {value} now")
         differ = ", ".join(changed)
-        gap = max(_relative_difference(a, b) for a, b in zip(now, then, strict=True))
+        gap = max(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in zip(now, then, strict=True))
         text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
         # Of the two attempts the coarser one decides.
         tolerance = max(self.tolerance, earlier.get("tolerance", 0.0))
@@ -206,7 +206,3 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     numbers = (record.get("loss"), record.get("norm"), record.get("tolerance", 0.0))
     has_numbers = all(type(number) in (int, float) for number in numbers)
     return has_numbers and isinstance(record.get("setting"), dict)
-
-
-def _relative_difference(a: float, b: float) -> float:
-    return abs(a - b) / (max(abs(a), abs(b)) or 1.0)

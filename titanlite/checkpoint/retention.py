@@ -30,8 +30,7 @@ from titanlite.checkpoint.manifest import (
     REASON,
     CheckpointError,
     Manifest,
-    NewerFormatError,
-    is_valid,
+    fault_of,
     marked_folder,
     parse_manifest,
     read_manifest,
@@ -88,9 +87,9 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     """
     final = step_folder(root, step)
     if final.exists():
-        fault = _fault(final)
+        fault = fault_of(final)
         reason = (known_bad or {}).get(step) or fault
-        if reason is None:
+        if not reason:
             raise CheckpointError(
                 f"{final} already holds a valid checkpoint; it is not overwritten"
             )
@@ -101,17 +100,6 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     if isinstance(final, Path):
         final.mkdir()
     return final
-
-
-def _fault(folder: AnyPath) -> str | None:
-    """Return why a folder is no valid checkpoint. Raises NewerFormatError."""
-    try:
-        read_manifest(folder)
-    except NewerFormatError:
-        raise
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _mark_path(kind: str, folder: AnyPath) -> AnyPath:
@@ -269,7 +257,7 @@ def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
     if not content:
         return False
     write_new(folder / FILE, content)
-    if not is_valid(folder):
+    if fault_of(folder):
         # A part of it is gone already.
         (folder / FILE).unlink()
         return False
@@ -492,6 +480,6 @@ def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
     best: dict[str, list[int]] = {}
     for _, step in sorted(losses):
         found = best.setdefault(valid[step].held_out, [])
-        if len(found) < count and is_valid(step_folder(root, step)):
+        if len(found) < count and not fault_of(step_folder(root, step)):
             found.append(step)
     return {step for found in best.values() for step in found}

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemBase
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -227,21 +227,7 @@ class _HashingStream:
         return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
 
 
-def _algorithm_of(file: str) -> str:
-    """Return the hash of a file. The index decides how the rest is read: its hash must hold against
-    more than a bad disk.
-    """
-    return SAFE_HASH if file.startswith(INDEX) else FAST_HASH
-
-
-def _with_name(error: Exception, path: AnyPath) -> Exception:
-    """Return an error of the disk with the path: errors of writing do not name the file."""
-    if isinstance(error, StoreError) or not isinstance(error, OSError) or error.errno is None:
-        return error
-    return OSError(error.errno, error.strerror, str(path))
-
-
-class _Files(FileSystemBase):
+class _Files(FileSystem):
     """DCP's file-system interface for folders and stores. DCP takes paths as opaque values."""
 
     def __init__(self) -> None:
@@ -255,38 +241,30 @@ class _Files(FileSystemBase):
                 yield stream
             return
         hashing = None
+        # The index decides how the rest is read: its hash must hold against more than a bad disk.
+        algorithm = SAFE_HASH if path.name == INDEX else FAST_HASH
         try:
             with path.open(mode) as stream:
-                hashing = _HashingStream(stream, _algorithm_of(path.name))
+                hashing = _HashingStream(stream, algorithm)
                 yield cast(io.IOBase, hashing)
         except (OSError, RuntimeError) as error:
             # torch.save complains of its position in the file, where the disk was the cause.
-            failure = hashing.failure if hashing else None
-            raise _with_name(failure or error, path) from None
+            failure = (hashing and hashing.failure) or error
+            if isinstance(failure, OSError) and failure.errno is not None:
+                # Errors of writing do not name the file.
+                failure = OSError(failure.errno, failure.strerror, str(path))
+            raise failure from None
         self.written[path.name] = hashing.written()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        raise NotImplementedError("no file of a checkpoint is renamed")
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
-
-    def init_path(self, path: Any) -> Any:
-        return path
 
     def mkdir(self, path: Any) -> None:
         if isinstance(path, Path):
             path.mkdir(parents=True, exist_ok=True)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
     def exists(self, path: Any) -> bool:
         return bool(path.exists())
-
-    def rm_file(self, path: Any) -> None:
-        path.unlink()
 
 
 class HashingWriter(FileSystemWriter):
@@ -452,8 +430,7 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     except Exception as error:
         # The other ranks wait for an answer in any case.
         problem = str(error) or repr(error)
-    problems = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
+    problems = gather_objects(problem, group)
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:
         raise CheckpointError("; ".join(found))
@@ -521,8 +498,7 @@ def verify_files(
         # The others wait for this rank's answer in any case.
         told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
         failure = f"rank {world.rank} cannot read {told}"
-    found = [(problems, failure)] * world.size
-    dist.all_gather_object(found, (problems, failure), group)
+    found = gather_objects((problems, failure), group)
     failures = sorted(text for _, text in found if text)
     if failures:
         raise CheckpointError("; ".join(failures))

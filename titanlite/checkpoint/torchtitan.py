@@ -28,7 +28,6 @@ from titanlite.checkpoint.dcp_index import parse_index
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import DCP_INDEX
 from titanlite.checkpoint.weights import Part, Slices, Weights
-from titanlite.models.llama_hf import permute
 from titanlite.models.spec import ModelSpec
 
 #: Families that torchtitan has, and whether it rotates pairs of neighbours where we rotate halves.
@@ -101,8 +100,10 @@ def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, P
     ours, is_transposed = _our_name(part.name, family)
     if is_transposed and len(part.shape) == 3:
         part = _transposed(part)
-    if len(part.shape) == 2:
-        part = _by_halves(part, heads.get(part.name.rpartition(".")[0].rpartition(".")[2], 0))
+    number = heads.get(part.name.rpartition(".")[0].rpartition(".")[2], 0)
+    # A bias stays as it is.
+    if number and len(part.shape) == 2 and part.shape[0] % (2 * number) == 0:
+        part = part.by_halves(number)
     return ours, part
 
 
@@ -136,26 +137,6 @@ def _transposed(part: Part) -> Part:
         return part.read((*first, theirs, ours)).mT
 
     return replace(part, shape=(*before, columns, rows), read=read)
-
-
-def _by_halves(part: Part, heads: int) -> Part:
-    """Return the rows of q or k in our order: of each head the even ones first.
-
-    heads: 0: of another matrix, which stays as it is.
-    """
-    if not heads or part.shape[0] % (2 * heads):
-        return part
-    orders = permute(torch.arange(part.shape[0])[:, None], heads)[:, 0]
-
-    def read(slices: Slices) -> torch.Tensor:
-        rows, columns = slices
-        order = orders[rows]
-        if not len(order):
-            return part.read(slices)
-        first = int(order.min())
-        return part.read((slice(first, int(order.max()) + 1), columns))[order - first]
-
-    return replace(part, read=read)
 
 
 # Files

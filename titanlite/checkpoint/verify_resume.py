@@ -17,7 +17,6 @@ from titanlite.dist.dist_env import gather_objects
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.data.rows import Rows
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -43,8 +42,11 @@ class VerifyResume(Callback):
         if loaded is not None and loaded.origin == "resume":
             loaded = self._with_other_skips(loaded, trainer)
             next_batch = self._next_batch(trainer)
-            if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
-                loaded = _with_other_shares(loaded, trainer.parts.datasets.train)
+            is_other = next_batch != loaded.train.get(RESUME, {}).get("next_batch")
+            # A resume may give the sources of a mixture other shares.
+            if is_other and trainer.parts.datasets.train.changed:
+                changes = (*loaded.changes, "data.source and data.phase")
+                loaded = replace(loaded, changes=changes)
             self._check.resumed(loaded, next_batch)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
@@ -98,12 +100,3 @@ class VerifyResume(Callback):
         first = loaded.train["data"]["next_sequence"]
         same = take(first, size, before) == take(first, size, self._skip)
         return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
-
-
-def _with_other_shares(loaded: LoadedState, rows: Rows) -> LoadedState:
-    """Return it with the mixture among its changes if sources have other shares, as a resume may
-    give them.
-    """
-    if not rows.changed:
-        return loaded
-    return replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))

@@ -5,7 +5,7 @@ slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG
+from titanlite.models.llama_hf import permute
 
 #: Elements that are compared at a time.
 _COMPARED = 1 << 24
@@ -44,6 +45,21 @@ class Part:
     def whole(self) -> torch.Tensor:
         """Read all of it."""
         return self.read(tuple(slice(0, size) for size in self.shape))
+
+    def by_halves(self, heads: int) -> Part:
+        """Return the rows of q or k in our order: of each head the even ones first."""
+        orders = permute(torch.arange(self.shape[0])[:, None], heads)[:, 0]
+        read = self.read
+
+        def read_rows(slices: Slices) -> torch.Tensor:
+            rows, columns = slices
+            order = orders[rows]
+            if not len(order):
+                return read(slices)
+            first = int(order.min())
+            return read((slice(first, int(order.max()) + 1), columns))[order - first]
+
+        return replace(self, read=read_rows)
 
     def stacked(self, place: int, row: int) -> Part:
         """Return the part as entry `place` of a stack, where it begins at row `row`."""
@@ -126,6 +142,14 @@ class Weights:
                     "that they are tied: set tie_word_embeddings to false there, and "
                     "model.overrides.tied"
                 )
+
+
+def on_meta(entries: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
+    """Return name → a tensor of its type and shape on the meta device; entries: [dtype, shape]."""
+    found = {}
+    for name, (dtype, shape, *_) in entries.items():
+        found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    return found
 
 
 def total_bytes(entries: Mapping[str, Any]) -> int:

@@ -1,4 +1,6 @@
-"""The figures of several runs side by side, and the differences between the runs."""
+"""The figures of several runs side by side, and the differences between the runs: as tables, as
+JSON, and as one HTML file that runs no script and fetches nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from titanlite.cli.run_figures import finite, last, number, state_words, table
+from titanlite.cli import render_page
+from titanlite.cli.pictures import draw
+from titanlite.cli.run_figures import charts, finite, last, number, state_words, table
 from titanlite.runs.attempts import Attempt
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.read import Row, Run, RunError, read_run
@@ -184,6 +188,21 @@ def tables(comparison: Comparison) -> list[Table]:
     if rows:
         found.append(Table(("what differs", *labels), rows, range(len(labels) + 1)))
     return found
+
+
+def comparison_page(comparison: Comparison, written: str) -> str:
+    """Return the page. written: its time as text."""
+    labels = comparison.labels
+    return render_page(
+        "comparison.html.jinja",
+        title=" and ".join(labels) if len(labels) < 3 else f"{len(labels)} runs",
+        tables=tables(comparison),
+        pictures=[
+            draw([chart], chart.title, in_page=True) for chart in charts(comparison.runs, labels)
+        ],
+        notes=comparison.notes,
+        written=written,
+    )
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:

@@ -61,11 +61,6 @@ def search_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
-def train(command: Sequence[str], console: Path, device_type: str) -> int:
-    """Run a training command as `run` does, with the variables of a launch. Raises OSError."""
-    return run(command, console, environment=training_environment(device_type))
-
-
 def training_environment(device_type: str, grace: float = GRACE_SECONDS) -> dict[str, str]:
     """Return the variables of a training command whose output goes to a file.
 

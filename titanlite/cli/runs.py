@@ -57,8 +57,13 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.compare_page import comparison_page
-    from titanlite.cli.comparison import compare, compare_json, read_runs, tables
+    from titanlite.cli.comparison import (
+        compare,
+        compare_json,
+        comparison_page,
+        read_runs,
+        tables,
+    )
 
     if not arguments.folders:
         raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")

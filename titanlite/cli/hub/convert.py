@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.checkpoint.foreign import open_weights, our_tensors
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.hf_files import (
     HF_CONFIG,
     hf_form,
@@ -29,14 +29,14 @@ from titanlite.checkpoint.hf_files import (
 )
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
-    begin_folder,
+    new_folder,
     plan_files,
-    publish_folder,
     refuse_existing,
     write_configs,
     write_files,
 )
 from titanlite.checkpoint.loaded import AVERAGE, WEIGHT
+from titanlite.checkpoint.manager import with_files
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
@@ -47,10 +47,11 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder
+from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, write_whole
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.checkpoint.weights import on_meta
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, quiet
 from titanlite.cli.hub.torch_file import MODEL, STATE, STEP, write_torch
@@ -61,7 +62,7 @@ from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.runs import provenance
-from titanlite.utils import atomic_write, human_bytes
+from titanlite.utils import human_bytes
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
@@ -149,16 +150,17 @@ def open_source(
     """
     if is_torchtitan(path):
         source = _of_torchtitan(path, described)
-    elif described is not None:
-        raise CheckpointError(f"{path} is not of torchtitan: --config says nothing here")
     else:
         source = _any_source(path, progress, ema, foreign(trust_code), base)
-    if base is not None and source.adapters is None:
-        raise CheckpointError(f"{path} holds whole weights, no adapters: --base says nothing here")
-    if ema and source.manifest is None:
-        raise CheckpointError(
-            f"{path} holds no average of the weights: it is no checkpoint of titanlite"
-        )
+    refusals = {
+        "is not of torchtitan: --config says nothing here": described and not is_torchtitan(path),
+        "holds whole weights, no adapters: --base says nothing here": base and not source.adapters,
+        "holds no average of the weights: it is no checkpoint of titanlite": ema
+        and not source.manifest,
+    }
+    for refusal, holds in refusals.items():
+        if holds:
+            raise CheckpointError(f"{path} {refusal}")
     saved = describe(source.empty)
     # A tied head has its own name there.
     model = get_spec(source.family).build_on_meta(source.args)
@@ -210,11 +212,11 @@ def _checkpoint(
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder / FILE, record, origin)
     prefix = AVERAGE if ema else WEIGHT
-    empty = {}
-    for name, (dtype, shape) in manifest.tensors.items():
+    entries = {}
+    for name, entry in manifest.tensors.items():
         if name.startswith(prefix):
-            empty[name.removeprefix(prefix)] = _empty(dtype, shape)
-    if not empty:
+            entries[name.removeprefix(prefix)] = entry
+    if not entries:
         raise CheckpointError(
             f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
         )
@@ -224,7 +226,7 @@ def _checkpoint(
         family=family,
         args=args,
         step=manifest.step,
-        empty=empty,
+        empty=on_meta(entries),
         read=lambda name: contents.read(prefix + name),
         manifest=manifest,
         tokenizer=tokenizer.get("path") if isinstance(tokenizer, dict) else None,
@@ -276,10 +278,6 @@ def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
     )
 
 
-def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
 def _described(
     path: AnyPath, record: Mapping[str, Any], origin: Origin, key: str = "config.model.family"
 ) -> tuple[str, Any]:
@@ -299,7 +297,7 @@ def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> 
         family=weights.family,
         args=weights.args,
         step=0,
-        empty=dict(our_tensors(weights)),
+        empty=on_meta(weights.entries()),
         read=weights.read,
         is_hf=has_config and "quantization_config" not in weights.config,
         context=weights.context,
@@ -424,8 +422,7 @@ def _write_hf(
     if source.context:
         config["max_position_embeddings"] = source.context
     beside = hf_files(source.tokenizer) if source.tokenizer else {}
-    folder = begin_folder(final)
-    try:
+    with new_folder(final) as folder:
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
         problem = write_files(folder, files, entries, source.read)
         if problem:
@@ -435,11 +432,6 @@ def _write_hf(
             report(compare_logits(source.family, source.args, source.read, folder))
             if source.tokenizer:
                 report(compare_ids(source.tokenizer, folder))
-        publish_folder(folder, final)
-    except BaseException:
-        with suppress(OSError):
-            remove_folder(folder)
-        raise
 
 
 def _check_space(source: Source, target: Path) -> None:
@@ -482,7 +474,7 @@ def _write_checkpoint(
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
     refuse_existing(step_folder(root, source.step))
-    tokenizer = _Tokenizer(source, root / "tokenizer")
+    tokenizer = _tokenizer_of(source, root / "tokenizer")
     folder = begin(root, source.step)
     try:
         writer = HashingWriter(folder)
@@ -490,7 +482,7 @@ def _write_checkpoint(
         with quiet(), dcp_errors(f"writing {folder}"):
             planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        manifest = _manifest(source, state, writer, dtype, tokenizer.config)
+        manifest = with_files(_draft(source, dtype, root / "tokenizer", tokenizer), writer.written)
         manifest = replace(manifest, seconds=round(time.perf_counter() - started, 3))
         if report is not None:
             contents = Contents(folder, manifest)
@@ -500,7 +492,10 @@ def _write_checkpoint(
 
             theirs = source.path if source.is_hf else source.read
             report(compare_logits(source.family, source.args, read, theirs, dtype))
-        tokenizer.write()
+        for name, data in tokenizer.items():
+            if isinstance(root, Path):
+                (root / "tokenizer").mkdir(exist_ok=True)
+            write_whole(root / "tokenizer" / name, data)
         publish(folder, manifest)
     except BaseException:
         with suppress(OSError):
@@ -509,61 +504,41 @@ def _write_checkpoint(
         raise
 
 
-def _manifest(
-    source: Source,
-    state: Mapping[str, torch.Tensor],
-    writer: HashingWriter,
-    dtype: str | None,
-    config: Mapping[str, Any],
+def _tokenizer_of(source: Source, folder: AnyPath) -> Mapping[str, bytes]:
+    """Return the files of the tokenizer of foreign weights, for a folder beside the checkpoints.
+
+    Raises CheckpointError if the folder holds another tokenizer.
+    """
+    if not source.tokenizer or source.manifest is not None:
+        return {}
+    files = hf_files(source.tokenizer)
+    there = {name: (folder / name).read_bytes() for name in files_in(folder) if name in FILES}
+    if files and there and there != files:
+        raise CheckpointError(f"{folder} is of another tokenizer: choose another folder")
+    return files
+
+
+def _draft(
+    source: Source, dtype: str | None, folder: AnyPath, tokenizer: Mapping[str, bytes]
 ) -> Manifest:
-    """Return the manifest of a checkpoint of weights only. A checkpoint that they come from hands
-    on what it knows of its run. config: of the tokenizer.
+    """Return the manifest of a checkpoint of weights only, without its files. A checkpoint that
+    they come from hands on what it knows of its run. folder: of the tokenizer.
     """
     before = source.manifest
-    model = as_record(source.family, source.args)
+    config = {**(before.config if before else {}), "model": as_record(source.family, source.args)}
+    if tokenizer:
+        place = folder.resolve() if isinstance(folder, Path) else folder
+        config["tokenizer"] = {"path": str(place)}
     return Manifest(
         step=source.step,
         fingerprints=before.fingerprints if before else {},
-        tensors=describe(state),
-        files={name: written.size for name, written in writer.written.items()},
-        hashes={name: written.digest for name, written in writer.written.items()},
+        tensors={f"model.{name}": entry for name, entry in describe(source.empty).items()},
+        files={},
         train=before.train if before else {},
         versions=provenance.versions(),
         world_size=1,
         created=time.time(),
-        config={**(before.config if before else {}), "model": model, **config},
+        config=config,
         weights_only=True,
         dtype=dtype or "",
     )
-
-
-class _Tokenizer:
-    """The files of the tokenizer of foreign weights, beside the checkpoints.
-
-    Raises CheckpointError if the folder holds another tokenizer.
-    """
-
-    def __init__(self, source: Source, folder: AnyPath) -> None:
-        self.folder = folder
-        self.files: Mapping[str, bytes] = {}
-        if source.tokenizer and source.manifest is None:
-            self.files = hf_files(source.tokenizer)
-        there = {name: (folder / name).read_bytes() for name in files_in(folder) if name in FILES}
-        if self.files and there and there != self.files:
-            raise CheckpointError(f"{folder} is of another tokenizer: choose another folder")
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        if not self.files:
-            return {}
-        folder = self.folder.resolve() if isinstance(self.folder, Path) else self.folder
-        return {"tokenizer": {"path": str(folder)}}
-
-    def write(self) -> None:
-        for name, data in self.files.items():
-            if isinstance(self.folder, Path):
-                self.folder.mkdir(exist_ok=True)
-                atomic_write(self.folder / name, data)
-            else:
-                (self.folder / name).write_bytes(data)

@@ -123,7 +123,7 @@ def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Pat
 
     say(f"exporting {weights.path}")
     is_adapters = RECORD in weights.manifest.config and not arguments.merged
-    with pinned(weights.path, say):
+    with pinned(weights.path):
         # It may have been deleted just before the pin.
         read_manifest(weights.path)
         convert(

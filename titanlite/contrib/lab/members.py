@@ -167,7 +167,7 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
     ranks = attempts[-1].get("ranks") if attempts else None
     if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
         found["ranks"] = f"{ranks} -> {run.mesh.world_size}"
-    hint = f"name another folder with --folder, or delete {own} to run it again"
+    hint = f"name another folder, or delete {own} to run it again"
     return [Problem("does-not-fit", key, change, hint, str(own)) for key, change in found.items()]
 
 

@@ -16,14 +16,16 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
 from titanlite.cli import at_least, refuse_keys
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.pictures import Chart, Curve, draw
 from titanlite.cli.processes import Stopped
 from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
@@ -38,7 +40,6 @@ from titanlite.contrib.lab.members import (
     check_members,
     run_members,
 )
-from titanlite.contrib.lab.picture import Row, Values, picture, shown
 from titanlite.runs.record import CONFIG
 from titanlite.utils import (
     Table,
@@ -55,9 +56,24 @@ PICTURE = "sweep.svg"
 #: Keys that would take a run out of its folder, or change its files.
 _FIXED = ("job.dump_folder", "job.config_file", "job.extends", "job.dialect")
 _LONGEST_NAME = 120
+#: A loss so many times as far above the best as the median is stands at the upper edge.
+_FAR = 8.0
+#: Values whose ends have this ratio get a logarithmic axis.
+_WIDE = 5.0
 _EPILOG = f"""{FLAGS} Exit status: 0 when each run is done or diverged, 1 when one failed or none is
 done, 2 for a wrong config, 4 where another sweep runs in the folder, 130 after Ctrl-C. Ranges,
 runs at a time and job arrays: docs/sweep.md"""
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of the sweep. values: by the names that tables show. loss: None where it has none."""
+
+    values: Values
+    result: MemberResult
+    loss: float | None
 
 
 def add_command(commands: Commands) -> None:
@@ -233,3 +249,48 @@ def table(rows: Sequence[Row], metric: str) -> Table:
         lines.append([*values, loss, *figures, result.state])
     columns = [*labels, metric.replace("_", " "), "tokens", "time", "state"]
     return Table(columns, lines, left=(len(columns) - 1,))
+
+
+def shown(value: Any) -> str:
+    """Return a value for people: a text without quotes, a float as short as it can be."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return quote(value)
+
+
+def picture(title: str, rows: Sequence[Row]) -> str | None:
+    """Return the losses over the learning rate, else over the first number that varies, as SVG.
+
+    It has a line for each set of the other values. None: no number varies, or no run has a loss.
+    """
+    numbers = []
+    for label in rows[0].values:
+        found = [row.values.get(label) for row in rows]
+        if all(type(value) in (int, float) for value in found) and len(set(found)) > 1:
+            numbers.append(label)
+    losses = [row.loss for row in rows if row.loss is not None]
+    if not numbers or not losses:
+        return None
+    key = max(numbers, key=lambda label: label.endswith("lr"))
+    far = min(losses) + _FAR * (statistics.median(losses) - min(losses))
+    top = max(loss for loss in losses if loss <= far)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    failed = []
+    for row in sorted(rows, key=lambda row: float(row.values[key])):
+        others = [f"{name} = {shown(value)}" for name, value in row.values.items() if name != key]
+        line = lines.setdefault(", ".join(others) or key, [])
+        if row.loss is None:
+            failed.append((row.values[key], top))
+        else:
+            line.append((row.values[key], min(row.loss, top)))
+    curves = []
+    for color, (label, points) in enumerate(lines.items()):
+        curves.append(Curve(label, points, color, mark="dot"))
+    if failed:
+        label = "diverged or failed; the upper edge holds higher losses"
+        curves.append(Curve(label, failed, len(lines), "none", "cross"))
+    values = [float(row.values[key]) for row in rows]
+    is_log = min(values) > 0 and max(values) / min(values) >= _WIDE
+    return draw([Chart(title, key, "nats per token", curves, log_across=is_log)], title)

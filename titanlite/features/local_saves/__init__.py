@@ -1,7 +1,6 @@
 """Local saves: on each node's own disk or in its memory, more often than shared checkpoints.
 
     checks.py    other keys
-    name.py      the folder of a run
     folder.py    names, listing, publishing and deletion on one node; no torch
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks

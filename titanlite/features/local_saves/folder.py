@@ -16,10 +16,11 @@ from titanlite.checkpoint.manifest import (
     FILE,
     Manifest,
     NewerFormatError,
+    digest_of,
     parse_manifest,
     step_of,
 )
-from titanlite.checkpoint.paths import sync_folder, write_new
+from titanlite.checkpoint.paths import AnyPath, sync_folder, write_new
 from titanlite.checkpoint.retention import quarantine
 
 #: File beside the shared checkpoints: the name of the run's local folders.
@@ -29,6 +30,8 @@ GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,
 #: "line" and "shared": see `abandoned.py`}.
 ABOUT = "local_save"
+#: Hexadecimal digits of a run in the name of its local folders.
+_LETTERS = 16
 _RANK = re.compile(r"(?:rank|copy)-(\d+)")
 _ID = re.compile(r"[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-\d+\.invalid-\d+")
@@ -119,7 +122,8 @@ class LocalFolder:
         for one in seen:
             if one.save not in stay:
                 remove(one.folder)
-        asides = sorted(self._asides(), key=lambda path: path.stat().st_mtime)
+        asides = [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
+        asides.sort(key=lambda path: path.stat().st_mtime)
         for path in asides[:-_ASIDES]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -177,9 +181,6 @@ class LocalFolder:
                 if step_of(folder) is not None:
                     yield folder, int(owner[1])
 
-    def _asides(self) -> list[Path]:
-        return [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
-
 
 def part_name(rank: int) -> str:
     """Return the name of a rank's part in the manifest's lists of files and hashes."""
@@ -217,6 +218,14 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         os.remove(folder / FILE)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def name_of(shared: AnyPath, identity: str) -> str:
+    """Return the name of the local folders of the run whose shared checkpoints lie in a folder."""
+    place = str(shared)
+    if isinstance(shared, Path):
+        place = os.path.realpath(shared)
+    return "run-" + digest_of(f"{identity} {place}".encode()).partition(":")[2][:_LETTERS]
 
 
 def _folders(folder: Path, problems: list[str] | None = None) -> list[Path]:

@@ -10,8 +10,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.features.local_saves.abandoned import read_past
 from titanlite.features.local_saves.checks import PLACE
-from titanlite.features.local_saves.folder import RUN_ID, LocalFolder, id_of
-from titanlite.features.local_saves.name import name_of
+from titanlite.features.local_saves.folder import RUN_ID, LocalFolder, id_of, name_of
 
 
 class LocalSave(NamedTuple):

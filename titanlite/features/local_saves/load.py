@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,12 +43,16 @@ class TieredChooser(Chooser):
         shared = super().newest()
         passed = [*self._told(), *shared.passed]
         local = self._newest_offer()
-        if local is None and shared.manifest is None:
+        newest = shared.manifest
+        if local is None and newest is None:
             return self._nothing(shared, passed)
-        newer = -math.inf if shared.manifest is None else shared.manifest.created
-        if local is None or local.manifest.created <= newer or _is_before(local, shared):
-            return Found(shared.manifest, passed)
-        return Found(local.manifest, passed)
+        # No rollback leaves a later step in an older save: such a time is wrong.
+        if local is not None and (
+            newest is None
+            or (local.manifest.created > newest.created and local.manifest.step > newest.step)
+        ):
+            newest = local.manifest
+        return Found(newest, passed)
 
     def _told(self) -> list[str]:
         """Return why local saves are passed over."""
@@ -122,14 +125,6 @@ class TieredChooser(Chooser):
                 f"the shared checkpoint of step {manifest.step} is taken: {other}"
             )
         return candidate
-
-
-def _is_before(local: Offer, shared: Found) -> bool:
-    """Return whether the shared checkpoint is of the same step or a later one.
-
-    Then the time of the local save is wrong: no rollback leaves such a checkpoint.
-    """
-    return shared.manifest is not None and local.manifest.step <= shared.manifest.step
 
 
 class TieredLoader(Loader):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +20,27 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async_save
 from titanlite.checkpoint.manifest import FILE, Manifest, find
+from titanlite.checkpoint.paths import AnyPath, to_path, write_new
 from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import describe, on_each_rank
+from titanlite.checkpoint.storage import describe, on_each_rank, on_rank_0
+from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.launch_env import this_rank
 from titanlite.features.local_saves.abandoned import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.copies import plan_copies
-from titanlite.features.local_saves.folder import GENERATORS, LocalFolder, part_path
+from titanlite.features.local_saves.folder import (
+    GENERATORS,
+    RUN_ID,
+    LocalFolder,
+    name_of,
+    part_path,
+)
 from titanlite.features.local_saves.load import LocalReader, TieredLoader
-from titanlite.features.local_saves.name import local_root
 from titanlite.features.local_saves.write import LocalWriter
 from titanlite.utils import atomic_write, human_time, logger
 
 if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
     from titanlite.trainer import Trainer
 
 #: The least difference in time between two saves, where a clock went back.
@@ -235,6 +246,43 @@ class TieredCheckpointer(Checkpointer):
     def close(self) -> None:
         self._local_async.close()
         super().close()
+
+
+def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | None) -> Path:
+    """Return the folder of this run's local saves on this node. All ranks call it together.
+
+    The name depends on an id beside the shared checkpoints, and on their place. So runs never mix:
+    a run begun anew, or a copy of one, has another name.
+
+    Raises CheckpointError, on all ranks, where one of them cannot write there.
+    """
+    name = on_rank_0(world, lambda: _run_name(to_path(config.folder)), group)
+    folder = Path((config.local_folder or "").replace("{local_rank}", str(this_rank().local_rank)))
+    root = folder / name
+
+    def make() -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint.local_folder: {root} cannot be made: {error.strerror}"
+            ) from None
+        if not os.access(root, os.W_OK):
+            raise CheckpointError(f"checkpoint.local_folder: {root} cannot be written to")
+
+    assert group is not None
+    on_each_rank(make, group)
+    return root
+
+
+def _run_name(shared: AnyPath) -> str:
+    """On rank 0: return the name of a run's local folders. The first start makes its id."""
+    path = shared / RUN_ID
+    if isinstance(shared, Path):
+        shared.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        write_new(path, uuid.uuid4().hex.encode())
+    return name_of(shared, path.read_bytes().decode(errors="replace"))
 
 
 def _ensure(path: Path, content: bytes) -> None:

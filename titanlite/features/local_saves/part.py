@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,9 +21,6 @@ from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors, Written
 from titanlite.dist.local import plain_local
 from titanlite.utils import new_file, parse_json, sync
-
-#: A longer header is not read: safetensors' own limit.
-_LONGEST_HEADER = 100_000_000
 
 
 def write_part(path: Path, tensors: Tensors) -> Written:
@@ -64,43 +61,21 @@ def read_part(path: Path, tensors: Tensors) -> None:
 
     Raises CheckpointError where the file lacks one, or holds another place of it.
     """
-    with path.open("rb") as stream:
-        entries, begin = _read_header(path, stream)
-        places = _places(path, entries)
-        for name, tensor in tensors.items():
-            local = plain_local(tensor)
-            wanted = [DTYPES.get(dtype_name(local.dtype)), list(local.shape), place_of(tensor)]
-            entry = entries.get(name, {})
-            found = [entry.get("dtype"), entry.get("shape"), places.get(name)]
-            if found != wanted:
-                raise CheckpointError(f"{path}: {name} is {found} there, {wanted} here")
-            start = entry["data_offsets"][0]
-            data = torch.empty(local.nbytes, dtype=torch.uint8)
-            stream.seek(begin + start)
-            if data.numel() and stream.readinto(data.numpy().data) != data.numel():
-                raise CheckpointError(f"{path} ends within {name}")
-            with torch.no_grad():
-                local.copy_(data.view(local.dtype).reshape(local.shape))
+    from safetensors import SafetensorError, safe_open
 
-
-def _read_header(path: Path, stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(stream.read(8), "little")
-    if not 0 < length <= _LONGEST_HEADER:
-        raise CheckpointError(f"{path} is no part of a local save: its header has {length} bytes")
     try:
-        entries = parse_json(stream.read(length))
-    except ValueError as error:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            places = parse_json((file.metadata() or {}).get("layout", "{}"))
+            for name, tensor in tensors.items():
+                local = plain_local(tensor)
+                saved = file.get_tensor(name)
+                found = [saved.dtype, saved.shape, places.get(name)]
+                wanted = [local.dtype, local.shape, place_of(tensor)]
+                if found != wanted:
+                    raise CheckpointError(f"{path}: {name} is {found} there, {wanted} here")
+                local.copy_(saved)
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is no part of a local save: {error}") from None
-    return entries, 8 + length
-
-
-def _places(path: Path, entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        places = parse_json(entries["__metadata__"]["layout"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not tell its layout: {error!r}") from None
-    assert isinstance(places, dict)
-    return places
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> str:

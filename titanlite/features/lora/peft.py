@@ -18,8 +18,8 @@ from torch import Tensor
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf import DTYPES, open_safetensors
 from titanlite.checkpoint.hf_files import PEFT_CONFIG, PEFT_FILE
-from titanlite.checkpoint.hf_save import as_json, begin_folder, publish_folder
-from titanlite.checkpoint.paths import AnyPath, remove_folder
+from titanlite.checkpoint.hf_save import as_json, new_folder
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.features.lora.settings import DOWN, UP, Adapters, names_at_hf
@@ -174,19 +174,14 @@ def save_peft(
         for leaf, matrix in _MATRICES.items():
             tensor = tensors[f"{linear}.{leaf}"]
             content[f"{_PREFIX}{names[linear]}.{matrix}"] = tensor.contiguous()
-    aside = begin_folder(final)
-    assert isinstance(aside, Path)
-    try:
-        save_file(content, aside / PEFT_FILE, metadata={"format": "pt"})
+    with new_folder(final) as folder:
+        assert isinstance(folder, Path)
+        save_file(content, folder / PEFT_FILE, metadata={"format": "pt"})
         config = _config(adapters, names, base)
-        (aside / PEFT_CONFIG).write_bytes(as_json(config))
+        (folder / PEFT_CONFIG).write_bytes(as_json(config))
         for name in (PEFT_FILE, PEFT_CONFIG):
-            with open(aside / name, "rb") as stream:
+            with open(folder / name, "rb") as stream:
                 sync(stream)
-        publish_folder(aside, final)
-    except BaseException:
-        remove_folder(aside)
-        raise
 
 
 def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str, Any]:

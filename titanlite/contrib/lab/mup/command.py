@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from titanlite import exit_codes
 from titanlite.cli import at_least
 from titanlite.cli.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
+from titanlite.cli.pictures import Chart, Curve, draw
 from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import bad_flag, refuse, unfit
 from titanlite.config.sections import Mup
@@ -20,7 +21,7 @@ from titanlite.contrib.lab.mup.verdict import LIMIT, Line, as_json, verdict
 from titanlite.features.mup.checks import problems
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.resolve.load import check_config
-from titanlite.utils import Table, counted, render
+from titanlite.utils import Table, atomic_write, counted, render
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ _BASE = "mup.base_dim"
 _ABOUT = (
     "Models of several widths take a few steps, with muP and without it. The size of what changes "
     "in their activations must not depend on the width. It prints slopes of log2(change) over "
-    "log2(width), and draws them with --png."
+    "log2(width), and draws them with --svg."
 )
 _EXITS = (
     f"{FLAGS} Exit status: 0 if every slope with muP is within {LIMIT} of 0, {FAILED} if not, 2 "
@@ -61,7 +62,7 @@ def add_commands(commands: Commands) -> None:
     add("--seeds", seeds, "N", type=at_least(1), default=3)
     add("--random", "random tokens in place of the config's text")
     add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
-    add("--png", "draw the slopes to this file, and a dark picture beside it", "FILE", type=Path)
+    add("--svg", "draw the changes to this file", "FILE", type=Path)
     add("--json", "print a JSON object")
 
 
@@ -93,7 +94,8 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     good, told = verdict(lines)
     title = _title(run, arguments, models)
     code = exit_codes.DONE if good else FAILED
-    drawn = _draw(lines, title, arguments.png) if arguments.png else []
+    if arguments.svg:
+        _draw(lines, title, arguments.svg)
     if arguments.json:
         return to_json(
             {
@@ -104,13 +106,13 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
                 "limit": LIMIT,
                 "text": source,
                 "lines": as_json(lines),
-                "written": list(map(str, drawn)),
+                "written": arguments.svg and str(arguments.svg),
             }
         ), code
     parts = [f"{title}; {source}", render(_table(lines, models))]
     parts.append("\n".join(told))
-    if drawn:
-        parts.append(f"written: {', '.join(map(str, drawn))}")
+    if arguments.svg:
+        parts.append(f"written: {arguments.svg}")
     return "\n\n".join(parts), code
 
 
@@ -222,14 +224,23 @@ def _table(lines: Sequence[Line], models: Models) -> Table:
     return Table(columns, rows, left=(0, 1))
 
 
-def _draw(lines: Sequence[Line], title: str, path: Path) -> list[Path]:
-    """Draw, and return what was written."""
-    from titanlite.cli.plots import PlotsMissing
-    from titanlite.contrib.lab.mup.picture import draw
-
+def _draw(lines: Sequence[Line], title: str, path: Path) -> None:
+    """Draw a panel for each kind of activation, with muP above and without it below."""
+    panels = []
+    for line in lines:
+        curves = [
+            Curve(f"step {step}", list(zip(line.widths, changes, strict=True)), step, mark="dot")
+            for step, changes in enumerate(line.changes, 1)
+        ]
+        # Nothing is drawn of the points of the same kind: both panels have one scale.
+        for other in lines:
+            if other.kind == line.kind:
+                points = [(line.widths[0], change) for step in other.changes for change in step]
+                curves.append(Curve("", points, line="none"))
+        name = f"{line.kind}, {'muP' if line.mup else 'without'}: slope {line.slope:+.2f}"
+        text = "mean |change|"
+        panels.append(Chart(name, "width", text, curves, line.widths, log_across=True, log_up=True))
     try:
-        return draw(lines, title, path)
-    except PlotsMissing as error:
-        raise bad_flag("--png", str(error)) from None
+        atomic_write(path, draw(panels, title, len(panels) // 2))
     except OSError as error:
-        raise bad_flag("--png", f"cannot write {path}: {error}") from None
+        raise bad_flag("--svg", f"cannot write {path}: {error}") from None

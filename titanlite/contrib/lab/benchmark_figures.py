@@ -1,15 +1,12 @@
-"""Figures of a benchmark: medians over steps, then over repeats; the table and the pictures."""
+"""Figures of a benchmark: medians over steps, then over repeats; and the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from titanlite.cli.pictures import COLORS
-from titanlite.cli.plots import charts, draw_png
 from titanlite.cli.run_figures import NONE, finite, number
 from titanlite.runs.read import Row, Run
 from titanlite.utils import Table
@@ -159,38 +156,3 @@ def _ratio(level: LevelFigures, is_baseline: bool) -> str:
         return "1"
     middle, lowest, highest = level.ratio
     return f"{middle:.2f} ({lowest:.2f}–{highest:.2f})"
-
-
-def draw(
-    levels: Sequence[LevelFigures],
-    runs: Sequence[RunFigures],
-    first: Mapping[str, Run],
-    losses: Path,
-    speeds: Path,
-) -> None:
-    """Draw the loss curves of one run of each level, and a bar for the speed of each.
-
-    Raises PlotsMissing, OSError.
-    """
-    draw_png(charts(list(first.values()), list(first))[:1], losses)
-    from matplotlib.figure import Figure
-
-    names = []
-    medians = []
-    for level in levels:
-        if level.tokens_per_second is not None:
-            names.append(level.level)
-            medians.append(level.tokens_per_second)
-    colors = [COLORS[number % len(COLORS)] for number in range(len(names))]
-    figure = Figure(figsize=(10, 1.2 + 0.6 * len(names)), dpi=110, layout="constrained")
-    axis = figure.subplots()
-    bars = axis.barh(names, medians, color=colors, height=0.6)
-    speeds_of_runs = [run.tokens_per_second for run in runs]
-    axis.plot(speeds_of_runs, [run.level for run in runs], "|", color="black", markersize=12)
-    axis.bar_label(bars, fmt="{:,.0f}", padding=30)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.2 * max(speeds_of_runs))
-    axis.set(title="Speed: medians, and each repeat as a mark", xlabel="tokens/s, all devices")
-    axis.xaxis.set_major_formatter("{x:,g}")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(speeds)

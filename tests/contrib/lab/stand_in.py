@@ -24,7 +24,7 @@ DEVICE = "CPU (made up)"
 def main() -> None:
     command, *words = sys.argv[1:]
     assert command == "train", sys.argv
-    flags = dict(word[2:].split("=", 1) for word in words)
+    flags = dict(word[2:].split("=", 1) for word in words if "=" in word)
     folder = Path(flags["job.dump_folder"])
     steps = int(flags["training.steps"])
     with open(os.environ["STAND_IN_LOG"], "a") as log:

@@ -11,42 +11,39 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from msgspec import to_builtins
-from PIL import Image
 
-from tests.cli.stand_in import SPEEDS
+from tests.contrib.lab.stand_in import SPEEDS
 from tests.support.adapters import base_folder
 from tests.support.pool import Pools
 from tests.support.processes import ROOT
 from tests.support.run_folders import training_row, write_metrics
 from tests.support.tiny import TWO_LAYERS, size
+from titanlite import torchrun
 from titanlite.assembly.build import build
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.cli import benchmark as room
-from titanlite.cli.benchmark_levels import (
-    LEVELS,
-    SWITCHES,
-    BenchmarkError,
-    Level,
-    Machine,
-    check_levels,
-    common_flags,
-    make_levels,
-    write_levels,
-)
-from titanlite.cli.benchmark_report import RunFigures, after_warmup, measure, summarize
+from titanlite.cli import train
 from titanlite.cli.main import main
-from titanlite.config.errors import Problem
-from titanlite.config.load import load_file
+from titanlite.config.load import load_file, read
+from titanlite.contrib.lab import members
+from titanlite.contrib.lab.benchmark import LEVELS, SWITCHES, common_flags, levels_of
+from titanlite.contrib.lab.benchmark_figures import (
+    RunFigures,
+    after_warmup,
+    measure,
+    summarize,
+)
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import check_config
+from titanlite.runs.provenance import config_values
 from titanlite.runs.read import read_run
 from titanlite.trainer import Trainer
 
 Benchmark = Callable[..., tuple[int, str, str]]
-STAND_IN = [sys.executable, str(ROOT / "tests" / "tools" / "stand_in.py")]
+STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
 ORDER = [
     "default-1",
     "compile-1",
@@ -58,7 +55,7 @@ ORDER = [
     "default-3",
     "compile-3",
 ]
-FILES = ("benchmark.md", "benchmark.json", "losses.png", "throughput.png")
+FILES = ("benchmark.md", "benchmark.json", "benchmark.svg")
 
 
 @pytest.fixture
@@ -68,8 +65,8 @@ def benchmark(
     """`benchmark(*words)`: three levels, three repeats of six steps in out/; exit code, output,
     errors.
     """
-    monkeypatch.setattr(room.torchrun, "command", lambda ranks, arguments: [*STAND_IN, *arguments])
-    monkeypatch.setattr(room, "probe", lambda: Machine("CPU (made up)"))
+    monkeypatch.setattr(torchrun, "command", lambda ranks, arguments: [*STAND_IN, *arguments])
+    monkeypatch.setattr(train, "count_gpus", lambda: 0)
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
     (tmp_path / "base.toml").write_text(
@@ -131,11 +128,11 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     assert rows["more"][1:3] == ["500", "0.50"]
     assert rows["more"][-4] == "0.002"
     said = [line[9:] for line in err.splitlines()]
-    assert said[0].startswith("run 1 of 9: default, repeat 1 starts")
-    assert "2,000 tokens/s, loss 8.4000" in said[1]
+    assert said[0].startswith("default-1 starts; its output: ")
+    assert said[2] == "run 1 of 9: default, repeat 1: 2,000 tokens/s, loss 8.4000"
 
     folder = tmp_path / "out"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "levels", "runs"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "runs"])
     assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
     found = results(tmp_path)
     assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5]
@@ -149,9 +146,11 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
     page = (folder / "benchmark.md").read_text()
     assert all(line in page for line in out.splitlines() if line[:4] in ("defa", "comp", "more"))
-    assert "(losses.png)" in page
+    assert "(benchmark.svg)" in page
     assert f"more: {tmp_path}/more.toml over default" in page
-    assert all(Image.open(folder / name).size[0] > 500 for name in FILES[2:])
+    panels = ElementTree.parse(folder / "benchmark.svg").findall("{*}g")
+    # Losses and speeds of the first run of each level.
+    assert [len(panel.findall("{*}polyline")) for panel in panels] == [3, 3]
     assert benchmark("--warmup", "3")[0] == 0  # only counts other steps
     assert log(tmp_path) == ORDER, "finished runs are kept"
 
@@ -170,8 +169,6 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
     assert "--skip more" in err
     monkeypatch.delenv("STAND_IN_FAIL")
     (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = benchmark("--repeats", "1")
     assert code == 0
     assert log(tmp_path) == [*ORDER[:3], "more-1"]
@@ -179,8 +176,6 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
     levels = results(tmp_path)["levels"]
     assert levels[2]["loss_difference"] is None
     assert levels[1]["loss_difference"] == pytest.approx(0.001)
-    assert "throughput.png are not drawn" in err
-    assert out.endswith("benchmark.json\n")
 
 
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -194,18 +189,27 @@ def _train(world: DistEnv, arguments: list[str]) -> None:
     Trainer(build(run, world)).train()
 
 
+class Ended:
+    """A process that has ended well."""
+
+    returncode = 0
+
+    def poll(self) -> int:
+        return 0
+
+
 @pytest.mark.slow
 def test_all_four_levels_train_in_the_pool(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command without torchrun: every level's own file, trained by real ranks."""
 
-    def run(command: list[str], console: Path, device_type: str) -> int:
+    def run(command: list[str], console: Path, environment: dict[str, str]) -> Ended:
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
-        return 0
+        return Ended()
 
-    monkeypatch.setattr(room, "train", run)
-    monkeypatch.setattr(room, "probe", lambda: Machine("CPU (made up)"))
+    monkeypatch.setattr(members, "start", run)
+    monkeypatch.setattr(train, "count_gpus", lambda: 0)
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0
     found = json.loads((tmp_path / "benchmark.json").read_text())
@@ -229,17 +233,13 @@ def test_all_four_levels_train_in_the_pool(
 
 CONFIGS = ROOT / "train_configs"
 SHIPPED = ("level1_default", "level2_compile", "level3_float8", "level4_float8_all_gather")
-CPU = Machine("CPU (made up)")
-AMPERE = Machine(
-    "A100 (made up)",
-    2,
-    [Problem("machine", "float8.enable_float8_linear", "compute capability 8.0", "set it")],
-)
 
 
-def values(path: Path) -> dict[str, Any]:
-    """The config of a file, without its place and description."""
-    found = to_builtins(load_file(path).sections)
+def values(*arguments: str) -> dict[str, Any]:
+    """A config without its place and description."""
+    config, problems = read(arguments)
+    assert not problems
+    found = to_builtins(config.sections)
     job = {
         k: v
         for k, v in found["job"].items()
@@ -248,12 +248,11 @@ def values(path: Path) -> dict[str, Any]:
     return {**found, "job": job}
 
 
-def test_the_shipped_levels_are_those_of_the_command(tmp_path: Path) -> None:
-    levels = make_levels(CONFIGS / "llama3_8b.toml", [])
-    write_levels(levels, tmp_path)
+def test_the_shipped_levels_are_those_of_the_command() -> None:
+    levels = levels_of(str(CONFIGS / "llama3_8b.toml"), [], [])
     for i, (level, name) in enumerate(zip(levels, SHIPPED, strict=True)):
         shipped = CONFIGS / f"llama3_8b_{name}.toml"
-        assert values(tmp_path / f"{level.name}.toml") == values(shipped)
+        assert values(*level.arguments) == values(f"--job.config_file={shipped}")
         config = load_file(shipped)
         assert config.sections.job.dump_folder == f"./outputs/{shipped.stem}"
         assert config.files[0].endswith("llama3_8b.toml")
@@ -267,22 +266,24 @@ def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path:
     (tmp_path / "over.toml").write_text(
         '[activation_checkpoint]\nmode = "full"\n[training]\nseq_len = 32\n'
     )
-    write_levels(
-        make_levels(tmp_path / "base.toml", [f"full={tmp_path}/over.toml"]), tmp_path / "levels"
-    )
+    (tmp_path / "on.toml").write_text("training.compile = true\n")
+    overlays = [f"full={tmp_path}/over.toml", f"on={tmp_path}/on.toml"]
+    levels = levels_of(str(tmp_path / "base.toml"), overlays, [])
+    configs = [read(level.arguments)[0] for level in levels]
     on: list[str] = []
-    for level in LEVELS:
-        config = load_file(tmp_path / "levels" / f"{level.name}.toml")
-        on += level.adds
+    for (_, adds), config in zip(LEVELS.values(), configs, strict=False):
+        on += adds
         assert [key for key in SWITCHES if config.value(key)] == on
         assert config.value("training.seq_len") == 64
-    config = load_file(tmp_path / "levels" / "full.toml")
-    assert (config.value("training.compile"), config.value("training.seq_len")) == (False, 32)
-    assert config.value("activation_checkpoint.mode") == "full"
+    full, switched = configs[4:]
+    assert (full.value("training.compile"), full.value("training.seq_len")) == (False, 32)
+    assert full.value("activation_checkpoint.mode") == "full"
+    assert [key for key in SWITCHES if switched.value(key)] == ["training.compile"]
 
 
 def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path) -> None:
-    flags = common_flags(str(CONFIGS / "llama3_8b.toml"), ["--training.seq_len=64"], 20, ranks=2)
+    (default,) = levels_of(str(CONFIGS / "llama3_8b.toml"), [], list(LEVELS)[1:])
+    flags = common_flags(default, ["--training.seq_len=64"], 20, ranks=2)
     for flag in ("--training.steps=20", "--training.seed=0", "--lr_scheduler.total_steps=50000"):
         assert flag in flags
     assert flags[-1] == "--training.seq_len=64"
@@ -292,7 +293,7 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
     seeded.write_text(
         '[training]\nseed = 7\n[checkpoint]\nenable_checkpoint = true\nstart = "resume"'
     )
-    flags = common_flags(str(seeded), [], 20, ranks=2)
+    flags = common_flags(levels_of(str(seeded), [], [])[0], [], 20, ranks=2)
     assert "--training.seed=7" in flags
     assert "--checkpoint.start=resume-or-fresh" in flags
     load_file(seeded, flags)  # without a checkpoint "resume" would be a contradiction
@@ -306,16 +307,14 @@ def test_keys_that_need_checkpoints_or_validation_do_not_refuse_a_config(tmp_pat
         '[metrics]\ntrackers = ["mlflow"]\n'
         '[compile]\nbackend = "aot_eager"\n'
     )
-    for level in check(tmp_path, text):
-        found = level.values
+    for found in check(tmp_path, text):
         assert (found["checkpoint.enable_checkpoint"], found["guard.policy"]) == (False, "stop")
         assert found["metrics.trackers"] == []
     # Weights to begin with are loaded, and the folder of the config is left alone.
     at = text.replace(
         "[checkpoint]", f"[checkpoint]\ninitial_load_path = {json.dumps(str(tmp_path))}"
     )
-    for level in check(tmp_path, at):
-        found = level.values
+    for found in check(tmp_path, at):
         assert (found["checkpoint.enable_checkpoint"], found["checkpoint.start"]) == (True, "from")
         assert (found["checkpoint.folder"], found["checkpoint.interval"]) == ("checkpoint", 5)
         assert found["checkpoint.milestones"] == []
@@ -327,14 +326,14 @@ def test_adapters_train_beside_the_weights_that_the_config_names(
 ) -> None:
     seen = []
 
-    def run(command: list[str], console: Path, device_type: str) -> int:
+    def run(command: list[str], console: Path, environment: dict[str, str]) -> Ended:
         assert not (console.parent / "checkpoint").exists()
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
         seen.append(read_manifest(console.parent / "checkpoint" / "step-3"))
-        return 0
+        return Ended()
 
-    monkeypatch.setattr(room, "train", run)
-    monkeypatch.setattr(room, "probe", lambda: Machine("CPU (made up)"))
+    monkeypatch.setattr(members, "start", run)
+    monkeypatch.setattr(train, "count_gpus", lambda: 0)
     base = base_folder(tmp_path / "base")
     # Left by a run that was stopped.
     (tmp_path / "out" / "runs" / "default-1" / "checkpoint" / "step-2").mkdir(parents=True)
@@ -352,57 +351,30 @@ def test_adapters_train_beside_the_weights_that_the_config_names(
     assert losses["compile"]["3"] == pytest.approx(losses["default"]["3"], abs=1e-4)
 
 
-def check(
-    tmp_path: Path, text: str, *overlays: str, machine: Machine = CPU, float8: bool = False
-) -> list[Level]:
+def check(tmp_path: Path, text: str) -> list[dict[str, Any]]:
+    """The values of a config of each level that needs no float8."""
     (tmp_path / "base.toml").write_text(text)
-    levels = make_levels(tmp_path / "base.toml", overlays)
-    write_levels(levels, tmp_path / "levels")
-    common = common_flags(str(tmp_path / "levels" / "default.toml"), [], 5, ranks=2)
-    chosen = [level for level in levels if float8 or not level.name.startswith("float8")]
-    return check_levels(chosen, tmp_path / "levels", common, 2, machine)
+    levels = levels_of(str(tmp_path / "base.toml"), [], ["float8", "float8-all-gather"])
+    common = common_flags(levels[0], [], 5, ranks=2)
+    found = []
+    for level in levels:
+        config, _ = check_config([*level.arguments, *common], 2)
+        found.append(config_values(config.to_toml()))
+    return found
 
 
-def test_all_problems_of_levels_are_reported_at_once_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "wrong.toml").write_text("[training]\nseq_len = 0\nstepz = 4\n")
-    (tmp_path / "unbuilt.toml").write_text("[training]\nbatch_size = 0\n")
-    with pytest.raises(BenchmarkError) as caught:
-        check(
-            tmp_path,
-            '[compile]\nbackend = "aot_eager"\n',
-            *(f"{name}={tmp_path / name}.toml" for name in ("wrong", "unbuilt")),
-        )
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("2 of 4 levels cannot run")
-    assert lines[-1].endswith(": --skip wrong --skip unbuilt")
-    for place in ("wrong.toml:3: training.stepz", "wrong.toml:2: training.seq_len"):
-        assert any(line.startswith(f"    {tmp_path}/{place}") for line in lines)
-    assert any("unbuilt.toml:2: training.batch_size" in line for line in lines)
-
-
-def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        BenchmarkError, match='compile.backend: torch has no backend "nosuch"'
-    ) as caught:
-        check(tmp_path, '[compile]\nbackend = "nosuch"\n')
-    assert str(caught.value).endswith(": --skip compile")
-    text = '[compile]\nbackend = "aot_eager"\n'
-    with pytest.raises(BenchmarkError) as caught:
-        check(tmp_path, text, machine=AMPERE, float8=True)
-    assert str(caught.value).count("    float8.enable_float8_linear: compute capability 8.0") == 2
-    assert str(caught.value).endswith(": --skip float8 --skip float8-all-gather")
-    for machine, emulated in (
-        (CPU, [False, False, True, True]),
-        (Machine("H100 (made up)", 2), [False] * 4),
-    ):
-        levels = check(tmp_path, text, machine=machine, float8=True)
-        assert [one.values["float8.emulate"] for one in levels] == emulated
-        assert [one.values["float8.enable_float8_linear"] for one in levels] == [
-            False,
-            False,
-            True,
-            True,
-        ]
+def test_the_problems_of_all_levels_are_told_before_the_first_run(
+    benchmark: Benchmark, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.toml").write_text("[training]\nseq_len = 0\n")
+    code, out, err = benchmark("--overlay", f"wrong={tmp_path}/wrong.toml")
+    assert (code, out) == (2, "")
+    assert f"{tmp_path}/wrong.toml:2: training.seq_len" in err
+    (tmp_path / "odd.toml").write_text("[training]\nbatch_size = 3\nglobal_batch_size = 8\n")
+    code, out, err = benchmark("--overlay", f"odd={tmp_path}/odd.toml")
+    assert (code, out) == (2, "")
+    assert "1 of 4 runs cannot start; nothing was started\n  odd-1:" in err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -412,8 +384,8 @@ def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_pat
         (["debug_model.toml", "--steps", "5", "--warmup", "5"], "--steps 5"),
         (["debug_model.toml", "--skip", "compiled"], "the levels are default, comp"),
         (
-            ["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level.name))],
-            "--skip leaves no level",
+            ["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level))],
+            "--skip: leaves no level",
         ),
         (["debug_model.toml", "--overlay", "x.toml"], "--overlay x.toml: expected NAME=FILE.toml"),
         (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
