@@ -38,7 +38,7 @@ from titanlite.data.state import Positive, StateError, check_loader, checked
 from titanlite.data.text import TextReader
 from titanlite.data.text_files import iter_records
 from titanlite.data.text_keys import training_texts
-from titanlite.data.text_report import file_lines, file_warnings, listing_figures
+from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
@@ -444,6 +444,11 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
     rows_per_step = run.config.course.size(1).rows
     corpus = rows.corpus
     sequences = rows.sequences_per_epoch
+    files = None
+    passed_over = None
+    if rows.listing is not None:
+        files = dict(rows.listing.kinds)
+        passed_over = {reason: [*names] for reason, names in rows.listing.passed_over.items()}
     return {
         "documents": None if corpus is None else corpus.documents,
         "tokens": rows.tokens_per_epoch,
@@ -453,7 +458,8 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
         "global_batch": global_batch,
         "steps_per_epoch": None if sequences is None else round(sequences / rows_per_step, 3),
         "fingerprint": rows.fingerprint,
-        **listing_figures(rows.listing),
+        "files": files,
+        "passed_over": passed_over,
         "document_tokens": None if corpus is None else _lengths(corpus),
     }
 

@@ -12,7 +12,7 @@ from titanlite.data.surrogates import refuse_surrogates
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
-    from titanlite.data.forms import Form
+    from titanlite.data.record_forms import Form
 
 #: Characters of a field that an error shows.
 _SHOWN = 160

@@ -37,16 +37,11 @@ def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
     seen: set[int] = set()
     for number, cursor in enumerate(stream.cursors):
         lane = cursor.lane
-        if lane >= stream.lanes or cursor.shard >= files_of_lane(lane, stream.lanes, files):
+        # A lane's own files of an epoch, or one that it shares with others.
+        own = range(lane, max(files, lane + 1), stream.lanes)
+        if lane >= stream.lanes or cursor.shard >= len(own):
             wanted = f"no place in {stream.lanes} lanes of {files} files"
             raise refusal(f"cursors[{number}]", cursor, wanted)
         if lane in seen:
             raise refusal(f"cursors[{number}], lane", lane, "there twice")
         seen.add(lane)
-
-
-def files_of_lane(lane: int, lanes: int, files: int) -> int:
-    """Return how many files a lane reads in an epoch: its own, or one that it shares with
-    others.
-    """
-    return len(range(lane, files, lanes)) if files >= lanes else 1
