@@ -47,7 +47,6 @@ OFF = [
     "config/descriptions",
     "config/dialect",
     "config/dotted_names",
-    "config/signatures",
     "config/unknown_keys",
     "resolve/folder_shape",
     "checkpoint/async_save",
