@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,14 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
         path = taken.get(name, "")
         if not (os.path.exists(path) or path.startswith((".", "/", "~"))):
             taken.pop(name, None)
+    values |= _by_key(taken)
+    values["training.mixed_precision_reduce"] = values["training.mixed_precision_param"]
+    return values
+
+
+def _by_key(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of those arguments that are one key each."""
+    values: dict[str, Any] = {}
     for name, (_, key) in ARGUMENTS.items():
         if " " in key or not {name, _READ_WITH.get(name, name)} <= taken.keys():
             continue
@@ -173,5 +182,4 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
             values[key] = _SWITCHES[key][taken[name] <= 0]
         if name in _SWITCHED_ON:
             values[_SWITCHED_ON[name]] = True
-    values["training.mixed_precision_reduce"] = values["training.mixed_precision_param"]
     return values

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -129,8 +130,6 @@ def _words(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     launch = job.launch
-    checkpoint = job.run.checkpoint
-    folder = job.run.job.dump_folder
     # The names of the secret's variables are not known here.
     in_pods = r"\w+" if launch.token_secret else _SET
     problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
@@ -168,16 +167,23 @@ def _check(job: Job) -> None:
         problems.append(
             Problem("does-not-fit", "launch.image", "a pod needs a container image", advice)
         )
+    problems += _volume_problems(job)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _volume_problems(job: Job) -> Iterator[Problem]:
+    """Find folders of the run that end with the pod."""
+    launch = job.launch
+    folder = job.run.job.dump_folder
     paths = {claim: PurePosixPath(path) for claim, path in launch.volumes.items()}
     for claim, path in paths.items():
         if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
             message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
-            problems.append(
-                Problem("does-not-fit", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}')
-            )
+            yield Problem("does-not-fit", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}')
     folders = {"job.dump_folder": folder}
     checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
-    if checkpoint.enable_checkpoint and not is_url(checkpoints):
+    if job.run.checkpoint.enable_checkpoint and not is_url(checkpoints):
         folders["checkpoint.folder"] = checkpoints
     for key, text in folders.items():
         if not any(
@@ -191,9 +197,7 @@ def _check(job: Job) -> None:
             advice = (
                 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
             )
-            problems.append(Problem("does-not-fit", key, message, advice))
-    if problems:
-        raise ConfigError(problems)
+            yield Problem("does-not-fit", key, message, advice)
 
 
 def warnings(job: Job) -> list[str]:
