@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -45,8 +44,6 @@ _LABELS = {
 }
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
-_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 
 
 def files(job: Job) -> dict[str, str]:
@@ -122,27 +119,6 @@ def _has_deadline(job: Job) -> bool:
     return (major, minor) >= (2, 2)
 
 
-def _metadata_problems(job: Job) -> Iterator[Problem]:
-    """Yield what no API server takes as a label or an annotation."""
-    launch = job.launch
-    given = {"labels": launch.labels, "annotations": launch.annotations}
-    hint = "as kueue.x-k8s.io/priority-class: letters, digits, -, _ and ., after a domain and /"
-    for kind, table in given.items():
-        for name, value in table.items():
-            key = f"launch.{kind}.{quote_key(name)}"
-            if not re.fullmatch(_METADATA_NAME, name):
-                yield Problem("does-not-fit", key, f"{name!r} is no name of Kubernetes", hint)
-            if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
-                message = f"{value!r} is no value of a label"
-                yield Problem(
-                    "does-not-fit", key, message, "it has up to 63 letters, digits, -, _ and ."
-                )
-            if name == _QUEUE:
-                yield Problem(
-                    "does-not-fit", key, "is the label that launch.queue sets", "set launch.queue"
-                )
-
-
 def _words(job: Job) -> list[str]:
     """Return the command of a pod."""
     # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
@@ -181,7 +157,12 @@ def _check(job: Job) -> None:
                 hint,
             )
         )
-    problems += _metadata_problems(job)
+    for kind, table in (("labels", launch.labels), ("annotations", launch.annotations)):
+        if _QUEUE in table:
+            key = f"launch.{kind}.{quote_key(_QUEUE)}"
+            problems.append(
+                Problem("does-not-fit", key, "is the label of launch.queue", "set launch.queue")
+            )
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(
