@@ -138,7 +138,7 @@ def load_functions(config: LoadedConfig) -> None:
 
 def _warn_of_settings(config: LoadedConfig) -> None:
     """Warn of settings of `[optimizer]` that a class of optimizers does not get."""
-    names = ("weight_decay", "eps", "beta1", "beta2")
+    names = ("weight_decay", "beta1", "beta2", "eps", "momentum", "kahan", "implementation")
     written = [name for name in names if config.is_given(f"optimizer.{name}")]
     if written:
         logger.warning(
