@@ -32,17 +32,6 @@ COMMANDS = {
     "completion": "titanlite.cli.completion:add_command",
 }
 
-#: Commands of earlier versions → what does their work now.
-GONE = {
-    "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
-    "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
-    "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
-    "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
-    "help": "`titanlite COMMAND --help` shows the help of a command",
-    "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
-    "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
-}
-
 
 def make_parser(command: str | None = None) -> Parser:
     """Return the parser of one command; None: of all."""

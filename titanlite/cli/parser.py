@@ -81,6 +81,18 @@ def add_to_group(
     return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
+#: Commands of earlier versions → what does their work now.
+GONE = {
+    "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
+    "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
+    "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
+    "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
+    "help": "`titanlite COMMAND --help` shows the help of a command",
+    "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
+    "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of `titanlite`, of a group of its commands, or of one command.
 
@@ -138,8 +150,6 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_command(self, word: str, known: Sequence[str]) -> NoReturn:
         """End the process: there is no such command."""
-        from titanlite.cli.command_table import GONE
-
         full = f"{self.prog} {word}"
         if instead := GONE.get(full.removeprefix("titanlite ")):
             self.error(f"`{full}` is gone: {instead}")

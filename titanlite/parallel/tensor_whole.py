@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from titanlite.dist import ParallelismError
+from titanlite.models.hf.tensor import HIDDEN
 from titanlite.parallel.own_linear import OwnLinear
 from titanlite.parallel.tensor import check_all_divided, shared_parameters, tie
 
@@ -196,10 +197,6 @@ def _with_plain_weights(cls: type[nn.Module], partial: bool) -> type[nn.Module]:
                 self._parameters.update(kept)
 
     return _named(PlainWeights, cls)
-
-
-#: Name of the activations where a module takes them by name.
-HIDDEN = "hidden_states"
 
 
 @functools.cache

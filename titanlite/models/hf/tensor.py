@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from titanlite.models.hf.causal import causal_model
-from titanlite.parallel.tensor_whole import HIDDEN
+
 
 if TYPE_CHECKING:
     from titanlite.models.hf.args import HFArgs
     from titanlite.models.hf.skeleton import Skeleton
 
+#: Name of the activations where a module takes them by name.
+HIDDEN = "hidden_states"
 #: Style of `transformers` → kind.
 _KINDS = {
     "colwise": "colwise",
