@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.models.hf.causal import causal_model
 
-
 if TYPE_CHECKING:
     from titanlite.models.hf.args import HFArgs
     from titanlite.models.hf.skeleton import Skeleton
