@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -75,12 +74,17 @@ def training_environment(device_type: str, grace: float = GRACE_SECONDS) -> dict
 
 
 def start(
-    command: Sequence[str], console: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    console: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    ask: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start a command beside this process, with its output in the file `console`.
+    """Start a command in a folder, with its output in the file `console`.
 
-    Call it from the main thread. On Linux the command is asked to end when this process dies.
-    Raises OSError.
+    It gets a session for itself, so Ctrl-C reaches only this process. Call it from the main thread.
+    On Linux the command is asked to end when this process dies. ask: the signal that will ask it to
+    end. Raises OSError.
     """
     with new_file(console) as output:
         return subprocess.Popen(
@@ -88,9 +92,10 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            cwd=folder,
             env=environment,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),
+            preexec_fn=_heed_interrupts if ask == signal.SIGINT else _end_with_parent(),
         )
 
 
@@ -133,30 +138,17 @@ def run(  # noqa: PLR0913
     it to end. grace: seconds that it then has. Of two signals the first one is raised. Raises
     OSError, and subprocess.TimeoutExpired after `seconds`.
     """
-    # The command gets a session for itself, so Ctrl-C reaches only this process.
-    with (
-        new_file(console) as output,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_heed_interrupts if ask == signal.SIGINT else None,
-        ) as process,
-    ):
-        try:
-            return process.wait(seconds)
-        except Stopped:
-            # A second signal ends the command sooner, but the first one is the reason.
-            with contextlib.suppress(Stopped):
-                _end(process, ask, grace)
-            raise
-        except BaseException:
-            _end(process, ask, grace)
-            raise
+    process = start(command, console, environment, folder, ask)
+    try:
+        return process.wait(seconds)
+    except Stopped:
+        # A second signal ends the command sooner, but the first one is the reason.
+        with contextlib.suppress(Stopped):
+            end(process, ask, grace)
+        raise
+    except BaseException:
+        end(process, ask, grace)
+        raise
 
 
 def _heed_interrupts() -> None:
@@ -166,30 +158,21 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _end(process: subprocess.Popen[bytes], ask: signal.Signals, grace: float) -> None:
-    """End one command, as `end_all` does."""
-    end_all([process], ask, grace)
-
-
-def end_all(
-    processes: Sequence[subprocess.Popen[bytes]],
+def end(
+    process: subprocess.Popen[bytes],
     ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> None:
-    """Ask commands to end, all at once.
+    """Ask a command to end.
 
-    If that takes too long, or on a second signal, kill them and all that they started. The signal
-    is raised then.
+    If that takes too long, or on a second signal, kill it and all that it started. The signal is
+    raised then.
     """
-    for process in processes:
-        process.send_signal(ask)
-    deadline = time.monotonic() + grace
+    process.send_signal(ask)
     try:
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0.0))
+        process.wait(grace)
     except BaseException as error:
-        for process in processes:
-            _kill(process)
+        _kill(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
 

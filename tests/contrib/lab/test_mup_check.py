@@ -178,7 +178,6 @@ def test_the_command_as_json_on_the_text_of_the_config(
         (["--model.name=gemma3", "--widths=64,128"], "optimizer.no_decay_on_norms"),
         (["--widths=24,48"], "no whole number at dim = 24"),
         (["--mup.base_dim=24"], "no whole number at dim = 24"),
-        (["--tokens=4096"], "serves 127 at most"),
         (["--device=cuda:77"], "--device"),
     ],
 )
