@@ -152,7 +152,7 @@ def test_the_command_prints_draws_and_ends_by_the_verdict(
     assert f"feed-forward, muP: slope {rows[0][4]}" in titles
     assert f"feed-forward, without: slope {rows[1][4]}" in titles
     # A line of two widths for each of four steps.
-    lines = [line.get("points", "").split() for line in panels[0].iter("{*}polyline")]
+    lines = [line.get("points", "").split() for line in panels[0].findall("{*}polyline")]
     assert [len(line) for line in lines] == [2] * 4
 
 
