@@ -95,7 +95,7 @@ def test_a_check_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatc
 def test_a_busy_machine_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checks end by themselves, later than any line about them: no finding is lost."""
+    """The check ends by itself, later than the line about it: no finding is lost."""
     monkeypatch.setattr(doctor, "_TELL_SECONDS", 0.01)
     go_on = threading.Event()
 
@@ -105,18 +105,14 @@ def test_a_busy_machine_is_waited_for(
 
     def told(text: str) -> None:
         said.append(text)
-        if len(said) == 3:
-            go_on.set()
+        go_on.set()
 
     said = list[str]()
     monkeypatch.setattr(doctor, "say", told)
     assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == [
         "at last"
     ]
-    assert len(said) >= 3
-    assert said[0].startswith("waiting for torch (")
-    assert "Ctrl-C ends" in said[0]
-    assert doctor._SECONDS >= 60
+    assert said == ["waiting for torch (120 s at most; Ctrl-C ends)"]
     assert doctor._COMMAND_SECONDS < doctor._SECONDS
 
 
@@ -165,14 +161,15 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(doctor, "interfaces", lambda: {"lo": "127.0.0.1", "ens5": "10.0.0.7"})
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "ens5")])
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
-    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=ens5" in found(doctor._network, WARNING)
+    assert "set GLOO_SOCKET_IFNAME to one of ens5" in found(doctor._network, WARNING)
     monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
-    assert "gloo takes ens5" in found(doctor._network, OK)
+    assert "interfaces: lo, ens5; the host name " in found(doctor._network, OK)
+    assert found(doctor._network, OK).endswith(" means 10.0.0.7")
     assert not found(doctor._network, WARNING)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert "no interface eth0 has an address" in found(doctor._network, ERROR)
+    assert "but the interfaces are lo, ens5" in found(doctor._network, ERROR)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker")
     assert found(doctor._network, ERROR) == ""
 

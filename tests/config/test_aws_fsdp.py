@@ -105,3 +105,14 @@ def test_wrong_arguments_are_errors(words, key, code):
     (problem,) = caught.value.problems
     assert problem.key == key
     assert code in (None, problem.code)
+
+
+def test_c4_is_the_dataset_of_that_name_also_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "c4").mkdir()
+    monkeypatch.chdir(tmp_path)
+    toml = to_toml("--dataset=c4 --model_type=mixtral --num_layers=3")
+    config, _ = read_text(toml, Path("x.toml"))
+    assert config.value("training.dataset") == "c4"
+    assert config.value("training.dataset_path") is None
+    assert "# left out: --model_type=mixtral (only llama_v2 and llama_v3 are Llama models)" in toml
+    assert "# left out: --num_layers=3 (model.overrides.n_layers)" in toml

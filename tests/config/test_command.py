@@ -138,10 +138,6 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     )
     assert idle("--sample.prompts=a", "--sample.seed=1").endswith("sample.seed")
     assert idle("--sample.prompts=a", "--sample.seed=1", "--sample.temperature=1") == ""
-    sgd = "--optimizer.name=torch.optim.SGD"
-    assert idle(sgd, "--optimizer.kahan", "--optimizer.momentum=0.5").endswith(
-        "optimizer.momentum, optimizer.kahan"
-    )
     compensation = ("--optimizer.name=AdamW8bit", "--optimizer.compensation_dtype=float32")
     assert idle(*compensation).endswith("optimizer.compensation_dtype")
     assert idle(*compensation, "--optimizer.kahan") == ""

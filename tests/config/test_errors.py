@@ -135,7 +135,6 @@ MEANT = {
     "checkpoint.save_folder": "checkpoint.folder",
     "eval.interval": "validation.freq",
     "profiling.enable": "profiling.enable_profiling",
-    "training.parallel_tensor_degree": "training.tensor_parallel_degree",
     "training.batchsize": "training.batch_size",
     "optimizer.weightdecay": "optimizer.weight_decay",
 }

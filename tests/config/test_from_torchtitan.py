@@ -182,40 +182,14 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
     assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
-@pytest.mark.parametrize("name", [*LATER, None])
-def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) -> None:
-    """0.1.0 had model.tokenizer_path, 0.2.x has model.hf_assets_path: the models of 0.1.0 have RoPE
-    without scaling.
-    """
-    if name is None:  # the default flavor
-        toml = "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n"
-        o = LATER["debug_model"]
-    else:
-        toml = text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n')
-        o = LATER[name]
+@pytest.mark.parametrize("name", LATER)
+def test_a_file_with_the_tokenizer_of_0_1_0_is_one_of_0_2_x(name: str) -> None:
+    toml = text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n')
+    o = LATER[name]
     run = run_of(toml, o.gpus)
-    args = run.model_args()
-    assert (args.dim, args.n_layers, args.rope_scaling, run.schedule.style) == (
-        o.dim,
-        o.layers,
-        None,
-        "titan-0.2",
-    )
-    assert any("as torchtitan 0.1.0 does" in note for note in run.notes)
-    for again in (run.toml, shown(toml)):
-        assert trained(run_of(again, o.gpus)) == trained(run)
-    said = toml.replace("[job]", "") if "[job]" in toml else toml
-    for later in (
-        f'[job]\ndialect = "2026"\n{said}',
-        toml.replace("tokenizer_path", "hf_assets_path"),
-    ):
-        scaling = run_of(later, o.gpus).model_args().rope_scaling
-        assert scaling is not None
-        assert scaling.factor == 8
-    own = toml.replace("[model]", "[model]\nrope_scaling = 4.0")
-    scaling = run_of(own, o.gpus).model_args().rope_scaling
-    assert scaling is not None
-    assert scaling.factor == 4
+    scaling = run.model_args().rope_scaling
+    assert scaling is not None and scaling.factor == 8
+    assert any("of torchtitan 0.2.x is" in note for note in run.notes)
 
 
 def model_text(name: str, flavor: str, rest: str = "") -> str:
@@ -380,17 +354,6 @@ def table() -> str:
 def test_the_table_of_files_equals_the_code() -> None:
     match = TABLE.search(PAGE.read_text())
     assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
-
-
-def test_the_scaling_of_0_1_0_has_the_place_of_the_flavor_that_it_follows_from() -> None:
-    text = (
-        '[model]\nflavor = "debugmodel"\nname = "llama3"\ntokenizer_path = "t"\n'
-        "[training]\nlocal_batch_size = 2\n"
-    )
-    config, problems = read_text(text, Path("old.toml"))
-    assert not problems
-    assert config.value("model.rope_scaling") == "none"
-    assert config.place("model.rope_scaling") == "old.toml:2"
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -87,37 +87,6 @@ def test_table_can_be_one_word_on_the_command_line(tmp_path):
     assert config.sections.model.overrides == {"n_layers": 2, "dim": 16, "tied": False}
 
 
-@pytest.mark.parametrize(
-    ("word", "written"),
-    [
-        ("dim=64,n_heads=4", "dim = 64\nn_heads = 4"),
-        ("dim=64,tied=True", "dim = 64\ntied = true"),
-        ("rope_scaling={'factor': 8.0, 'low': [1, 2], 'n=1': False},tied=False", None),
-        ("", ""),
-    ],
-)
-def test_a_table_in_the_form_of_sagemakers_toolkit(tmp_path, word, written):
-    """Its `to_cmd_args` joins the sorted entries of a dict by commas, with values as `str` has
-    them.
-    """
-    if written is None:
-        written = 'rope_scaling = {factor = 8.0, low = [1, 2], "n=1" = false}\ntied = false'
-    (tmp_path / "run.toml").write_text(f"[model.overrides]\n{written}\n")
-    wanted = load_file(tmp_path / "run.toml").sections.model.overrides
-    for flags in (["--model.overrides", word], [f"--model.overrides={word}"]):
-        assert load(flags).sections.model.overrides == wanted
-
-
-def test_texts_of_a_table_stay_texts_and_a_later_flag_wins():
-    flags = ["--launch.environment", "A=1,B=x=y,C=a,b,D_E=[1,E=2]", "--launch.environment.B=z"]
-    assert load(flags).sections.launch.environment == {
-        "A": "1",
-        "B": "z",
-        "C": "a,b",
-        "D_E": "[1,E=2]",
-    }
-
-
 def test_tables_in_a_list_as_python_prints_them():
     sources = load(
         ["--data.source", "[{'path': '/a', 'weight': 2.0}, {'path': 'b'}]"]
@@ -125,7 +94,7 @@ def test_tables_in_a_list_as_python_prints_them():
     assert [(source.path, source.weight) for source in sources] == [("/a", 2.0), ("b", 1.0)]
 
 
-@pytest.mark.parametrize("word", ["dim", "=3", "a b=3", "{dim}", "64,dim=3"])
+@pytest.mark.parametrize("word", ["dim", "=3", "dim=3", "{dim}", "64,dim=3"])
 def test_words_that_are_no_table_are_refused(word):
     with pytest.raises(ConfigError, match="model.overrides: "):
         load(["--model.overrides", word])

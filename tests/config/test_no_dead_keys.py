@@ -9,7 +9,7 @@ import titanlite
 from titanlite.config.keys import keys
 
 #: Read while the config is loaded, and tested there.
-AT_LOAD = {"job.config_file", "job.extends", "job.dialect"}
+AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "metrics.enable_wandb"}
 #: The one legal value is the default; the others that users know are refused with a reason.
 SINGLE = "float8.scaling_type_"
 

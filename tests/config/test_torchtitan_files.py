@@ -231,9 +231,7 @@ def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[A
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "17bx16e", "17bx128e"])
 def test_attention_of_llama4_is_that_of_torchtitan(flavor: str) -> None:
-    """Its flavors without "irope" have RoPE everywhere, neither chunks nor norms of q and k. 0.1.0
-    has no scaling, and a softmax.
-    """
+    """Its flavors without "irope" have RoPE everywhere, neither chunks nor norms of q and k."""
     args = model_run("llama4", flavor).model_args()
     scaling = args.rope_scaling
     if flavor == "17bx128e":
@@ -244,14 +242,6 @@ def test_attention_of_llama4_is_that_of_torchtitan(flavor: str) -> None:
     for index in range(args.n_layers):
         block = args.of_block(index)
         assert block.rotary is not None and not block.chunk and not block.unit_qk
-    file = "debug_model" if flavor == "debugmodel" else f"llama4_{flavor}"
-    name = f"0.1.0/torchtitan/experiments/llama4/train_configs/{file}.toml"
-    text = text_of(name).replace(
-        "training.local_batch_size = 1\n", "training.local_batch_size = 4\n"
-    )
-    older = run_of(text).model_args()
-    assert (older.score, older.rope_scaling) == ("softmax", None)
-    assert replace(older, score="sigmoid", rope_scaling=scaling, max_seq_len=2048) == args
 
 
 @pytest.mark.parametrize("name", RIGHT)

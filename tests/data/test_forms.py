@@ -26,9 +26,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import encode_chat, load_template
-from titanlite.data.forms import Alpaca, ShareGPT, form_columns, plain
-from titanlite.data.forms.recognition import recognise
 from titanlite.data.hashes import add_hashes, batch_hash
+from titanlite.data.record_forms import Alpaca, ShareGPT, form_columns, plain
+from titanlite.data.record_forms.recognition import recognise
 from titanlite.data.records import Columns, strings_of
 from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.shards import Shards

@@ -169,7 +169,7 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
             assert batches.state_dict() == {"next_sequence": 3 * GLOBAL}
         broken = False
         assert batch_hash(batches.next_step()) == batch_hash(plain.next_step())
-        with pytest.raises(DataError, match="next_sequence = -1"):
+        with pytest.raises(DataError, match=r"Expected `int` >= 0 - at `\$.next_sequence`"):
             batches.load_state_dict({"next_sequence": -1})
 
 

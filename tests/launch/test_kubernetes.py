@@ -375,10 +375,7 @@ def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ('labels={"a b" = "c"}', "launch.labels.\"a b\": 'a b' is no name of Kubernetes"),
-        ('labels={"a" = "b c"}', "launch.labels.a: 'b c' is no value of a label"),
         ('labels={"kueue.x-k8s.io/queue-name" = "q"}', "set launch.queue"),
-        ('annotations={"-a" = "b"}', "launch.annotations.-a: '-a' is no name of Kubernetes"),
         ("trainer_version=3.0", "launch.trainer_version"),
         ("shm_size=16GB", "launch.shm_size"),
     ],

@@ -17,7 +17,7 @@ from titanlite.config.extensions import load_functions
 from titanlite.config.load import load
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.optim.optimizer import build_optimizer, gated_step
-from titanlite.resolve.load import check_config
+from titanlite.utils import logger
 
 CPU = torch.device("cpu")
 OWN = '''
@@ -120,42 +120,39 @@ def test_two_and_two_steps_equal_four(
     assert len(set(straight["losses"])) == 4
 
 
-def problems(*flags: str) -> str:
-    """Return the report of a config that is refused before anything is imported."""
-    with pytest.raises(ConfigError) as refused:
-        load(["--job.config_file=debug_model.toml", *flags])
-    return str(refused.value)
+def refused(*flags: str) -> str:
+    """Return the report of a config whose functions are refused when they are imported."""
+    with pytest.raises(ConfigError, match="optimizer.name") as error:
+        load_functions(load(flags))
+    return str(error.value)
 
 
-def test_config_check_compares_arguments_with_the_source(tmp_path: Path) -> None:
+def test_arguments_are_compared_with_the_class_before_work(tmp_path: Path) -> None:
     sgd = "--optimizer.name=torch.optim.SGD"
     assert load([sgd, "--optimizer.args.momentum=0.9"]).value("optimizer.name") == "torch.optim:SGD"
-    text = problems(sgd, "--optimizer.args.momentun=0.9", "--optimizer.args.lr=1")
-    assert "optimizer.args.momentun: 'torch.optim:SGD' has no argument of this name" in text
-    assert "nearest: momentum" in text
-    assert "optimizer.args.lr: titanlite gives this argument" in text
-    (tmp_path / "own.py").write_text(OWN + "\nraise SystemExit('imported')\n")
-    own = f"--optimizer.name={tmp_path}/own.py"
-    assert "needs the argument power" in problems(f"{own}:Decayed")
-    assert "needs the argument power" in problems(f"{own}:Inherits")
-    assert "nearest: power" in problems(
-        f"{own}:Inherits", "--optimizer.args.powr=2", "--optimizer.args.power=2"
-    )
-    load([f"{own}:Inherits", "--optimizer.args.power=2"])
-    load([f"{own}:WithSettings"])
-
-
-def test_settings_that_a_class_does_not_get_are_a_warning(tmp_path: Path) -> None:
-    flags = ["--optimizer.weight_decay=0.1", "--optimizer.beta1=0.8"]
-    _, run = check_config(["--optimizer.name=torch.optim.SGD", *flags])
-    assert run.warnings == (
-        "optimizer.weight_decay, beta1: a class of optimizers gets lr and [optimizer.args] alone; "
-        "set optimizer.args.weight_decay and optimizer.args.betas",
-    )
+    assert "unexpected keyword argument 'momentun'" in refused(sgd, "--optimizer.args.momentun=0.9")
+    assert "multiple values for keyword argument 'lr'" in refused(sgd, "--optimizer.args.lr=1")
     (tmp_path / "own.py").write_text(OWN)
-    assert not check_config([f"--optimizer.name={tmp_path}/own.py:WithSettings", *flags])[
-        1
-    ].warnings
+    own = f"--optimizer.name={tmp_path}/own.py"
+    assert "missing a required argument: 'power'" in refused(f"{own}:Decayed")
+    assert "missing a required argument: 'power'" in refused(f"{own}:Inherits")
+    load_functions(load([f"{own}:Inherits", "--optimizer.args.power=2"]))
+    load_functions(load([f"{own}:WithSettings"]))
+
+
+def test_settings_that_a_class_does_not_get_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    flags = ["--optimizer.weight_decay=0.1", "--optimizer.beta1=0.8"]
+    load_functions(load(["--optimizer.name=torch.optim.SGD", *flags]))
+    assert caplog.messages == [
+        "optimizer.weight_decay, beta1: a class of optimizers gets lr and [optimizer.args] alone"
+    ]
+    caplog.clear()
+    (tmp_path / "own.py").write_text(OWN)
+    load_functions(load([f"--optimizer.name={tmp_path}/own.py:WithSettings", *flags]))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -166,9 +163,9 @@ def test_settings_that_a_class_does_not_get_are_a_warning(tmp_path: Path) -> Non
     ],
 )
 def test_classes_that_cannot_train_are_refused_before_work(flags: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match="optimizer.name") as refused:
+    with pytest.raises(ConfigError, match="optimizer.name") as error:
         load_functions(load(flags))
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 def test_values_that_a_class_refuses_are_config_errors() -> None:

@@ -16,7 +16,6 @@ import os
 import socket
 import time
 import uuid
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -260,7 +259,7 @@ def _code_hash() -> str:
     root = Path(titanlite.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in ("tools", "deploy", "train_configs"):
+        if path.relative_to(root).parts[0] not in ("cli", "deploy", "train_configs"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -474,52 +473,18 @@ def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
-    """Return a warning of each host whose clock most others contradict, or one of all if no
-    majority agrees.
-    """
-    hosts = sorted(firsts, key=lambda rank: rank.number)
-    clocks = [(rank, found[rank.number].clock) for rank in hosts]
-    most, usual = _common_clock([clock for _, clock in clocks])
-    if most == len(clocks):
+    """Return a warning of the hosts whose clocks differ most. firsts: one rank of each host."""
+    by_clock = sorted((found[rank.number].clock, rank) for rank in firsts)
+    earliest, behind = by_clock[0]
+    latest, ahead = by_clock[-1]
+    if latest - earliest <= CLOCK_SECONDS:
         return []
-    if 2 * most <= len(clocks):
-        times = sorted(clock for _, clock in clocks)
-        shown = ", ".join(
-            f"{_named([rank])} {_time_text(clock)}" for rank, clock in clocks[:_MOST_NAMED]
-        )
-        more = ", …" if len(clocks) > _MOST_NAMED else ""
-        return [
-            f"the clocks of the hosts differ by {times[-1] - times[0]:.1f} s, and no majority "
-            f"tells which is right: {shown}{more}. {_CLOCK_ADVICE}"
-        ]
-    warnings = []
-    for rank, clock in clocks:
-        if abs(clock - usual) > CLOCK_SECONDS:
-            side = "ahead of" if clock > usual else "behind"
-            warnings.append(
-                f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {side} those of "
-                f"{most} other hosts: it says {_time_text(clock)}, they {_time_text(usual)}. "
-                f"{_CLOCK_ADVICE}"
-            )
-    return warnings
-
-
-_CLOCK_ADVICE = (
-    "Times in logs do not match, and tokens of stores may be refused. Synchronize the clocks "
-    "(chrony, timedatectl set-ntp true)"
-)
-
-
-def _common_clock(clocks: Sequence[float]) -> tuple[int, float]:
-    """Return the size of the largest group of clocks within `CLOCK_SECONDS`, and the middle one of
-    them.
-    """
-    ordered = sorted(clocks)
-    spans = [
-        (start, bisect_right(ordered, clock + CLOCK_SECONDS)) for start, clock in enumerate(ordered)
+    return [
+        f"the clocks of the hosts differ by {latest - earliest:.1f} s: {_named([behind])} says "
+        f"{_time_text(earliest)}, {_named([ahead])} {_time_text(latest)}. Times in logs do not "
+        "match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
+        "set-ntp true)"
     ]
-    start, stop = max(spans, key=lambda span: span[1] - span[0])
-    return stop - start, median_low(ordered[start:stop])
 
 
 def _time_text(clock: float) -> str:

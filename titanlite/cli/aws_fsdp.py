@@ -18,6 +18,7 @@ from titanlite.config.trust import Origin
 from titanlite.resolve.load import check_alone
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
+_C4 = ("c4", "allenai/c4")
 #: Argument → its default there, or its type if it has none; and the key here, or why it has none.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "vocab_size": (50432, "model.vocab_size"),
@@ -139,39 +140,56 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values by key, those of defaults too. What becomes a name of titanlite is taken
     out of `given`.
     """
-    defaults = {name: one for name, (one, _) in ARGUMENTS.items() if not isinstance(one, type)}
-    taken = defaults | given
     values: dict[str, Any] = {"lr_scheduler.style": "fsdp", "metrics.log_style": "aws_fsdp"}
-    if "resume_from_checkpoint" in given:
-        taken.setdefault("checkpoint_dir", given["resume_from_checkpoint"])
-    if taken["lr_decay_style"] != "plateau":
-        del taken["plateau"]
-    if "epochs" in given:
-        del taken["epochs" if "max_steps" in given else "max_steps"]
-    widths = [name for name, (_, key) in ARGUMENTS.items() if key.startswith("model.overrides")]
-    is_llama = bool(given.keys() & {*widths, "vocab_size"})
-    kind = given.get("model_type", "llama_v2" if is_llama else "")
+    kind = given.get("model_type")
+    if kind is None and any(_is_width(name) for name in given):
+        kind = "llama_v2"
     if kind in _MODELS:
         given.pop("model_type", None)
         values["model.name"], values["model.flavor"] = _MODELS[kind]
-        taken.setdefault("num_key_value_heads", taken["num_heads"])
-    else:
-        for name in (*widths, "vocab_size"):
-            taken.pop(name, None)
-    if taken["dataset"] in ("c4", "allenai/c4"):
+    taken = _read_arguments(given, kind in _MODELS)
+    if taken.get("dataset") in _C4:
         given.pop("dataset", None)
+        del taken["dataset"]
         values["training.dataset"] = "c4"
-    for name in ("dataset", "tokenizer"):
-        path = taken.get(name, "")
-        if not (os.path.exists(path) or path.startswith((".", "/", "~"))):
-            taken.pop(name, None)
-    for name, (_, key) in ARGUMENTS.items():
-        if " " in key or not {name, _READ_WITH.get(name, name)} <= taken.keys():
-            continue
-        values[key] = taken[name]
+    for name, value in taken.items():
+        key = ARGUMENTS[name][1]
+        values[key] = value
         if key in _SWITCHES:
-            values[key] = _SWITCHES[key][taken[name] <= 0]
+            values[key] = _SWITCHES[key][value <= 0]
         if name in _SWITCHED_ON:
             values[_SWITCHED_ON[name]] = True
     values["training.mixed_precision_reduce"] = values["training.mixed_precision_param"]
     return values
+
+
+def _is_width(name: str) -> bool:
+    key = ARGUMENTS.get(name, ("", ""))[1]
+    return key.startswith(("model.overrides.", "model.vocab_size"))
+
+
+def _read_arguments(given: dict[str, Any], is_llama: bool) -> dict[str, Any]:
+    """Return the arguments with a key that the samples read beside these, at their defaults too."""
+    defaults = {name: one for name, (one, _) in ARGUMENTS.items() if not isinstance(one, type)}
+    taken = defaults | given
+    if "resume_from_checkpoint" in given:
+        taken.setdefault("checkpoint_dir", given["resume_from_checkpoint"])
+    taken.setdefault("num_key_value_heads", taken["num_heads"])
+    unread = {name for name, other in _READ_WITH.items() if other not in taken}
+    if taken["lr_decay_style"] != "plateau":
+        unread.add("plateau")
+    if "epochs" in given:
+        unread.add("epochs" if "max_steps" in given else "max_steps")
+    for name in ("dataset", "tokenizer"):
+        if taken.get(name) not in _C4 and not _is_path(taken.get(name, "")):
+            unread.add(name)
+    found = {}
+    for name, (_, key) in ARGUMENTS.items():
+        is_read = name in taken and name not in unread and (is_llama or not _is_width(name))
+        if is_read and " " not in key:
+            found[name] = taken[name]
+    return found
+
+
+def _is_path(text: str) -> bool:
+    return os.path.exists(text) or text.startswith((".", "/", "~"))

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from titanlite.cli.checkpoint_folders import (
     verify,
 )
 from titanlite.cli.exchange import DTYPE, PRECISIONS, convert_weights
-from titanlite.cli.parser import BASE, EMA, Commands, add_group, new_command
+from titanlite.cli.parser import BASE, EMA, Commands, add_group, add_to_group
 from titanlite.config import trust
 from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
 
@@ -72,68 +72,57 @@ _FOLDER: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
 _ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
 
 
-def _add(
-    actions: Commands, run: Callable[[Any], Any], help: str, description: str, code: str = ""
-) -> Any:
-    """Add the command of a function, under its name; return what adds its arguments.
-
-    code: an exit status, in words.
-    """
-    name = run.__name__.strip("_")
-    epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
-    return new_command(actions, run, name, help, description, epilog).add
+#: Exit codes of all, in words.
+_CODES = f"Exit status: 0; {exit_codes.CHECKPOINT} when there is no such checkpoint"
 
 
 def _add_ls(actions: Commands) -> None:
-    description = (
-        "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
-        "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
-        "renamed when its step was saved again; partial: a save under way or cut short; pinned: "
-        "holds a file KEEP, and no run deletes it. Local saves of this machine stand below, with "
-        "what a restart takes."
+    more = (
+        "valid: manifest and sizes are right (`verify` reads the contents too); invalid: the "
+        "reason stands below; set aside: an invalid one, renamed when its step was saved again; "
+        "partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it. "
+        "Local saves of this machine stand below, with what a restart takes."
     )
-    add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
+    help = "list checkpoints with size, state and age"
+    add = add_to_group(actions, _ls, help, more, _CODES).add
     add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
     add("--json", "print a JSON list, one object per folder")
 
 
 def _add_inspect(actions: Commands) -> None:
-    description = "Show the manifest of a checkpoint."
-    add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
+    help = "show the manifest of one: step, run, files, tensors"
+    add = add_to_group(actions, _inspect, help, "", _CODES).add
     add("path", **_ONE)
     add("--config", "print the config of the run that wrote it, as TOML")
     add("--json", "print the manifest as it is")
 
 
 def _add_verify(actions: Commands) -> None:
-    description = (
-        "Read every file of the checkpoints and compare it with the hash taken when it was written."
-    )
-    code = f"{exit_codes.CHECKPOINT} when one is damaged, "
-    add = _add(actions, _verify, "read every byte and compare with the hashes", description, code)
+    help = "read every byte and compare with the hashes taken when it was written"
+    add = add_to_group(actions, _verify, help, "", f"{_CODES}, or one is damaged.").add
     add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), or folders of them or of runs")
 
 
 def _add_diff(actions: Commands) -> None:
-    description = (
-        "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
-        "absolute and relative difference. They are read one tensor at a time, without a GPU."
+    more = (
+        "Shown are missing ones, types, shapes, the largest absolute and relative difference. "
+        "They are read one tensor at a time, without a GPU."
     )
-    code = f"{DIFFERENT} when they differ, "
-    add = _add(actions, _diff, "compare the tensors of two", description, code)
+    code = f"{_CODES}; {DIFFERENT} when they differ."
+    add = add_to_group(actions, _diff, "compare two, tensor by tensor", more, code).add
     add("left", **_ONE)
     add("right", **_ONE)
 
 
 def _add_convert(actions: Commands) -> None:
-    description = (
-        "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
-        "a folder), a folder of Hugging Face's layout, a file made with --to torch, or step-N of "
-        "torchtitan with --config; "
-        "checkpoints are compared with their hashes first. TARGET appears when it is whole, and "
-        "nothing is overwritten. It needs no GPU, and memory for a few tensors."
+    more = (
+        "SOURCE: a checkpoint (or the newest valid one of a folder), a folder of Hugging Face's "
+        "layout, a file made with --to torch, or step-N of torchtitan with --config; checkpoints "
+        "are compared with their hashes first. TARGET appears when it is whole, and nothing is "
+        "overwritten. It needs no GPU, and memory for a few tensors."
     )
-    add = _add(actions, _convert, "write its weights in another format", description)
+    help = "write the weights in SOURCE to TARGET, in another format"
+    add = add_to_group(actions, _convert, help, more, _CODES).add
     add("source", "what to convert", "SOURCE", type=to_path)
     add("target", "where to", "TARGET", type=to_path)
     formats = (
@@ -151,12 +140,12 @@ def _add_convert(actions: Commands) -> None:
 
 
 def _add_rm(actions: Commands) -> None:
-    description = (
-        "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
-        "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "
-        "remaining one is read in full)."
+    more = (
+        "Refused, before anything is deleted: pinned ones, saves that may be under way, and "
+        "deletions that would leave no good checkpoint (a remaining one is read in full)."
     )
-    add = _add(actions, _rm, "delete checkpoints", description)
+    help = "delete checkpoints and leftovers of crashes"
+    add = add_to_group(actions, _rm, help, more, _CODES).add
     add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
     add("--force", "delete what would be refused")
     add("--dry-run", "delete nothing, print what would be deleted")
@@ -357,15 +346,9 @@ def _diff(arguments: argparse.Namespace) -> Answer:
     return f"{head}\n{render(table)}\n{rest}", DIFFERENT
 
 
-def _entry_text(entry: Sequence[Any]) -> str:
-    """Return dtype and shape of a tensor."""
-    dtype, shape = entry
-    return f"{dtype}{shape}"
-
-
 def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
-    left = "" if one.left is None else _entry_text(one.left)
-    right = "" if one.right is None else _entry_text(one.right)
+    left = "{}{}".format(*one.left) if one.left else ""
+    right = "{}{}".format(*one.right) if one.right else ""
     if not left:
         return one.name, f"only in +++: {right}", "", "", ""
     if not right:

@@ -85,23 +85,16 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry for JSON."""
-        manifest = self.manifest
-        numbers = {
-            "ranks": manifest and manifest.world_size,
-            "format": manifest and manifest.format,
-        }
-        found = {
+        return {
             "folder": str(self.folder),
             "step": self.step,
             "state": self.state,
             "reason": self.reason or None,
-        }
-        return {
-            **found,
             "pinned": self.pinned,
             "bytes": self.size,
             "written": self.written,
-            **numbers,
+            "ranks": self.manifest and self.manifest.world_size,
+            "format": self.manifest and self.manifest.format,
         }
 
 

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from titanlite import exit_codes
 from titanlite.assembly.supported import accelerator_warning
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
@@ -45,7 +47,7 @@ SCHEMA = 1
 #: long.
 _SECONDS = 120.0
 _COMMAND_SECONDS = 90.0
-#: Seconds between two lines about the checks that are awaited.
+#: Seconds until a line names the checks that are awaited.
 _TELL_SECONDS = 8.0
 _GB = 1 << 30
 _NETWORK_TYPES = (
@@ -165,7 +167,13 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
     for name, check in all_checks.items():
         threads[name] = threading.Thread(target=work, args=(name, check), daemon=True)
         threads[name].start()
-    late = _wait(threads, seconds)
+    began = time.monotonic()
+    for limit in (_TELL_SECONDS, seconds):
+        for thread in threads.values():
+            thread.join(max(began + min(limit, seconds) - time.monotonic(), 0))
+        late = [name for name, thread in threads.items() if thread.is_alive()]
+        if late and limit < seconds:
+            say(f"waiting for {', '.join(late)} ({seconds:.0f} s at most; Ctrl-C ends)")
     found = []
     for name in all_checks:
         found += results[name]
@@ -175,25 +183,6 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
             fix = "a device or file system hangs, or the machine is very busy: try again"
             found.append(Finding(name.split()[0], status, message, fix))
     return found
-
-
-def _wait(threads: dict[str, threading.Thread], seconds: float) -> list[str]:
-    """Wait until all threads have ended, `seconds` at most; return the names of the others.
-
-    Say what is awaited.
-    """
-    began = time.monotonic()
-    tell = began + _TELL_SECONDS
-    while late := [name for name, thread in threads.items() if thread.is_alive()]:
-        now = time.monotonic()
-        if now >= began + seconds:
-            break
-        if now >= tell:
-            tell = now + _TELL_SECONDS
-            left = f"{began + seconds - now:.0f} s at most; Ctrl-C ends"
-            say(f"waiting for {', '.join(late)} ({left})")
-        threads[late[0]].join(min(tell, began + seconds) - now)
-    return late
 
 
 def _command(*words: str) -> str | None:
@@ -211,22 +200,14 @@ def _command(*words: str) -> str | None:
     return None if done.returncode else done.stdout
 
 
-def _installed(name: str) -> tuple[int, ...]:
-    """Return the version of a package, or nothing."""
-    try:
-        return tuple(map(int, re.findall(r"\d+", metadata.version(name))[:2]))
-    except metadata.PackageNotFoundError:
-        return ()
-
-
 def _versions() -> _Found:
     found = versions()
     for name in metadata.distributions():
         if (title := name.metadata["Name"] or "").startswith("nvidia-nccl"):
             found["nccl"] = f"{name.version} ({title})"
     yield OK, ", ".join(f"{name} {version}" for name, version in found.items())
-    torch = _installed("torch")
-    if (2, 0) < torch < (2, 13):
+    torch = [int(number) for number in re.findall(r"\d+", found.get("torch", ""))[:2]]
+    if torch and torch < [2, 13]:
         message = (
             "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: a save has 30 s after "
             "SIGTERM"
@@ -303,12 +284,12 @@ def _gpus() -> _Found:
             yield OK, f"no GPUs (no nvidia-smi); {os.cpu_count()} CPUs"
         return
     for line in text.splitlines():
-        yield from _gpu([word.strip() for word in line.split(",")])
+        yield from _gpu(line)
 
 
-def _gpu(fields: list[str]) -> _Found:
+def _gpu(line: str) -> _Found:
     """Judge a GPU by a line of nvidia-smi."""
-    index, name, driver, total, used, capability, ecc = fields
+    index, name, driver, total, used, capability, ecc = line.split(", ")
     float8 = "float8 products" if float(capability) >= 8.9 else "no float8 products"
     about = f"{name}, {total} MiB, capability {capability} ({float8}), driver {driver}"
     yield OK, f"GPU {index}: {about}"
@@ -343,71 +324,16 @@ def _limits() -> _Found:
         yield ERROR, f"/dev/shm has {human_bytes(shm)}: NCCL needs more", fix
 
 
-#: Asks Linux for the address of an interface.
-_SIOCGIFADDR = 0x8915
-
-
-def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one."""
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        for _, name in socket.if_nameindex():
-            request = name.encode()[:15].ljust(256, b"\0")
-            try:
-                answer = fcntl.ioctl(one.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def _network() -> _Found:
-    found = interfaces()
-    names = ", ".join(f"{name} {address}" for name, address in found.items())
-    yield OK, f"interfaces: {names}"
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        yield from _chosen_interface(variable, found)
-    if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        yield from _own_interface(found)
-
-
-def _chosen_interface(variable: str, found: dict[str, str]) -> _Found:
-    """Find interfaces that a variable names and that have no address. A ^ excludes those after
-    it.
-    """
-    value = os.environ.get(variable, "")
-    if value.startswith("^"):
-        return
-    lost = []
-    for name in value.lstrip("=").split(","):
-        if name and not any(one.startswith(name) for one in found):
-            lost.append(name)
-    if lost:
-        others = ", ".join(name for name in found if name != "lo")
-        message = f"{variable}={value}: no interface {' or '.join(lost)} has an address"
-        yield ERROR, message, f"set it to one of {others}, or unset it"
-
-
-def _own_interface(found: dict[str, str]) -> _Found:
-    """Tell which interface gloo takes: that of the host name."""
     host = socket.gethostname()
-    try:
+    address = "no address"
+    with suppress(OSError):
         address = socket.gethostbyname(host)
-    except OSError:
-        address = ""
-    others = [name for name, own in found.items() if not own.startswith("127.")]
-    taken = [name for name, own in found.items() if own == address]
-    if taken and not address.startswith("127."):
-        yield OK, f"gloo takes {taken[0]}: the host name {host} means {address}"
-    elif others:
-        said = f"means {address}" if address else "does not resolve"
-        fix = (
-            f"for several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME={others[0]}, in "
-            "[launch] environment"
-        )
-        yield WARNING, f"gloo takes a local interface: the host name {host} {said}", fix
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    yield OK, f"interfaces: {names}; the host name {host} means {address}"
+    for variable in INTERFACES:
+        if problem := interface_problem(variable):
+            yield ERROR if os.environ.get(variable) else WARNING, f"for several machines: {problem}"
 
 
 def _efa_devices() -> list[str]:

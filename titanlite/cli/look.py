@@ -34,11 +34,11 @@ from titanlite.data.course import Course, Progress
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.state import StateError, check_loader, mapping, whole_number
+from titanlite.data.state import Positive, StateError, check_loader, checked
 from titanlite.data.text import TextReader
 from titanlite.data.text_files import iter_records
 from titanlite.data.text_keys import training_texts
-from titanlite.data.text_report import file_lines, file_warnings, listing_figures
+from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
@@ -169,8 +169,8 @@ def _last_ranks(folder: Path) -> int:
 def _check_position(manifest: Manifest, folder: AnyPath) -> None:
     """Raise StateError, naming the checkpoint, where it does not say what its steps trained on."""
     try:
-        check_loader(mapping(manifest.train["data"], "data"))
-        whole_number(manifest.train["global_batch"], "global_batch", least=1)
+        check_loader(manifest.train["data"])
+        checked(manifest.train["global_batch"], Positive, "global_batch")
     except StateError as error:
         raise StateError(f"{folder}: {error}") from None
 
@@ -444,6 +444,11 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
     rows_per_step = run.config.course.size(1).rows
     corpus = rows.corpus
     sequences = rows.sequences_per_epoch
+    files = None
+    passed_over = None
+    if rows.listing is not None:
+        files = dict(rows.listing.kinds)
+        passed_over = {reason: [*names] for reason, names in rows.listing.passed_over.items()}
     return {
         "documents": None if corpus is None else corpus.documents,
         "tokens": rows.tokens_per_epoch,
@@ -453,7 +458,8 @@ def _figures(rows: Rows, run: Run) -> dict[str, Any]:
         "global_batch": global_batch,
         "steps_per_epoch": None if sequences is None else round(sequences / rows_per_step, 3),
         "fingerprint": rows.fingerprint,
-        **listing_figures(rows.listing),
+        "files": files,
+        "passed_over": passed_over,
         "document_tokens": None if corpus is None else _lengths(corpus),
     }
 

@@ -48,7 +48,7 @@ class Options:
     part_tokens: int = PART_TOKENS
     messages_key: str | None = None
     chat: ChatTemplate | None = None
-    #: A form that has its own code, see `titanlite.data.forms`.
+    #: A form that has its own code, see `titanlite.data.record_forms`.
     record: str | None = None
     format: Format | None = None
 
@@ -78,7 +78,7 @@ class Options:
         text = self.messages_key or self.completion_key or self.text_key or "text"
         form = None
         if self.record:
-            from titanlite.data.forms import form_of
+            from titanlite.data.record_forms import form_of
 
             form = form_of(self.record)
         return Columns(text, self.prompt_key, chat=self.chat, form=form)
@@ -153,7 +153,7 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
 
 def recognised(shards: Shards, tokenizer: Tokenizer) -> Shards:
     """Return the files with the fields of the form that their first record has."""
-    from titanlite.data.forms.recognition import with_form
+    from titanlite.data.record_forms.recognition import with_form
 
     return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
 

@@ -78,14 +78,13 @@ def start(
     console: Path,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
-    ask: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a folder, with its output in the file `console`.
+    """Start a command beside this process, in a folder, with its output in the file `console`.
 
-    It gets a session for itself, so Ctrl-C reaches only this process. Call it from the main thread.
-    On Linux the command is asked to end when this process dies. ask: the signal that will ask it to
-    end. Raises OSError.
+    Call it from the main thread. On Linux the command is asked to end when this process dies.
+    Raises OSError.
     """
+    # The command gets a session for itself, so Ctrl-C reaches only this process.
     with new_file(console) as output:
         return subprocess.Popen(
             command,
@@ -95,7 +94,7 @@ def start(
             cwd=folder,
             env=environment,
             start_new_session=True,
-            preexec_fn=_heed_interrupts if ask == signal.SIGINT else _end_with_parent(),
+            preexec_fn=_preparation(),
         )
 
 
@@ -103,23 +102,23 @@ def start(
 _SIGNAL_AT_DEATH_OF_PARENT = 1
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """Return what a new process calls so that it gets SIGTERM when this one dies.
-
-    None: only Linux has that.
+def _preparation() -> Callable[[], None]:
+    """Return what a new process calls: it heeds SIGINT, which a shell's background commands ignore,
+    and on Linux it gets SIGTERM when this one dies.
     """
-    if sys.platform != "linux":
-        return None
     parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
-    def ask() -> None:
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if prctl is None:
+            return
         prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGTERM)
         # It died before the call.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return ask
+    return prepare
 
 
 def run(  # noqa: PLR0913
@@ -132,30 +131,20 @@ def run(  # noqa: PLR0913
     ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> int:
-    """Run a command in a folder, write its output to the file `console`, return its exit code.
+    """Run a command as `start` does, to its end; return its exit code.
 
     Any exception while it runs, such as Stopped, ends the command first. ask: the signal that asks
     it to end. grace: seconds that it then has. Of two signals the first one is raised. Raises
     OSError, and subprocess.TimeoutExpired after `seconds`.
     """
-    process = start(command, console, environment, folder, ask)
+    process = start(command, console, environment, folder)
     try:
         return process.wait(seconds)
-    except Stopped:
+    except BaseException:
         # A second signal ends the command sooner, but the first one is the reason.
         with contextlib.suppress(Stopped):
             end(process, ask, grace)
         raise
-    except BaseException:
-        end(process, ask, grace)
-        raise
-
-
-def _heed_interrupts() -> None:
-    """Let SIGINT end this process: a shell has its background commands ignore it, and all that they
-    start.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(

@@ -56,29 +56,23 @@ def _add_prompts(parser: Parser) -> None:
 def _add_sampling(parser: Parser) -> None:
     add = parser.add
     add("--max-tokens", "most tokens to write (default: 256)", "N", type=at_least(1), default=256)
-    add("--temperature", "0 is --greedy (default: 1)", "T", type=_number(0, None), default=1.0)
+    add("--temperature", "0 is --greedy (default: 1)", "T", type=_number(0, math.inf), default=1.0)
     add("--greedy", "always take the most probable token")
     top_k = "draw from the K most probable tokens (0: all)"
     add("--top-k", top_k, "K", type=at_least(0), default=0)
     top_p = "draw from the fewest that sum to P (1: all)"
-    add("--top-p", top_p, "P", type=_number(0, 1), default=1.0)
+    add("--top-p", top_p, "P", type=_number(1e-6, 1), default=1.0)
     seed = "the same seed gives the same text (default: 0)"
     add("--seed", seed, "N", type=at_least(0), default=0)
     add("--batch-size", "prompts continued at once (default: 8)", "N", type=at_least(1), default=8)
     add("--json", "print a JSON object at the end instead of the text as it comes")
 
 
-def _number(low: float, high: float | None) -> Callable[[str], float]:
+def _number(low: float, high: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
-        if high is None:
-            words = f">= {low:g}"
-            fits = low <= value <= math.inf
-        else:
-            words = f"over {low:g}, at most {high:g}"
-            fits = low <= value <= high and not (high and not value)
-        if not fits:
-            raise argparse.ArgumentTypeError(f"expected a number {words}, got {text}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {low:g} to {high:g}, got {text}")
         return value
 
     return number

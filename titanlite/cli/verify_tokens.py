@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -21,7 +21,7 @@ from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, PartHashes, check_offsets, check_part
 from titanlite.data.token_parts import Part
 from titanlite.data.token_paths import INDEX, is_index, is_tokens
-from titanlite.utils import counted, human_bytes, human_time, say
+from titanlite.utils import counted, human_bytes, human_time, progress_text, say
 
 #: Seconds between two lines of progress.
 _REPORT_SECONDS = 10.0
@@ -84,16 +84,10 @@ class _Progress:
         with self._lock:
             self._done += count
             now = time.monotonic()
-            if now - self._reported < _REPORT_SECONDS:
-                return
-            self._reported = now
-        speed = self._done / (now - self._began)
-        left = human_time((self._total - self._done) / speed)
-        share = (
-            f"{human_bytes(self._done)} of {human_bytes(self._total)} "
-            f"({self._done / self._total:.0%})"
-        )
-        say(f"{share}, {human_bytes(speed)}/s, {left} left")
+            if now - self._reported >= _REPORT_SECONDS:
+                self._reported = now
+                done = f"{human_bytes(self._done)} of {human_bytes(self._total)}"
+                say(f"{done}, {progress_text(self._done, self._total, now - self._began)}")
 
 
 def verify(folder: Path, workers: int) -> Verdict:
@@ -126,29 +120,22 @@ def _verify_prepared(folder: Path, workers: int) -> Verdict:
     progress = _Progress(total)
     hashes = part_hashes(folder, index, records_folder("auto"))
 
-    def check(number: int) -> None:
-        part = parts[number]
-        name = str(part["name"])
-        problem = _problem(folder, index, part, hashes[number], progress)
-        if problem is not None:
-            verdict.problems[name] = problem
-        elif hashes[number].hashes:
-            verdict.hashes_fit += 1
-        else:
-            verdict.without_hashes.append(name)
+    def check(number: int) -> str | None:
+        return _problem(folder, index, parts[number], hashes[number], progress)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="titanlite-verify") as pool:
-        waiting: set[Future[None]] = {pool.submit(check, number) for number in range(len(parts))}
         try:
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
+            found = list(pool.map(check, range(len(parts))))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    verdict.problems = dict(sorted(verdict.problems.items()))
-    verdict.without_hashes.sort()
+    for part, part_hash, problem in zip(parts, hashes, found, strict=True):
+        if problem is not None:
+            verdict.problems[part["name"]] = problem
+        elif part_hash.hashes:
+            verdict.hashes_fit += 1
+        else:
+            verdict.without_hashes.append(part["name"])
     return verdict
 
 
@@ -178,16 +165,14 @@ def _problem(
     return None
 
 
-def _check_ids(part: Part, most: int) -> int:
-    """Return the highest id of a part. Raises DataError for one above `most`."""
-    highest = 0
+def _check_ids(part: Part, most: int) -> None:
+    """Raise DataError for an id above `most`."""
     for begin in range(0, part.size, _TOKENS):
-        highest = max(highest, int(part.tokens[begin : begin + _TOKENS].max()))
-    if highest > most:
-        raise DataError(
-            f"{part.file} holds the id {highest}, and {INDEX} says that {most} is the highest"
-        )
-    return highest
+        highest = int(part.tokens[begin : begin + _TOKENS].max())
+        if highest > most:
+            raise DataError(
+                f"{part.file} holds the id {highest}, and {INDEX} says that {most} is the highest"
+            )
 
 
 def _verify_foreign(path: Path) -> Verdict:

@@ -363,7 +363,6 @@ RULES: tuple[ConfigRule, ...] = (
     _texts,
     _phases,
     extensions.missing,
-    extensions.optimizer_problems,
 )
 
 

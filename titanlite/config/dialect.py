@@ -1,4 +1,4 @@
-"""Files of torchtitan 0.2.x and 0.1.0: the defaults and models that they expect."""
+"""Files of torchtitan 0.2.x: the defaults and models that they expect."""
 
 from __future__ import annotations
 
@@ -193,14 +193,8 @@ def apply_later(layers: Layers, sign: Source, why: str) -> None:
         )
     _apply_transformers(layers, source)
     model = (layers.get("model.name"), layers.get("model.flavor"))
-    if model not in LATER_MODELS:
-        return
-    if model[0] == "llama3" and _is_of_0_1_0(layers, sign):
-        _apply_0_1_0(layers, model[1], sign)
-    else:
+    if model in LATER_MODELS:
         _take_later_model(layers, model, sign)
-        if model[0] == "llama4" and _is_of_0_1_0(layers, sign):
-            _apply_llama4_0_1_0(layers, model[1], source)
 
 
 def _put_missing(layers: Layers, settings: Mapping[str, Any], source: Source) -> list[str]:
@@ -282,52 +276,3 @@ def _apply_transformers(layers: Layers, source: Source) -> None:
             f"model.flavor {quote(flavor)} of torchtitan's {TRANSFORMERS} replaces entries of the "
             f"config.json: {', '.join(entries)}"
         )
-
-
-def _is_of_0_1_0(layers: Layers, sign: Source) -> bool:
-    """Return whether a file with later names is of torchtitan 0.1.0 (spring 2025).
-
-    That names the tokenizer model.tokenizer_path, and 0.2.x names it model.hf_assets_path: so
-    do all their files.
-    """
-    if "job.dialect" in layers.values and layers.values["job.dialect"].source.kind != "dialect":
-        return False
-    told = layers.tokenizer_path
-    return told is not None and told.file == sign.file and layers.hf_assets_path is None
-
-
-def _apply_0_1_0(layers: Layers, flavor: str, sign: Source) -> None:
-    """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the
-    debug model.
-
-    sign: what says that it has later names.
-    """
-    later = LATER_MODELS["llama3", flavor]
-    source = Source("dialect", sign.file, sign.line)
-    if later.flavor == "3.1-debugmodel":
-        source = _written_as(layers, "model.flavor", flavor, sign)
-        layers.put("model.flavor", later.flavor, source)
-        _put_missing(layers, later.settings, Source("dialect", sign.file, sign.line))
-    is_scaled = later.flavor in ("3.1-debugmodel", "3.1-405B")
-    if is_scaled and not layers.gives_scaling:
-        # It follows from the flavor, where that is given.
-        scaling = Source("dialect", source.file, source.line)
-        layers.put("model.rope_scaling", "none", scaling)
-    place = layers.tokenizer_path.place if layers.tokenizer_path else ""
-    layers.notes.append(
-        f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
-        f"model.hf_assets_path: model.flavor {quote(flavor)} has RoPE without scaling. "
-        '[job] dialect = "2026" gives it that of 0.2.x'
-    )
-
-
-def _apply_llama4_0_1_0(layers: Layers, flavor: str, source: Source) -> None:
-    """Give a Llama 4 of torchtitan 0.1.0 its router, and RoPE without scaling."""
-    _put_missing(layers, {"model.overrides.score": "softmax"}, source)
-    if not layers.gives_scaling:
-        layers.put("model.rope_scaling", "none", source)
-    place = layers.tokenizer_path.place if layers.tokenizer_path else ""
-    layers.notes.append(
-        f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does: model.flavor "
-        f"{quote(flavor)} has RoPE without scaling, and its router a softmax over all experts"
-    )

@@ -5,16 +5,16 @@ No torch here.
 
 from __future__ import annotations
 
-import ast
 import importlib.machinery
 import importlib.util
+import re
+import symtable
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-#: Names in a module's source by which it may get other names than those that it binds itself.
-_OPAQUE = frozenset(
-    {"__getattr__", "globals", "vars", "exec", "setattr", "__dict__", "__path__", "modules"}
+#: What lets a module get other names than those that it binds itself.
+_OPAQUE = re.compile(
+    rb"import \*|\bglobal |__getattr__|\b(globals|vars|exec|setattr)\(|__dict__|__path__|\.modules"
 )
 
 
@@ -98,41 +98,8 @@ def bound_names(source: bytes) -> frozenset[str] | None:
 
     Raises SyntaxError, and ValueError for a zero byte.
     """
-    tree = ast.parse(source)
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        used = (
-            getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
-        )
-        is_star = isinstance(node, ast.ImportFrom) and any(
-            alias.name == "*" for alias in node.names
-        )
-        if is_star or used in _OPAQUE:
-            return None
-        if isinstance(node, ast.Global):
-            found.update(node.names)
-    found.update(_bound_by(tree))
-    return frozenset(found)
-
-
-def _bound_by(node: ast.AST) -> Iterator[str]:
-    """Yield the names that the parts of a node bind, without those inside of functions and
-    classes.
-    """
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child.name
-            continue
-        if isinstance(
-            child, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-        ):
-            continue
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id
-        if isinstance(child, ast.alias):
-            yield child.asname or child.name.partition(".")[0]
-        if isinstance(child, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and child.name:
-            yield child.name
-        if isinstance(child, ast.AnnAssign) and child.value is None:
-            continue  # it binds nothing
-        yield from _bound_by(child)
+    if _OPAQUE.search(source):
+        return None
+    table = symtable.symtable(source.decode(), "module", "exec")
+    symbols = table.get_symbols()
+    return frozenset(s.get_name() for s in symbols if s.is_assigned() or s.is_imported())

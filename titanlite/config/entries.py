@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin
@@ -231,11 +230,8 @@ def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
             value = _read(type_of_name(name), words, name not in _WITH_COMMAS)
     except _BadWords as error:
         return Problem("bad-flag", f"--{flag}", str(error), where="command line")
-    if name in keys() and keys()[name].is_table:
-        if isinstance(value, str):
-            value = _table_of_pairs(name, value)
-        if isinstance(value, dict):
-            return {f"{name}.{quote_key(entry)}": item for entry, item in value.items()}
+    if name in keys() and keys()[name].is_table and isinstance(value, dict):
+        return {f"{name}.{quote_key(entry)}": item for entry, item in value.items()}
     return {name: value}
 
 
@@ -352,37 +348,6 @@ def _readings(text: str) -> list[Any]:
         except ValueError:
             continue
     return readings
-
-
-#: The name before a value of `_table_of_pairs`.
-_PAIR_NAME = re.compile(r"\s*([A-Za-z_][\w-]*)=")
-_DEPTHS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
-
-
-def _table_of_pairs(table: str, text: str) -> Any:
-    """Return the table that SageMaker's toolkit writes as `dim=64,n_heads=4`; the text itself if it
-    has another form.
-
-    A comma divides two entries if a name and `=` follow it outside of brackets. An empty table is
-    an empty text.
-    """
-    if not text.strip():
-        return {}
-    starts = [0]
-    depth = 0
-    for position, character in enumerate(text):
-        depth += _DEPTHS.get(character, 0)
-        if character == "," and depth == 0 and _PAIR_NAME.match(text, position + 1):
-            starts.append(position + 1)
-    ends = [start - 1 for start in starts[1:]]
-    entries: dict[str, Any] = {}
-    for start, end in zip(starts, [*ends, len(text)], strict=True):
-        found = _PAIR_NAME.match(text, start, end)
-        if found is None:
-            return text
-        name = found[1]
-        entries[name] = _read_one(type_of(f"{table}.{name}"), text[found.end() : end])
-    return entries
 
 
 def _python(text: str) -> Any:

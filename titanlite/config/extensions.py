@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import Problem, nearest, refuse
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.resolve import resolve_as
-from titanlite.utils import is_dotted
+from titanlite.utils import is_dotted, logger
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
@@ -55,25 +55,16 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
                 yield key, path
 
 
-def missing(config: LoadedConfig) -> list[Problem]:
-    """Find dotted paths that surely lead nowhere, without an import: (code, key, message,
-    remedy).
-    """
+def missing(config: LoadedConfig) -> Iterator[Problem]:
+    """Find dotted paths that surely lead nowhere, without an import."""
     foreign = {claim.key for claim in config.claims}  # such a file is not even read
-    paths = []
     for key, path in dotted_paths(config):
-        if key != "model.name" and key not in foreign:
-            paths.append((key, path))
-    if not paths:
-        return []
-    from titanlite.config.dotted_names import unresolved
+        if key == "model.name" or key in foreign:
+            continue
+        from titanlite.config.dotted_names import unresolved
 
-    found = []
-    for key, path in paths:
-        reason = unresolved(path)
-        if reason:
-            found.append(Problem("unresolved", key, f"{path!r} {reason}", HINT))
-    return found
+        if reason := unresolved(path):
+            yield Problem("unresolved", key, f"{path!r} {reason}", HINT)
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -82,93 +73,13 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     Raises ValueError if it cannot be called as it will be.
     """
     arguments = FUNCTIONS[key]
-
-    def accept(found: Any) -> bool:
-        try:
-            inspect.signature(found).bind(*arguments)
-        except (TypeError, ValueError):
-            return False
-        return True
-
-    function: Callable[..., Any] = resolve_as(
-        path, accept, f"a function to call with ({', '.join(arguments)})"
-    )
+    kind = f"a function to call with ({', '.join(arguments)})"
+    function: Callable[..., Any] = resolve_as(path, callable, kind)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path!r} is {function!r:.80}, and not {kind}") from None
     return function
-
-
-#: Arguments of an optimizer class that titanlite gives.
-_GIVEN = ("params", "lr")
-
-
-def optimizer_problems(config: LoadedConfig) -> list[Problem]:
-    """Compare `[optimizer.args]` with the class that `optimizer.name` names: (code, key, message,
-    remedy).
-
-    Only the source of the class is read. Where it does not tell, `load_functions` finds the mistake
-    later.
-    """
-    path = config.value("optimizer.name")
-    args = config.value("optimizer.args")
-    if not is_dotted(path):
-        return []
-    from titanlite.config.signatures import class_signature
-
-    signature = class_signature(path)
-    if signature is None or "settings" in signature.names:
-        return []
-    own = [name for name in signature.names if name not in _GIVEN]
-    found = []
-    for name in args:
-        if name in _GIVEN:
-            remedy = "set optimizer.lr" if name == "lr" else "remove it"
-            found.append(
-                Problem(
-                    "conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy
-                )
-            )
-        elif name not in own and not signature.open:
-            close = nearest(name, own)
-            remedy = f"nearest: {close[0]}" if close else f"it takes {', '.join(own)}"
-            message = f"{path!r} has no argument of this name"
-            found.append(Problem("unknown-key", f"optimizer.args.{name}", message, remedy))
-    for name in signature.required:
-        if name not in args and name not in ("params", "lr", signature.names[0]):
-            message = f"{path!r} needs the argument {name}"
-            found.append(
-                Problem("missing", "optimizer.args", message, f"set optimizer.args.{name}")
-            )
-    return found
-
-
-def not_given(config: LoadedConfig) -> list[str]:
-    """Return a line for the settings of `[optimizer]` that a class of optimizers does not get."""
-    path = config.value("optimizer.name")
-    if not is_dotted(path):
-        return []
-    if not gets_args_alone(path):
-        return []
-    known = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
-    written = [name for name in known if config.is_given(f"optimizer.{name}")]
-    if not written:
-        return []
-    names = " and ".join(dict.fromkeys(f"optimizer.args.{known[name]}" for name in written))
-    return [
-        (
-            f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] "
-            f"alone; set {names}"
-        )
-    ]
-
-
-def gets_args_alone(path: str) -> bool:
-    """Return whether a dotted path names a class of optimizers that gets lr and `optimizer.args`
-    and no other key, as far as its source tells: it does not ask for a section `[optimizer]`.
-    """
-    from titanlite.config.signatures import class_signature, names_class
-
-    signature = class_signature(path)
-    takes_settings = signature is not None and "settings" in signature.names
-    return names_class(path) and not takes_settings
 
 
 def is_optimizer_class(found: Any) -> bool:
@@ -214,12 +125,23 @@ def load_functions(config: LoadedConfig) -> None:
     """
     problems = []
     for key, path in dotted_paths(config):
-        if key in FUNCTIONS:
-            try:
-                if key == "optimizer.name":
-                    load_optimizer(path, config.value("optimizer.args"))
-                else:
-                    load_function(key, path)
-            except ValueError as error:
-                problems.append(Problem("unresolved", key, str(error), HINT, config.place(key)))
+        try:
+            if key == "optimizer.name":
+                if load_optimizer(path, config.value("optimizer.args"))[1]:
+                    _warn_of_settings(config)
+            elif key in FUNCTIONS:
+                load_function(key, path)
+        except ValueError as error:
+            problems.append(Problem("unresolved", key, str(error), HINT, config.place(key)))
     refuse(problems)
+
+
+def _warn_of_settings(config: LoadedConfig) -> None:
+    """Warn of settings of `[optimizer]` that a class of optimizers does not get."""
+    names = ("weight_decay", "beta1", "beta2", "eps", "momentum", "kahan", "implementation")
+    written = [name for name in names if config.is_given(f"optimizer.{name}")]
+    if written:
+        logger.warning(
+            f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] "
+            "alone"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from titanlite.config.extensions import gets_args_alone
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.text_names import BUNDLED
@@ -28,10 +27,8 @@ def _not_bundled(dataset: str) -> bool:
 
 
 def _optimizer(*names: str) -> Callable[[str], bool]:
-    """Return a function that tells whether an optimizer is one of these, or a user's that receives
-    all keys.
-    """
-    return lambda name: name in names or (is_dotted(name) and not gets_args_alone(name))
+    """Return a function that tells whether an optimizer is one of these, or a user's."""
+    return lambda name: name in names or is_dotted(name)
 
 
 _FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "record")

@@ -215,9 +215,6 @@ class Layers:
     of_mx: dict[str, _Value] = field(default_factory=dict)
     #: The first sign that a file was written for torchtitan 0.2.x.
     later: Source | None = None
-    #: Where a file names the tokenizer as torchtitan did until 0.1.0, and as it does since.
-    tokenizer_path: Source | None = None
-    hf_assets_path: Source | None = None
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends.
@@ -296,12 +293,12 @@ class Layers:
             if entry.name == SWEEP:
                 self.sweep = entry
                 continue
-            if file:
-                self._note_version(entry)
+            alias = ALIASES.get(entry.name)
+            if file and alias and alias.is_later and self.later is None:
+                self.later = entry.source
             value = self._checked(entry, file)
             if value is None:
                 continue
-            alias = ALIASES.get(entry.name)
             if alias and alias.converter:
                 self.of_mx[entry.name] = value
                 continue
@@ -315,18 +312,6 @@ class Layers:
         self._exclude(layer)
         self._drop_overrides(layer)
         self.values.update(layer)
-
-    def _note_version(self, entry: Entry) -> None:
-        """Keep what an entry of a file tells of the version of torchtitan that it was written
-        for.
-        """
-        alias = ALIASES.get(entry.name)
-        if alias and alias.is_later and self.later is None:
-            self.later = entry.source
-        if entry.name == "model.tokenizer_path":
-            self.tokenizer_path = entry.source
-        if entry.name == "model.hf_assets_path":
-            self.hf_assets_path = entry.source
 
     def _checked(self, entry: Entry, file: Path | None) -> _Value | None:
         """Return an entry as the key's own kind of value.

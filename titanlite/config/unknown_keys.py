@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from titanlite.config.aliases import known_names, known_sections
-from titanlite.config.errors import Problem, Source, nearest, nearest_key
+from titanlite.config.aliases import ALIASES, known_names, known_sections
+from titanlite.config.errors import Problem, Source, nearest
 from titanlite.config.keys import keys, sections
-from titanlite.config.unsupported_keys import NAMES, OTHER_TRAINERS, UNSUPPORTED
+from titanlite.config.unsupported_keys import NAMES, OTHER_TRAINERS
 
 
 def unknown_section(name: str, source: Source) -> Problem:
@@ -34,40 +34,23 @@ def unknown(name: str, source: Source) -> Problem:
 def _nearest_thing(name: str) -> str:
     """Return what a user may have meant by an unknown name."""
     section, _, last = name.rpartition(".")
-    if name in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[name]}"
-    same_name = [known for known in known_names() if known.rpartition(".")[2] == last]
-    elsewhere = sorted(set(same_name) - UNSUPPORTED.keys())
-    if elsewhere:
-        # A key before another name of one.
-        ours = [known for known in elsewhere if known in keys()]
-        by_section = {known.rpartition(".")[0]: known for known in reversed(ours or elsewhere)}
-        like = nearest(section, by_section)
-        meant = by_section[like[0]] if like else (ours or elsewhere)[0]
-        return f"{last} belongs to another section: {meant}"
-    if last in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[last]}"
-    close = nearest_key(name, known_names()) or _in_like_section(name)
-    if close:
-        return f"nearest: {close}"
+    elsewhere = [known for known in (*keys(), *ALIASES) if known.endswith(f".{last}")]
     siblings = []
     for known in known_names():
         above, _, key = known.rpartition(".")
         if above == section:
             siblings.append(key)
+    if name in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[name]}"
+    if elsewhere:
+        meant = (nearest(name, elsewhere) or elsewhere)[0]
+        return f"{last} belongs to another section: {meant}"
+    if last in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[last]}"
+    if close := nearest(last, siblings):
+        return f"nearest: {section}.{close[0]}"
     if siblings:
         return f"keys of [{section}]: {', '.join(sorted(siblings))}"
+    if close := nearest(name, known_names()):
+        return f"nearest: {close[0]}"
     return "`titanlite config explain` lists the keys"
-
-
-def _in_like_section(name: str) -> str:
-    """Return the key of a section that looks like an unknown one, or that section; "": none
-    does.
-    """
-    section = name.rpartition(".")[0]
-    if section in known_sections():
-        candidates = [one for one in known_sections() if one.startswith(f"{section}.")]
-    else:
-        candidates = list(known_names())
-    close = nearest(name, candidates)
-    return close[0] if close else ""

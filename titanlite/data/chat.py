@@ -32,7 +32,7 @@ _UNMARKED = str.maketrans("", "", BEGIN + END)
 #: Files beside a tokenizer that may hold its template, the first that does.
 TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
-#: Names the template of `titanlite.data.forms.plain`.
+#: Names the template of `titanlite.data.record_forms.plain`.
 _PLAIN = "plain"
 
 
@@ -136,13 +136,13 @@ def load_template(
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
-    path: "plain" is the plain one of `titanlite.data.forms`. key: what names the file, for
+    path: "plain" is the plain one of `titanlite.data.record_forms`. key: what names the file, for
     messages. or_plain: take the plain one where the tokenizer brings none. day:
     `data.template_date`.
 
     Raises DataError if there is none, or it is not valid.
     """
-    from titanlite.data.forms import plain
+    from titanlite.data.record_forms import plain
 
     folder = tokenizer.folder
     config = _config_beside(folder, path, key)

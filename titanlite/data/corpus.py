@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -238,7 +239,11 @@ class _Progress:
         if now - self._reported <= REPORT_EVERY:
             return
         self._reported = now
-        share = progress_text(self.bytes, text_size(self._files), now - self._began)
+        # About the bytes of text.
+        size = 0.0
+        with suppress(OSError):
+            size = sum(file.stat().st_size * packing_ratio(file.name) for file in self._files)
+        share = progress_text(self.bytes, size, now - self._began)
         logger.info(
             f"reading text: {documents:,} documents, {self.bytes / 1e6:,.0f} MB so "
             f"far{share and f', {share}'}; now in {record.file}, one of "
@@ -250,16 +255,6 @@ class _Progress:
 _PACKED = (".gz", ".zst", ".parquet")
 #: Bytes of text to a byte of such a file, as a guess.
 _PACKING_RATIO = 2.5
-
-
-def text_size(files: Sequence[Path]) -> float:
-    """Return about how many bytes of text some files hold, by their lengths; 0 where one cannot be
-    asked.
-    """
-    try:
-        return sum(file.stat().st_size * packing_ratio(file.name) for file in files)
-    except OSError:
-        return 0.0
 
 
 def packing_ratio(name: str) -> float:

@@ -163,7 +163,7 @@ class TrainLoader:
         self.dataset.prepare([index for index in indexes if total is None or index < total])
         pieces = self.dataset.seq_len // here.seq_len
         if pieces > 1:
-            from titanlite.data.pieces import micro_batches
+            from titanlite.data.shorter_sequences import micro_batches
 
             rows = stack(self.dataset, indexes)
             batches = micro_batches(rows, pieces, self.micro_batch_size)

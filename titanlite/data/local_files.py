@@ -63,8 +63,7 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 
     Only text is asked for its size.
     """
-    direct = [file for file in folder.iterdir() if not file.is_dir()]
-    for file in sorted([*direct, *_below(folder)]):
+    for file in sorted(all_files(folder)):
         relative = file.relative_to(folder).as_posix()
         if why_no_text(relative) is not None:
             yield FoundFile(str(file), relative)
@@ -76,8 +75,8 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
             )
 
 
-def _below(path: Path) -> Iterator[Path]:
-    """Yield the files of all subfolders, also behind links; of each folder once.
+def all_files(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of all subfolders, also behind links; of each folder once.
 
     Folders whose names begin with a dot are left out.
     """
@@ -99,8 +98,7 @@ def _below(path: Path) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(path, followlinks=True):
         subfolders[:] = [name for name in sorted(_shown(subfolders)) if is_new(Path(folder, name))]
-        if not os.path.samefile(folder, path):
-            yield from (Path(folder, name) for name in names)
+        yield from (Path(folder, name) for name in names)
 
 
 def _shown(names: Iterable[str]) -> list[str]:

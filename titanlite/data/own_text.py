@@ -9,8 +9,7 @@ from titanlite.config.data_sections import DataSource
 from titanlite.config.extensions import load_function
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.records import Columns, Record, strings_of
-from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.records import Columns, Record, refuse_surrogates, strings_of
 from titanlite.data.text_files import columns_of
 from titanlite.data.text_keys import key_of
 

@@ -46,7 +46,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index.get("checksum", checksum_of(index)) != checksum_of(index):
             raise ValueError("it does not fit its checksum")
         for part in index["parts"]:
-            check_names(part)
+            name = part["name"]
+            # Nothing outside of the folder.
+            if not re.fullmatch(r"part-[\w-]+", name) or not {*part["bytes"]} <= {*SUFFIXES}:
+                raise ValueError(f"it names {name!r}, which is no part of this folder")
     except FileNotFoundError:
         again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
@@ -57,13 +60,6 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{file} is damaged ({error}); remove the folder, and prepare it again"
         ) from None
     return index
-
-
-def check_names(part: Mapping[str, Any]) -> None:
-    """Raise ValueError for a part whose files are not those of a part of its folder."""
-    name = part["name"]
-    if not re.fullmatch(r"part-[\w-]+", name) or not {*part["bytes"]} <= {*SUFFIXES}:
-        raise ValueError(f"it names {name!r}, which is no part of this folder")
 
 
 def fingerprint_of(index: Mapping[str, Any]) -> str:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from titanlite import exit_codes
 from titanlite.data import DataError
 
-#: No number of a state is larger. Each fits into 64 bits, and so does its product with a small one.
-MOST = 1 << 53
+#: No number of a state is as large. Each fits into 64 bits, and so does its product with a small
+#: one.
+Whole: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 53)]
+
+_T = TypeVar("_T")
 
 
 class StateError(DataError):
     """The data state in a checkpoint holds a value that no run writes; the message names it."""
 
     exit_code = exit_codes.CHECKPOINT
+
+
+class _Loader(Struct):
+    next_sequence: Whole
+    #: Ranges [first, end).
+    left_out: list[tuple[Whole, Whole]] = []
+    rows: dict[str, Any] = {}
 
 
 def refusal(name: str, value: object, wanted: str) -> StateError:
@@ -24,48 +38,21 @@ def refusal(name: str, value: object, wanted: str) -> StateError:
     )
 
 
-def whole_number(value: object, name: str, least: int = 0, end: int = MOST) -> int:
-    """Return a whole number from `least` to below `end`. Raises StateError."""
-    if type(value) is not int or not least <= value < end:
-        limit = f" below {end}" if end < MOST else ""
-        raise refusal(name, value, f"no whole number from {least}{limit}")
-    return value
+def checked(value: object, kind: type[_T], name: str) -> _T:
+    """Return an entry of the state as this type. Raises StateError, with the place in the entry."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise StateError(
+            f"the data state in the checkpoint is not valid: {name}: {error}"
+        ) from None
 
 
-def mapping(value: object, name: str) -> dict[str, Any]:
-    """Return a dictionary. Raises StateError."""
-    if not isinstance(value, dict):
-        raise refusal(name, value, "no table")
-    return value
-
-
-def sequence(value: object, name: str, length: int | None = None) -> list[Any]:
-    """Return a list (a tuple as one), of this length if it is given. Raises StateError."""
-    if not isinstance(value, (list, tuple)):
-        raise refusal(name, value, "no list")
-    if length is not None and len(value) != length:
-        raise refusal(name, value, f"no list of {length} values")
-    return list(value)
-
-
-def ranges_before(value: object, position: int, name: str) -> list[tuple[int, int]]:
-    """Return ranges [first, end) of sequences that end at `position` or before. Raises
-    StateError.
-    """
-    found = []
-    for number, entry in enumerate(sequence(value, name)):
-        where = f"{name}[{number}]"
-        first, end = sequence(entry, where, 2)
-        whole_number(first, where)
-        whole_number(end, where)
-        if not first <= end <= position:
-            raise refusal(where, entry, f"no range of sequences before next_sequence = {position}")
-        found.append((first, end))
-    return found
-
-
-def check_loader(state: dict[str, Any]) -> None:
+def check_loader(state: object) -> None:
     """Check a loader's state, without that of its rows. Raises StateError."""
-    position = whole_number(state.get("next_sequence"), "next_sequence")
-    ranges_before(state.get("left_out", []), position, "left_out")
-    mapping(state.get("rows", {}), "rows")
+    loader = checked(state, _Loader, "data")
+    position = loader.next_sequence
+    for number, (first, end) in enumerate(loader.left_out):
+        if not first <= end <= position:
+            wanted = f"no range of sequences before next_sequence = {position}"
+            raise refusal(f"left_out[{number}]", [first, end], wanted)

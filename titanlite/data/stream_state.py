@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from titanlite.data.state import refusal, sequence, whole_number
+from msgspec import Meta, Struct
 
-#: A commit, or nothing.
-_REVISION = re.compile("[0-9a-f]*")
-#: Numbers of a lane's cursor, in their order.
-_CURSOR = ("lane", "count", "epoch", "shard", "row", "document", "offset")
+from titanlite.data.state import Positive, Whole, checked, refusal
+
+
+class _Cursor(NamedTuple):
+    """Where a lane stands, see `lanes.Place`, after `served` rows."""
+
+    lane: Whole
+    served: Whole
+    epoch: Whole
+    shard: Whole
+    row: Whole
+    document: Whole
+    offset: Whole
+
+
+class _Stream(Struct):
+    lanes: Positive
+    #: A commit, or nothing.
+    revision: Annotated[str, Meta(pattern=r"^[0-9a-f]*\Z")] = ""
+    cursors: list[_Cursor] = []
 
 
 def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
@@ -18,26 +33,15 @@ def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
 
     lanes: where the state has no number; files: of the stream. Raises StateError.
     """
-    lanes = whole_number(state.get("lanes", lanes), "lanes", least=1)
-    revision = state.get("revision", "")
-    if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
-        raise refusal("revision", revision, "no commit")
+    stream = checked({"lanes": lanes, **state}, _Stream, "rows")
     seen: set[int] = set()
-    for number, entry in enumerate(sequence(state.get("cursors", []), "cursors")):
-        name = f"cursors[{number}]"
-        cursor = sequence(entry, name, len(_CURSOR))
-        for part, value in zip(_CURSOR, cursor, strict=True):
-            whole_number(value, f"{name}, {part}")
-        lane, shard = cursor[0], cursor[_CURSOR.index("shard")]
-        whole_number(lane, f"{name}, lane", end=lanes)
-        whole_number(shard, f"{name}, shard", end=files_of_lane(lane, lanes, files))
+    for number, cursor in enumerate(stream.cursors):
+        lane = cursor.lane
+        # A lane's own files of an epoch, or one that it shares with others.
+        own = range(lane, max(files, lane + 1), stream.lanes)
+        if lane >= stream.lanes or cursor.shard >= len(own):
+            wanted = f"no place in {stream.lanes} lanes of {files} files"
+            raise refusal(f"cursors[{number}]", cursor, wanted)
         if lane in seen:
-            raise refusal(f"{name}, lane", lane, "there twice")
+            raise refusal(f"cursors[{number}], lane", lane, "there twice")
         seen.add(lane)
-
-
-def files_of_lane(lane: int, lanes: int, files: int) -> int:
-    """Return how many files a lane reads in an epoch: its own, or one that it shares with
-    others.
-    """
-    return len(range(lane, files, lanes)) if files >= lanes else 1

@@ -215,7 +215,7 @@ class TextReader:
         files = self._files(source, section)
         if has_known_fields(files, self.data, source):
             return files
-        from titanlite.data.forms.recognition import with_form
+        from titanlite.data.record_forms.recognition import with_form
 
         return with_form(files, self.data, source, self.tokenizer)
 

@@ -40,32 +40,34 @@ def unclear(
     has_code = any(file.is_source for file in texts)
     data = [not (has_code and file.is_code_or_markup) for file in texts]
     is_all_code = not any(data)
-    rest: list[tuple[FoundFile, str]] = []
-    for file, split, is_data in zip(texts, split_of_each, data, strict=True):
-        if is_data or is_all_code:
-            rest.append((file, split or ""))
-    splits = {split for _, split in rest}
-    if place.split is not None or not are_apart(splits):
-        splits = set()
+    every = zip(texts, split_of_each, data, strict=True)
+    rest = [(file, split or "") for file, split, is_data in every if is_data or is_all_code]
+    splits = _told_apart({split for _, split in rest}, place)
     has_levels = not is_all_code and len({file.is_direct for file, _ in rest}) > 1
     groups: dict[_Group, list[FoundFile]] = {}
     for file, split in rest:
-        group = _Group(
-            split if splits else None,
-            file.is_direct if has_levels else None,
-            _SOURCE if is_all_code else file.kind_name,
-        )
-        groups.setdefault(group, []).append(file)
+        kind = _SOURCE if is_all_code else file.kind_name
+        level = file.is_direct if has_levels else None
+        groups.setdefault(_Group(split if splits else None, level, kind), []).append(file)
     if len(rest) < len(texts):
-        groups[_Group(None, None, _SOURCE)] = [file for file in texts if file.is_code_or_markup]
-    differences = {
+        groups[_Group(None, None, _SOURCE)] = list(filter(_is_code, texts))
+    several = {
         "of several splits": splits,
         "of several kinds": len({group.kind for group in groups}) > 1,
         "on two levels": has_levels,
     }
-    named = " and ".join(difference for difference, is_there in differences.items() if is_there)
+    named = " and ".join(filter(several.get, several))
     reason = f"the folder {place.path} holds text {named}"
     return UnclearTextError(place.key, reason, _choices(groups, splits, found, place))
+
+
+def _is_code(file: FoundFile) -> bool:
+    return file.is_code_or_markup
+
+
+def _told_apart(splits: set[str], place: Place) -> set[str]:
+    """Return the splits that are a choice: none if one is chosen, or if they overlap."""
+    return set() if place.split is not None or not are_apart(splits) else splits
 
 
 def _choices(
@@ -75,11 +77,7 @@ def _choices(
     place: Place,
 ) -> list[str]:
     """Return the lines that choose a text, below the tables that they go into."""
-    readers: dict[_Group, Format] = {}
-    for group, files in groups.items():
-        kind = files[0].kind
-        if group.kind == _SOURCE or kind is not None:
-            readers[group] = "source" if kind is None or group.kind == _SOURCE else kind.reader
+    readers = _readers(groups)
     counts = Counter(readers.values())
     paths: list[str] = []
     others: list[str] = []
@@ -103,6 +101,21 @@ def _choices(
         ordered = sorted(splits - {""}, key=lambda split: (holds_out([split]), split))
         others += [place.split_line(split) for split in ordered]
         others.append(f"{place.split_line(ALL_SPLITS)}  # the files of all splits")
+    return _listed(paths, others, place)
+
+
+def _readers(groups: Mapping[_Group, Sequence[FoundFile]]) -> dict[_Group, Format]:
+    """Return the format of each group that has one."""
+    readers: dict[_Group, Format] = {}
+    for group, files in groups.items():
+        kind = files[0].kind
+        if group.kind == _SOURCE or kind is not None:
+            readers[group] = "source" if kind is None or group.kind == _SOURCE else kind.reader
+    return readers
+
+
+def _listed(paths: Sequence[str], others: Sequence[str], place: Place) -> list[str]:
+    """Return the lines below the tables that they go into. paths: those of the text's table."""
     table = "data" if place.table == "training" else place.table
     which = "one of these lines {} says which is meant:"
     lines: list[str] = []

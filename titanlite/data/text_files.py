@@ -117,7 +117,7 @@ def columns_of(
     source = source or DataSource()
     form = _form_of(data, source)
     if form:
-        from titanlite.data.forms import form_columns
+        from titanlite.data.record_forms import form_columns
 
         assert tokenizer is not None
         section = "data.source" if source.record else "data"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titanlite.data.listing import Listing
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import passes_warning
 
@@ -54,13 +53,3 @@ def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
         warning = passes_warning(source, served[source] / length)
         if warning:
             yield warning
-
-
-def listing_figures(listing: Listing | None) -> dict[str, Any]:
-    """Return the figures of `titanlite data stats` about files: None where there are none
-    to list.
-    """
-    if listing is None:
-        return {"files": None, "passed_over": None}
-    passed = {reason: list(names) for reason, names in listing.passed_over.items()}
-    return {"files": dict(listing.kinds), "passed_over": passed}

@@ -288,7 +288,7 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
     fields = {name: getattr(source, name) or getattr(data, name) for name in names}
     form = source.record or data.record
     if form:
-        from titanlite.data.forms import fields_of
+        from titanlite.data.record_forms import fields_of
 
         fields = fields_of(form, fields)
     keys = TokenKeys(

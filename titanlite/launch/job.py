@@ -67,7 +67,7 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     Raises ConfigError for a value with a control character: a new line would begin a statement of
     the job.
     """
-    _refuse_control_characters(job, values)
+    _refuse_control_characters(job)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
     # Neither YAML nor Python joins surrogate pairs.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
@@ -80,29 +80,24 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(values)
 
 
-def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the values that a template gets has a control character."""
-    # The config is TOML, which has its own escapes.
-    checked = {name: value for name, value in values.items() if name != "config"}
-    bad = {place: text for place, text in _texts(checked) if control_characters(text)}
-    if not bad:
-        return
-    # The values of a template come from these keys; a value with another origin keeps its name in
-    # the template.
-    keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
-    named = {place: text for place, text in _texts(keys) if control_characters(text)}
-    if control_characters(os.getcwd()):
-        named["the working folder"] = os.getcwd()
+def _refuse_control_characters(job: Job) -> None:
+    """Raise ConfigError for a control character in what reaches a template.
+
+    The config itself is TOML, which has its own escapes.
+    """
+    given = {
+        "job.dump_folder": job.run.job.dump_folder,
+        "launch": asdict(job.launch),
+        "the working folder": os.getcwd(),
+    }
     hint = "a job has none: a new line in a value would begin a statement of the job"
-    raise ConfigError(
-        Problem(
-            "does-not-fit",
-            escape_name(place),
-            f"has the control character {', '.join(control_characters(text))}",
-            hint,
-        )
-        for place, text in (named or bad).items()
-    )
+    problems = []
+    for place, text in _texts(given):
+        if found := control_characters(text):
+            message = f"has the control character {', '.join(found)}"
+            problems.append(Problem("does-not-fit", escape_name(place), message, hint))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

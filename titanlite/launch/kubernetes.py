@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
@@ -45,15 +45,13 @@ _LABELS = {
 }
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_METADATA_NAME = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
-_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 
 
 def files(job: Job) -> dict[str, str]:
     """Return the manifests by their names in the job's folder. Raises ConfigError."""
     launch = job.launch
     name = _name(job)
-    _check(job)
+    refuse(list(_problems(job)))
     kind = launch.kind
     gpus = not launch.cpu
     resources = pod_resources(job)
@@ -122,27 +120,6 @@ def _has_deadline(job: Job) -> bool:
     return (major, minor) >= (2, 2)
 
 
-def _metadata_problems(job: Job) -> Iterator[Problem]:
-    """Yield what no API server takes as a label or an annotation."""
-    launch = job.launch
-    given = {"labels": launch.labels, "annotations": launch.annotations}
-    hint = "as kueue.x-k8s.io/priority-class: letters, digits, -, _ and ., after a domain and /"
-    for kind, table in given.items():
-        for name, value in table.items():
-            key = f"launch.{kind}.{quote_key(name)}"
-            if not re.fullmatch(_METADATA_NAME, name):
-                yield Problem("does-not-fit", key, f"{name!r} is no name of Kubernetes", hint)
-            if kind == "labels" and not re.fullmatch(_LABEL_VALUE, value):
-                message = f"{value!r} is no value of a label"
-                yield Problem(
-                    "does-not-fit", key, message, "it has up to 63 letters, digits, -, _ and ."
-                )
-            if name == _QUEUE:
-                yield Problem(
-                    "does-not-fit", key, "is the label that launch.queue sets", "set launch.queue"
-                )
-
-
 def _words(job: Job) -> list[str]:
     """Return the command of a pod."""
     # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
@@ -151,68 +128,56 @@ def _words(job: Job) -> list[str]:
     return [*torchrun, "-m", "titanlite", "train", f"{_CONFIG_FOLDER}/{CONFIG}"]
 
 
-def _check(job: Job) -> None:
+def _problems(job: Job) -> Iterator[Problem]:
     launch = job.launch
-    checkpoint = job.run.checkpoint
-    folder = job.run.job.dump_folder
     # The names of the secret's variables are not known here.
     in_pods = r"\w+" if launch.token_secret else _SET
-    problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
+    yield from unset_variables(job.run.toml, launch.environment, in_pods)
+    found = []
     for name in secrets(launch.environment):
         hint = (
             f"kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret "
             '= "NAME"'
         )
-        problems.append(
-            Problem(
-                "does-not-fit",
-                f"launch.environment.{name}",
-                "all readers of the manifest see it",
-                hint,
-            )
-        )
+        found.append((f"launch.environment.{name}", "all readers of the manifest see it", hint))
     for key in shown_urls(job.run.toml):
+        message = "all readers of the manifest see the login or signature of its URL"
         hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
-        problems.append(
-            Problem(
-                "does-not-fit",
-                key,
-                "all readers of the manifest see the login or signature of its URL",
-                hint,
-            )
-        )
-    problems += _metadata_problems(job)
+        found.append((key, message, hint))
+    for kind, table in (("labels", launch.labels), ("annotations", launch.annotations)):
+        if _QUEUE in table:
+            key = f"launch.{kind}.{quote_key(_QUEUE)}"
+            found.append((key, "is the label of launch.queue", "set launch.queue"))
     if not launch.image:
-        advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
-        problems.append(
-            Problem("does-not-fit", "launch.image", "a pod needs a container image", advice)
-        )
-    paths = {claim: PurePosixPath(path) for claim, path in launch.volumes.items()}
-    for claim, path in paths.items():
-        if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
-            message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
-            problems.append(
-                Problem("does-not-fit", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}')
-            )
+        hint = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
+        found.append(("launch.image", "a pod needs a container image", hint))
+    for claim, path in launch.volumes.items():
+        if path[:1] != "/" or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+            message = f"{claim!r} = {path!r} is not a claim and a folder"
+            found.append(("launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
+    for key, message, hint in (*found, *_unmounted(job)):
+        yield Problem("does-not-fit", key, message, hint)
+
+
+def _unmounted(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yield the folders of the run that are on no volume."""
+    paths = list(job.launch.volumes.values())
+    folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}
-    checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
-    if checkpoint.enable_checkpoint and not is_url(checkpoints):
+    checkpoints = checkpoint_folder(job.run.toml, folder, job.launch.environment)
+    if job.run.checkpoint.enable_checkpoint and not is_url(checkpoints):
         folders["checkpoint.folder"] = checkpoints
     for key, text in folders.items():
-        if not any(
-            PurePosixPath(posixpath.normpath(text)).is_relative_to(path) for path in paths.values()
-        ):
-            mounted = ", ".join(map(str, paths.values())) or "none"
+        place = PurePosixPath(posixpath.normpath(text))
+        if not any(place.is_relative_to(path) for path in paths):
             message = (
-                f"{text!r} is not on a volume of the pods ({mounted}): checkpoints would end with "
-                "the pod"
+                f"{text!r} is not on a volume of the pods ({', '.join(paths) or 'none'}): "
+                "checkpoints would end with the pod"
             )
-            advice = (
+            hint = (
                 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
             )
-            problems.append(Problem("does-not-fit", key, message, advice))
-    if problems:
-        raise ConfigError(problems)
+            yield key, message, hint
 
 
 def warnings(job: Job) -> list[str]:

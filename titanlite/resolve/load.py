@@ -181,11 +181,8 @@ def _unclear_texts(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _task_packages(config: LoadedConfig) -> Iterable[Problem]:
-    if not config.sections.eval.tasks:
-        return ()
-    from titanlite.features.tasks.entries import package_problems
-
-    return package_problems(config.sections.eval.tasks, is_installed)
+    tasks = features_of(config.sections).tasks
+    return () if tasks is None else tasks.missing_packages(is_installed)
 
 
 def many_passes(run: RunConfig) -> Iterator[str]:

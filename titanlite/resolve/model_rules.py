@@ -1,6 +1,6 @@
 """Rules of a model on its ranks: arguments and sizes that a run cannot follow or divide.
 
-Each feature has its own (`titanlite.features.feature.Feature.model_problems`).
+Each feature has its own (`titanlite.run.features.Feature.model_problems`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules of a config on its ranks: what does not fit their number, in batches and phases too.
 
-Each feature has its own (`titanlite.features.feature.Feature.rank_problems`).
+Each feature has its own (`titanlite.run.features.Feature.model_problems`).
 """
 
 from __future__ import annotations

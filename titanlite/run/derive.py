@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config import extensions
 from titanlite.config.idle_keys import idle_keys
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
@@ -59,7 +58,6 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     notes, warnings = idle_keys(config)
     told.notes += notes
     told.warnings += warnings
-    told.warnings += extensions.not_given(config)
     run = RunConfig(
         **{name: getattr(filled, name) for name in sections()},
         mesh=mesh,

@@ -110,11 +110,7 @@ def find_weights(path: AnyPath, step: str | None) -> Weights:
         path = _chosen(root, step or LATEST)
     elif step is not None:
         raise CheckpointError(f"{path} is one set of weights: --step says nothing here")
-    if isinstance(path, Path) and path.is_dir():
-        refuse_links(run_folder or path, path)
-        for file in path.iterdir():
-            if file.is_symlink() and file.name != PIN:
-                raise LinkError(file)
+    _refuse_links(run_folder, path)
     run = None
     if run_folder is None and not isinstance(path, StorePath):
         run_folder = path.resolve().parent.parent
@@ -126,6 +122,15 @@ def find_weights(path: AnyPath, step: str | None) -> Weights:
         return Weights(path, int(named[1]) if named else None, None, run)
     manifest = read_manifest(path)
     return Weights(path, manifest.step, manifest, run)
+
+
+def _refuse_links(run_folder: Path | None, path: AnyPath) -> None:
+    if not isinstance(path, Path) or not path.is_dir():
+        return
+    refuse_links(run_folder or path, path)
+    for file in path.iterdir():
+        if file.is_symlink() and file.name != PIN:
+            raise LinkError(file)
 
 
 def _is_export(path: Any) -> bool:

@@ -260,16 +260,21 @@ def shown(value: Any) -> str:
     return quote(value)
 
 
-def picture(title: str, rows: Sequence[Row]) -> str | None:
-    """Return the losses over the learning rate, else over the first number that varies, as SVG.
-
-    It has a line for each set of the other values. None: no number varies, or no run has a loss.
-    """
+def _varying_numbers(rows: Sequence[Row]) -> list[str]:
     numbers = []
     for label in rows[0].values:
         found = [row.values.get(label) for row in rows]
         if all(type(value) in (int, float) for value in found) and len(set(found)) > 1:
             numbers.append(label)
+    return numbers
+
+
+def picture(title: str, rows: Sequence[Row]) -> str | None:
+    """Return the losses over the learning rate, else over the first number that varies, as SVG.
+
+    It has a line for each set of the other values. None: no number varies, or no run has a loss.
+    """
+    numbers = _varying_numbers(rows)
     losses = [row.loss for row in rows if row.loss is not None]
     if not numbers or not losses:
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +16,7 @@ from titanlite.data import DataError
 from titanlite.data.choose import choose_among, named_files
 from titanlite.data.kinds import is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.local_files import all_files
 from titanlite.data.token_paths import SUFFIXES
 
 MEGATRON = "Megatron-LM's .bin and .idx"
@@ -123,7 +124,7 @@ def _local(place: Place) -> tuple[list[FoundFile], bool]:
     """Return the files of a local path with those beside them, and whether it is a folder."""
     path = Path(place.path)
     if path.is_dir():
-        return list(_below(path)), True
+        return [_found(file, path) for file in all_files(path)], True
     if path.is_file():
         matches = [path]
     else:
@@ -139,19 +140,6 @@ def _local(place: Place) -> tuple[list[FoundFile], bool]:
     extra = [name for name in _companions(names) if os.path.isfile(name)]
     root = Path(os.path.commonpath([file.parent for file in files]))
     return [_found(Path(name), root) for name in dict.fromkeys([*names, *extra])], False
-
-
-def _below(folder: Path) -> Iterator[FoundFile]:
-    seen: set[str] = set()
-    for path, folders, names in os.walk(folder, followlinks=True):
-        place = os.path.realpath(path)
-        if place in seen:
-            folders.clear()
-            continue
-        seen.add(place)
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        for name in names:
-            yield _found(Path(path, name), folder)
 
 
 def _found(file: Path, root: Path) -> FoundFile:

@@ -2,76 +2,54 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from titanlite.data.mixtures.turns import Segment, Weights
-from titanlite.data.state import mapping, refusal, sequence, whole_number
+from titanlite.data.state import Positive, Whole, checked, refusal
+
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+
+
+class _Mixture(Struct):
+    slots: Positive
+    names: list[str]
+    #: The phases, first sequence and shares each, and the lengths of the sources.
+    plan: tuple[list[tuple[Whole, list[Share]]], list[Whole | None]]
+    #: Start, shares, and turns of each slot.
+    segments: list[tuple[Whole, list[Share], list[list[Whole]]]]
+    seeds: dict[str, Whole] = {}
+    sources: dict[str, dict[str, Any]] = {}
 
 
 def check_mixture(state: dict[str, Any]) -> None:
     """Check a mixture's state, without those of its sources. Raises StateError."""
-    slots = whole_number(state.get("slots"), "slots", least=1)
-    names = sequence(state.get("names"), "names")
-    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+    found = checked(state, _Mixture, "rows")
+    names = found.names
+    if len(set(names)) < len(names):
         raise refusal("names", names, "no list of different names")
-    _check_plan(state.get("plan"), len(names))
-    for name, seed in mapping(state.get("seeds", {}), "seeds").items():
-        whole_number(seed, f"seeds.{name}")
-    for name, source in mapping(state.get("sources", {}), "sources").items():
-        lanes = mapping(source, f"sources.{name}").get("lanes", slots)
-        if lanes != slots:
-            raise refusal(f"sources.{name}.lanes", lanes, f"not the number of slots, {slots}")
-    before = -1
-    for number, entry in enumerate(sequence(state.get("segments"), "segments")):
-        before = _check_segment(entry, f"segments[{number}]", before, slots, len(names))
-    if before < 0:
-        raise refusal("segments", [], "empty")
-
-
-def _check_plan(plan: object, sources: int) -> None:
-    """Check the phases, [first sequence, shares] each, and the lengths of the sources."""
-    phases, totals = sequence(plan, "plan", 2)
-    for number, entry in enumerate(sequence(phases, "plan[0]")):
-        name = f"plan[0][{number}]"
-        start, shares = sequence(entry, name, 2)
-        if number == 0:
-            whole_number(start, name, end=1)
-        else:
-            whole_number(start, name)
-        _check_shares(shares, name, sources)
-    if not phases:
-        raise refusal("plan[0]", phases, "empty")
-    for total in sequence(totals, "plan[1]", sources):
-        if total is not None:
-            whole_number(total, "plan[1]")
-
-
-def _check_shares(shares: object, name: str, sources: int) -> None:
-    for share in sequence(shares, f"{name}, shares", sources):
-        if type(share) not in (int, float) or not math.isfinite(share) or share < 0:
-            raise refusal(f"{name}, shares", share, "no share")
-
-
-def _check_segment(entry: object, name: str, before: int, slots: int, sources: int) -> int:
-    """Check one segment.
-
-    It begins with `before` or later, the first one (-1) with sequence 0. Return where it does.
-    """
-    start, weights, base = sequence(entry, name, 3)
-    if before < 0:
-        whole_number(start, f"{name}, start", end=1)
-    else:
-        whole_number(start, f"{name}, start", least=before)
-    _check_shares(weights, name, sources)
-    for turns in sequence(base, f"{name}, turns", slots):
-        for turn in sequence(turns, f"{name}, turns", sources):
-            whole_number(turn, f"{name}, turns")
-    return int(start)
+    for name, source in found.sources.items():
+        lanes = source.get("lanes", found.slots)
+        if lanes != found.slots:
+            raise refusal(f"sources.{name}.lanes", lanes, f"not the number of slots, {found.slots}")
+    phases, totals = found.plan
+    firsts = [start for start, _ in phases]
+    starts = [start for start, _, _ in found.segments]
+    per_source: list[Sequence[Any]] = [totals]
+    per_source += [shares for _, shares in phases]
+    slots = [found.slots]
+    for _, shares, turns in found.segments:
+        per_source += [shares, *turns]
+        slots.append(len(turns))
+    if any(len(values) != len(names) for values in per_source):
+        raise refusal("names", names, "not as long as the shares, lengths and turns of the sources")
+    if firsts[:1] != [0] or starts[:1] != [0] or starts != sorted(starts) or len({*slots}) > 1:
+        raise refusal("segments", starts, "no order of segments that begins with sequence 0")
 
 
 @dataclass(frozen=True)

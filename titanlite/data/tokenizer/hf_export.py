@@ -19,6 +19,8 @@ from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import JsonTokenizer
 from titanlite.data.tokenizer.local import Kind
+from titanlite.data.tokenizer.tekken import TekkenTokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents
@@ -192,9 +194,9 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
     """
     if kind == "sentencepiece":
         parsed = _of_sentencepiece(content)
-    elif kind == "tiktoken":
-        parsed = _of_ranks(content, tokenizer)
-    elif kind == "tekken.json":
+    elif isinstance(tokenizer, TiktokenTokenizer):
+        parsed = _of_ranks(content, tokenizer.pattern, list(tokenizer.special_tokens))
+    elif isinstance(tokenizer, TekkenTokenizer):
         parsed = _of_tekken(tokenizer)
     else:
         assert isinstance(tokenizer, JsonTokenizer)
@@ -237,44 +239,27 @@ def _begin_with(name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _of_ranks(content: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer.json of a rank file, with the pattern and special tokens of its
-    tokenizer.
-    """
+def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any]:
+    """Return the tokenizer.json of a rank file, with a pattern and special tokens."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
-
-    assert isinstance(tokenizer, TiktokenTokenizer)
     with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
         file.write(content)
         file.flush()
-        special = list(tokenizer.special_tokens)
         converter = TikTokenConverter(
-            vocab_file=file.name, pattern=tokenizer.pattern, extra_special_tokens=special
+            vocab_file=file.name, pattern=pattern, extra_special_tokens=special
         )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
     return parsed
 
 
-def _of_tekken(tokenizer: Tokenizer) -> dict[str, Any]:
+def _of_tekken(tokenizer: TekkenTokenizer) -> dict[str, Any]:
     """Return the tokenizer.json of a tekken.json: its pattern and ranks behind its special tokens.
 
     A special token is an entry of the vocabulary too, so that it has the id that it has there.
     """
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    from titanlite.data.tokenizer.tekken import TekkenTokenizer
-
-    assert isinstance(tokenizer, TekkenTokenizer)
     lines = [b"%s %d\n" % (base64.b64encode(token), r) for token, r in tokenizer.ranks.items()]
-    with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
-        file.write(b"".join(lines))
-        file.flush()
-        converter = TikTokenConverter(
-            vocab_file=file.name, pattern=tokenizer.pattern, extra_special_tokens=[]
-        )
-        parsed: dict[str, Any] = json.loads(converter.converted().to_str())
+    parsed = _of_ranks(b"".join(lines), tokenizer.pattern, [])
     vocabulary = dict(tokenizer.special_tokens)
     for name, rank in parsed["model"]["vocab"].items():
         vocabulary[name] = rank + tokenizer.first_id
@@ -296,6 +281,7 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
     """
     import tokenizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+    from tokenizers import decoders
 
     proto = ModelProto.FromString(content)
     trainer = proto.trainer_spec
@@ -323,7 +309,14 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
         )
     made = tokenizers.Tokenizer(model)
     made.normalizer = _normalizer(proto.normalizer_spec)
-    made.decoder = _decoder()
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
     made.add_special_tokens(
         [tokenizers.AddedToken(name, normalized=False, special=True) for name in special]
@@ -365,15 +358,3 @@ def _normalizer(spec: Any) -> Any:
     if spec.escape_whitespaces:
         steps.append(normalizers.Replace(" ", _SPACE))
     return normalizers.Sequence(steps)
-
-
-def _decoder() -> Any:
-    from tokenizers import decoders
-
-    steps = [
-        decoders.Replace(_SPACE, " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    return decoders.Sequence(steps)

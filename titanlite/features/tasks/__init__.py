@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import Problem, refuse
 from titanlite.features.tasks import entries
 from titanlite.run.features import Feature
+from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +55,14 @@ class TaskEvaluation(Feature):
             if getattr(section, name) is not None:
                 message = "is for tasks of lm-evaluation-harness, and eval.tasks has files alone"
                 yield Problem("conflict", f"eval.{name}", message, "leave it out")
+
+    def missing_packages(self, is_installed: Callable[[str], bool]) -> Iterator[Problem]:
+        """Find tasks whose package is not installed."""
+        names = entries.harness_names(self.section.tasks)
+        if names and not is_installed(entries.HARNESS):
+            message = f"needs the package lm-eval for {', '.join(names)}, which is not installed"
+            remedy = f"{pip_install(entries.HARNESS)}, or leave them out"
+            yield Problem("missing-package", self.key, message, remedy)
 
     def model_problems(self, run: RunConfig, args: Any) -> Iterator[Problem]:
         """Check that padding changes nothing where ranks share sequences."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titanlite.config.errors import Problem
 from titanlite.data.kinds import ending_of
-from titanlite.utils import pip_install
 
 KEY = "eval.tasks"
 #: The harness's package, and what its own names may not hold: they become tags of figures.
@@ -33,16 +32,6 @@ def name_of(entry: str) -> str:
 def harness_names(entries: Sequence[str]) -> list[str]:
     """Return the entries that the harness knows."""
     return [entry for entry in entries if not is_file(entry)]
-
-
-def package_problems(
-    entries: Sequence[str], is_installed: Callable[[str], bool]
-) -> Iterator[Problem]:
-    """Find entries whose package is not installed."""
-    names = harness_names(entries)
-    if names and not is_installed(HARNESS):
-        message = f"needs the package lm-eval for {', '.join(names)}, which is not installed"
-        yield Problem("missing-package", KEY, message, f"{pip_install(HARNESS)}, or leave them out")
 
 
 def entry_problems(entries: Sequence[str], key: str = KEY) -> Iterator[Problem]:

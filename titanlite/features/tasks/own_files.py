@@ -21,8 +21,7 @@ import msgspec
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError, decompressed
 from titanlite.data.formats import json_lines, read_file
-from titanlite.data.records import Columns
-from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.records import Columns, refuse_surrogates
 from titanlite.features.tasks.entries import KEY, name_of
 
 if TYPE_CHECKING:

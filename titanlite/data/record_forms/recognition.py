@@ -16,8 +16,8 @@ from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.formats import read_file
-from titanlite.data.forms import form_columns, plain
 from titanlite.data.kinds import WHOLE, Format, kind_of_name
+from titanlite.data.record_forms import form_columns, plain
 from titanlite.data.records import Columns, are_turns
 from titanlite.data.text_files import TextFiles, names_records
 from titanlite.data.tokenizer import Tokenizer

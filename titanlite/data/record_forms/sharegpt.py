@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from titanlite.data import DataError
-from titanlite.data.records import Columns, are_turns, cut
-from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.records import Columns, are_turns, cut, refuse_surrogates
 
 #: Who speaks → the role that chat templates know.
 ROLES = {

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from titanlite.data import DataError
-from titanlite.data.records import Columns, check_strings, cut
-from titanlite.data.surrogates import refuse_surrogates
+from titanlite.data.records import Columns, check_strings, cut, refuse_surrogates
 
 #: The template that Alpaca was published with (github.com/tatsu-lab/stanford_alpaca, train.py). The
 #: output follows at once, without a space.

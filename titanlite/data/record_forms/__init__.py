@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.data.forms.alpaca import Alpaca
-from titanlite.data.forms.sharegpt import ShareGPT
+from titanlite.data.record_forms.alpaca import Alpaca
+from titanlite.data.record_forms.sharegpt import ShareGPT
 from titanlite.data.records import Columns
 from titanlite.data.tokenizer import Tokenizer
 
