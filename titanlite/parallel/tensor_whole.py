@@ -198,10 +198,6 @@ def _with_plain_weights(cls: type[nn.Module], partial: bool) -> type[nn.Module]:
     return _named(PlainWeights, cls)
 
 
-#: Name of the activations where a module takes them by name.
-HIDDEN = "hidden_states"
-
-
 @functools.cache
 def _input(cls: type[nn.Module]) -> type[nn.Module]:
     class SumsInput(cls):  # type: ignore[valid-type,misc]
@@ -209,8 +205,8 @@ def _input(cls: type[nn.Module]) -> type[nn.Module]:
             if args:
                 x = _sums_gradient(args[0], self.tensor_mesh)
                 return super().forward(x, *args[1:], **kwargs)
-            x = _sums_gradient(kwargs[HIDDEN], self.tensor_mesh)
-            return super().forward(**{**kwargs, HIDDEN: x})
+            x = _sums_gradient(kwargs["hidden_states"], self.tensor_mesh)
+            return super().forward(**{**kwargs, "hidden_states": x})
 
     return _named(SumsInput, cls)
 

@@ -27,7 +27,7 @@ from titanlite.cli.processes import (
 )
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.loaded import LoadedConfig
-from titanlite.metrics.trackers.tracker import RUN_IDS
+from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.lock import RunLock, last_sign_of_life
