@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import steps_in  # noqa: E402
-from titanlite.cli.processes import end_all, last_lines, start, training_environment  # noqa: E402
+from titanlite.cli.processes import end, last_lines, start, training_environment  # noqa: E402
 from titanlite.runs.jsonl import read_metrics  # noqa: E402
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def measure(
                 found.append({"kind": kind, **job.restart(attempt, victim)})
                 print(f"{KINDS[kind]}: {found[-1]['whole']:.2f} s", file=sys.stderr)
         finally:
-            end_all([job.process])
+            end(job.process)
     return found
 
 

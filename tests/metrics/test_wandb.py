@@ -24,8 +24,8 @@ from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import boards as background_writer
 from titanlite.metrics.boards import tags
-from titanlite.metrics.trackers.tracker import TrackedRun
-from titanlite.metrics.trackers.wandb import WandbTracker
+from titanlite.metrics.trackers import TrackedRun
+from titanlite.metrics.wandb import WandbTracker
 from titanlite.resolve.load import load_config
 from titanlite.runs.jsonl import read_metrics
 

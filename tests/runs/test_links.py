@@ -21,7 +21,7 @@ from titanlite.checkpoint.paths import write_new, write_whole
 from titanlite.checkpoint.pin import pinned
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.metrics.trackers.tracker import TrackedRun, Tracker
+from titanlite.metrics.trackers import TrackedRun, Tracker
 from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
 from titanlite.runs.logs import rank_log

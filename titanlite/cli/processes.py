@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -144,29 +143,25 @@ def run(  # noqa: PLR0913
     except BaseException:
         # A second signal ends the command sooner, but the first one is the reason.
         with contextlib.suppress(Stopped):
-            end_all([process], ask, grace)
+            end(process, ask, grace)
         raise
 
 
-def end_all(
-    processes: Sequence[subprocess.Popen[bytes]],
+def end(
+    process: subprocess.Popen[bytes],
     ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> None:
-    """Ask commands to end, all at once.
+    """Ask a command to end.
 
-    If that takes too long, or on a second signal, kill them and all that they started. The signal
-    is raised then.
+    If that takes too long, or on a second signal, kill it and all that it started. The signal is
+    raised then.
     """
-    for process in processes:
-        process.send_signal(ask)
-    deadline = time.monotonic() + grace
+    process.send_signal(ask)
     try:
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0.0))
+        process.wait(grace)
     except BaseException as error:
-        for process in processes:
-            _kill(process)
+        _kill(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.boards import BackgroundWriter, TensorBoard
     from titanlite.metrics.live import LiveView
-    from titanlite.metrics.trackers.tracker import Tracker
+    from titanlite.metrics.trackers import Tracker
     from titanlite.trainer import Trainer
 
 
@@ -238,11 +238,11 @@ class MetricsLogger(Callback):
         names = self._metrics.tracker_names
         if not names:
             return
-        from titanlite.metrics.trackers import open_trackers
-        from titanlite.metrics.trackers.tracker import TrackedRun
+        from titanlite.config.resolve import resolve
+        from titanlite.metrics.trackers import TRACKERS, TrackedRun
 
         run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
-        self._trackers = open_trackers(names, run)
+        self._trackers = [resolve(TRACKERS[name])(run) for name in names]
 
     def _is_logged(self, step: int, steps: int) -> bool:
         """Whether a step is logged: the first, the last and every `log_freq` steps."""

@@ -8,17 +8,16 @@ which some are shared by all tokens. No torch here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama
 from titanlite.models.deepseek_args import DeepSeekV3Args
 from titanlite.models.experts import family
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Init, ModelSpec
+from titanlite.models.spec import Init, ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 def _yarn(mscale: float) -> YarnScaling:
@@ -126,55 +125,16 @@ def tensor_sizes(args: DeepSeekV3Args) -> dict[str, int]:
     return sizes
 
 
-def _build(args: DeepSeekV3Args) -> nn.Module:
-    from titanlite.models.latent_attention import DeepSeekV3
-
-    return DeepSeekV3(args)
-
-
-# Most runs read and write no files of Hugging Face's.
-
-
-def _hf_names(args: DeepSeekV3Args) -> dict[str, Any]:
-    from titanlite.models import deepseek_hf
-
-    return deepseek_hf.hf_names(args)
-
-
-def _hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
-    from titanlite.models import deepseek_hf
-
-    return deepseek_hf.hf_config(args)
-
-
-def _args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
-    from titanlite.models import deepseek_hf
-
-    return deepseek_hf.args_from_hf(config)
-
-
-def _left_out(names: Collection[str]) -> Mapping[str, str]:
-    from titanlite.models import deepseek_hf
-
-    return deepseek_hf.left_out(names)
-
-
-def _why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
-    from titanlite.models import deepseek_hf
-
-    return deepseek_hf.why_not(args, key, tensor)
-
-
 SPEC: ModelSpec = family.expert_spec(
     "deepseek_v3",
     FLAVORS,
-    build=_build,
+    build=imported_when_called("titanlite.models.latent_attention:DeepSeekV3"),
     init_rule=init_rule,
     tensor_plan=tensor_plan,
     tensor_sizes=tensor_sizes,
-    why_not=_why_not,
-    hf_names=_hf_names,
-    hf_config=_hf_config,
-    args_from_hf=_args_from_hf,
-    left_out=_left_out,
+    why_not=imported_when_called("titanlite.models.deepseek_hf:why_not"),
+    hf_names=imported_when_called("titanlite.models.deepseek_hf:hf_names"),
+    hf_config=imported_when_called("titanlite.models.deepseek_hf:hf_config"),
+    args_from_hf=imported_when_called("titanlite.models.deepseek_hf:args_from_hf"),
+    left_out=imported_when_called("titanlite.models.deepseek_hf:left_out"),
 )

@@ -16,10 +16,9 @@ from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Init, ModelSpec
+from titanlite.models.spec import Init, ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    from torch import nn
     from typing_extensions import Self
 
     from titanlite.models.hf_names import HFName
@@ -249,16 +248,10 @@ def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
     return args
 
 
-def _build(args: GptOssArgs) -> nn.Module:
-    from titanlite.models.gpt_oss_layers import GptOss
-
-    return GptOss(args)
-
-
 SPEC: ModelSpec = family.expert_spec(
     "gpt_oss",
     FLAVORS,
-    build=_build,
+    build=imported_when_called("titanlite.models.gpt_oss_layers:GptOss"),
     init_rule=init_rule,
     tensor_plan=tensor_plan,
     tensor_sizes=tensor_sizes,

@@ -18,10 +18,10 @@ from titanlite.models import counts
 from titanlite.models.llama_args import NORM_TYPES as NORM_TYPES
 from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.rope_scaling import RopeScaling as RopeScaling
-from titanlite.models.spec import Init, ModelSpec, Size
+from titanlite.models.spec import Init, ModelSpec, Size, imported_when_called
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 def block_linears(args: LlamaArgs) -> dict[str, Size]:
@@ -171,33 +171,6 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     }
 
 
-def _build(args: LlamaArgs) -> nn.Module:
-    from titanlite.models.layers import Llama
-
-    return Llama(args)
-
-
-# Most runs read and write no files of Hugging Face's.
-
-
-def _hf_names(args: LlamaArgs) -> dict[str, Any]:
-    from titanlite.models import llama_hf
-
-    return llama_hf.hf_names(args)
-
-
-def _hf_config(args: LlamaArgs) -> dict[str, Any]:
-    from titanlite.models import llama_hf
-
-    return llama_hf.hf_config(args)
-
-
-def _args_from_hf(config: Mapping[str, Any]) -> Any:
-    from titanlite.models import llama_hf
-
-    return llama_hf.args_from_hf(config)
-
-
 def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) -> ModelSpec:
     """Return the spec of a family of decoders.
 
@@ -207,7 +180,7 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) 
         name=name,
         args_class=type(next(iter(flavors.values()))),
         flavors=types.MappingProxyType(dict(flavors)),
-        build=_build,
+        build=imported_when_called("titanlite.models.layers:Llama"),
         init_rule=init_rule,
         block_names=block_names,
         count_parameters=counts.count_parameters,
@@ -220,8 +193,8 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) 
         pipeline_costs=counts.pipeline_costs,
         context_parallel=True,
         tied=tied,
-        hf_names=_hf_names,
-        hf_config=_hf_config,
-        args_from_hf=_args_from_hf,
+        hf_names=imported_when_called("titanlite.models.llama_hf:hf_names"),
+        hf_config=imported_when_called("titanlite.models.llama_hf:hf_config"),
+        args_from_hf=imported_when_called("titanlite.models.llama_hf:args_from_hf"),
     )
     return replace(spec, **different)

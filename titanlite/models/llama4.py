@@ -8,17 +8,16 @@ of Hugging Face.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.experts import family
 from titanlite.models.llama import linear_init
 from titanlite.models.llama4_args import PART_OF, Llama4Args
 from titanlite.models.rope_scaling import RopeScaling
-from titanlite.models.spec import Init, ModelSpec
+from titanlite.models.spec import Init, ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 def _llama4(n_experts: int, **rest: Any) -> Llama4Args:
@@ -68,48 +67,15 @@ def init_rule(name: str, args: Llama4Args) -> Init:
     return linear_init(int(match[1]) if match[2] == "down" else None)
 
 
-def _build(args: Llama4Args) -> nn.Module:
-    from titanlite.models.llama4_layers import Llama4
-
-    return Llama4(args)
-
-
-# Most runs read and write no files of Hugging Face's.
-
-
-def _hf_names(args: Llama4Args) -> dict[str, Any]:
-    from titanlite.models import llama4_hf
-
-    return llama4_hf.hf_names(args)
-
-
-def _hf_config(args: Llama4Args) -> dict[str, Any]:
-    from titanlite.models import llama4_hf
-
-    return llama4_hf.hf_config(args)
-
-
-def _args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
-    from titanlite.models import llama4_hf
-
-    return llama4_hf.args_from_hf(config)
-
-
-def _left_out(names: Collection[str]) -> Mapping[str, str]:
-    from titanlite.models import llama4_hf
-
-    return llama4_hf.left_out(names)
-
-
 SPEC: ModelSpec = family.expert_spec(
     "llama4",
     FLAVORS,
-    build=_build,
+    build=imported_when_called("titanlite.models.llama4_layers:Llama4"),
     init_rule=init_rule,
-    hf_names=_hf_names,
-    hf_config=_hf_config,
-    args_from_hf=_args_from_hf,
-    left_out=_left_out,
+    hf_names=imported_when_called("titanlite.models.llama4_hf:hf_names"),
+    hf_config=imported_when_called("titanlite.models.llama4_hf:hf_config"),
+    args_from_hf=imported_when_called("titanlite.models.llama4_hf:args_from_hf"),
+    left_out=imported_when_called("titanlite.models.llama4_hf:left_out"),
     part_of=PART_OF,
     part_prefix="language_model.",
 )

@@ -5,6 +5,7 @@ No torch here, so that a config with a built-in model is checked without it.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,18 @@ class Size:
 
     in_features: int
     out_features: int
+
+
+def imported_when_called(path: str) -> Callable[..., Any]:
+    """Return the function of `module:name`. Most runs need neither torch for the module nor the
+    names of Hugging Face.
+    """
+    module, _, name = path.partition(":")
+
+    def call(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments)
+
+    return call
 
 
 def _no_hf(*_: Any) -> NoReturn:

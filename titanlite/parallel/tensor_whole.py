@@ -206,8 +206,8 @@ def _input(cls: type[nn.Module]) -> type[nn.Module]:
             if args:
                 x = _sums_gradient(args[0], self.tensor_mesh)
                 return super().forward(x, *args[1:], **kwargs)
-            x = _sums_gradient(kwargs[HIDDEN], self.tensor_mesh)
-            return super().forward(**{**kwargs, HIDDEN: x})
+            x = _sums_gradient(kwargs["hidden_states"], self.tensor_mesh)
+            return super().forward(**{**kwargs, "hidden_states": x})
 
     return _named(SumsInput, cls)
 

@@ -189,26 +189,17 @@ def _train(world: DistEnv, arguments: list[str]) -> None:
     Trainer(build(run, world)).train()
 
 
-class Ended:
-    """A process that has ended well."""
-
-    returncode = 0
-
-    def poll(self) -> int:
-        return 0
-
-
 @pytest.mark.slow
 def test_all_four_levels_train_in_the_pool(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command without torchrun: every level's own file, trained by real ranks."""
 
-    def run(command: list[str], console: Path, environment: dict[str, str]) -> Ended:
+    def run(command: list[str], console: Path, **more: Any) -> int:
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
-        return Ended()
+        return 0
 
-    monkeypatch.setattr(members, "start", run)
+    monkeypatch.setattr(members, "run", run)
     monkeypatch.setattr(train, "count_gpus", lambda: 0)
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0
@@ -326,13 +317,13 @@ def test_adapters_train_beside_the_weights_that_the_config_names(
 ) -> None:
     seen = []
 
-    def run(command: list[str], console: Path, environment: dict[str, str]) -> Ended:
+    def run(command: list[str], console: Path, **more: Any) -> int:
         assert not (console.parent / "checkpoint").exists()
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
         seen.append(read_manifest(console.parent / "checkpoint" / "step-3"))
-        return Ended()
+        return 0
 
-    monkeypatch.setattr(members, "start", run)
+    monkeypatch.setattr(members, "run", run)
     monkeypatch.setattr(train, "count_gpus", lambda: 0)
     base = base_folder(tmp_path / "base")
     # Left by a run that was stopped.

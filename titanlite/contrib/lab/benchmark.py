@@ -292,7 +292,7 @@ def _make_runs(
         own = folder / member.name
         # A run that was stopped must not resume, and one that is done needs no weights.
         shutil.rmtree(own / "checkpoint", ignore_errors=True)
-        (result,) = run_members([member], [], folder, nproc=ranks)
+        (result,) = run_members([member], [], folder, ranks)
         shutil.rmtree(own / "checkpoint", ignore_errors=True)
         if result.state != "done":
             why = result.reason or result.state

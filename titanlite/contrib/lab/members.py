@@ -8,11 +8,9 @@ FOLDER/NAME/console.log    what the run printed
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import normpath
@@ -21,22 +19,20 @@ from pathlib import Path
 from titanlite import exit_codes, torchrun
 from titanlite.cli.processes import (
     Stopped,
-    end_all,
     last_lines,
-    start,
+    run,
     stoppable,
     tell,
     training_environment,
 )
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.loaded import LoadedConfig
-from titanlite.metrics.trackers.tracker import RUN_IDS
+from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.lock import RunLock, last_sign_of_life
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
-from titanlite.utils import counted
 
 CONSOLE = "console.log"
 #: Lines of a failed run's output that are shown.
@@ -172,94 +168,43 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
 
 
 def run_members(
-    members: Sequence[Member],
-    config_args: Sequence[str],
-    folder: Path,
-    *,
-    at_once: int = 1,
-    nproc: int = 1,
+    members: Sequence[Member], config_args: Sequence[str], folder: Path, nproc: int = 1
 ) -> list[MemberResult]:
-    """Run the members that are not done, and return how all stand, in their order.
+    """Run the members that are not done, one after the other; return how all stand, in their order.
 
     A run that was stopped resumes from its checkpoint, or starts again without one; one that fails
-    does not end the others. config_args: files and flags that all share. at_once: runs at a time.
-    nproc: ranks of each.
+    does not end the others. config_args: files and flags that all share. nproc: ranks of each.
 
     Call it from the main thread. Raises MemberError or ConfigError before any run starts,
     LockedError where another process holds the folder, OSError where it cannot be written to.
-    Raises `processes.Stopped` on Ctrl-C and SIGTERM, when all runs have ended.
+    Raises `processes.Stopped` on Ctrl-C and SIGTERM, when the run has ended.
     """
     check_members(members, config_args, folder, nproc)
-    slots = make_slots(at_once, nproc)
-    waiting = list(members)
-    codes: dict[str, int] = {}
-    running: list[tuple[Member, subprocess.Popen[bytes], Mapping[str, str]]] = []
+    results = []
     with stoppable(), RunLock(folder, "folder"):
-        try:
-            while waiting or running:
-                while waiting and slots:
-                    member = waiting.pop(0)
-                    _await_other(folder / member.name)
-                    if (result := result_of(member, folder)).is_final:
-                        tell(f"{member.name} is {result.state} already")
-                        continue
-                    slot = slots.pop()
-                    process = _start(member, config_args, folder, nproc, slot)
-                    running.append((member, process, slot))
+        for member in members:
+            own = folder / member.name
+            # It may be one that a kill left behind.
+            if last_sign_of_life(own) is not None:
+                tell(f"{member.name} runs already, in another process; waiting for it")
+            while last_sign_of_life(own) is not None:
                 time.sleep(_POLL_SECONDS)
-                for one in [one for one in running if one[1].poll() is not None]:
-                    running.remove(one)
-                    member, process, slot = one
-                    slots.append(slot)
-                    codes[member.name] = process.returncode
-                    _tell_end(result_of(member, folder, process.returncode), folder)
-        except Stopped as stop:
-            tell(f"stopped by {stop}: the runs under way save and end; the same command goes on")
-            raise
-        finally:
-            end_all([process for _, process, _ in running], grace=GRACE_SECONDS)
-    return [result_of(member, folder, codes.get(member.name)) for member in members]
+            result = result_of(member, folder)
+            if result.is_final:
+                tell(f"{member.name} is {result.state} already")
+            else:
+                result = _run(member, config_args, folder, nproc)
+            results.append(result)
+    return results
 
 
-def make_slots(at_once: int, nproc: int) -> list[Mapping[str, str]]:
-    """Return the variables of each run at a time: its GPUs, if there are any.
+def _run(member: Member, config_args: Sequence[str], folder: Path, nproc: int) -> MemberResult:
+    """Run a member, tell how it ended, and return that."""
+    from titanlite.cli.train import count_gpus
 
-    Raises MemberError where there are too few.
-    """
-    from titanlite.dist.process import count_gpus
-
-    gpus = count_gpus()
-    if not gpus:
-        return [{} for _ in range(at_once)]
-    if at_once * nproc > gpus:
-        raise MemberError(
-            f"{counted(at_once, 'runs')} at a time with {counted(nproc, 'ranks')} each need "
-            f"{at_once * nproc} GPUs, and this machine shows {gpus}"
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible is not None else list(map(str, range(gpus)))
-    firsts = range(0, at_once * nproc, nproc)
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + nproc])} for i in firsts]
-
-
-def _await_other(own: Path) -> None:
-    """Wait for a run that another process has started, such as one that a kill left behind."""
-    if last_sign_of_life(own) is not None:
-        tell(f"{own.name} runs already, in another process; waiting for it")
-    while last_sign_of_life(own) is not None:
-        time.sleep(_POLL_SECONDS)
-
-
-def _start(
-    member: Member,
-    config_args: Sequence[str],
-    folder: Path,
-    nproc: int,
-    slot: Mapping[str, str],
-) -> subprocess.Popen[bytes]:
     own = folder / member.name
     own.mkdir(parents=True, exist_ok=True)
-    environment = {**training_environment("cuda" if slot else "cpu", GRACE_SECONDS), **slot}
+    environment = training_environment("cuda" if count_gpus() else "cpu", GRACE_SECONDS)
     # With them all runs would be one run at a tracker.
     for name in RUN_IDS.values():
         environment.pop(name, None)
@@ -268,15 +213,17 @@ def _start(
     if nproc > 1:
         command = torchrun.command(nproc, words)
     tell(f"{member.name} starts; its output: {own / CONSOLE}")
-    return start(command, own / CONSOLE, environment)
-
-
-def _tell_end(result: MemberResult, folder: Path) -> None:
+    try:
+        code = run(command, own / CONSOLE, environment=environment, grace=GRACE_SECONDS)
+    except Stopped as stop:
+        tell(f"stopped by {stop}: the run has saved and ended; the same command goes on")
+        raise
+    result = result_of(member, folder, code)
     lines = [f"{result.name} {result.state} after step {result.steps} {result.reason}".rstrip()]
     if result.state == "failed":
-        shown = last_lines(folder / result.name / CONSOLE, LINES_SHOWN)
-        lines += [f"    {line}" for line in shown]
+        lines += [f"    {line}" for line in last_lines(own / CONSOLE, LINES_SHOWN)]
     tell("\n".join(lines))
+    return result
 
 
 def result_of(member: Member, folder: Path, exit_code: int | None = None) -> MemberResult:

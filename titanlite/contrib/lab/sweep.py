@@ -114,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         check_members(members, config_args, folder, ranks)
         return "\n".join(str(folder / member.name) for member in members), exit_codes.DONE
     try:
-        results = run_members(members, config_args, folder, nproc=ranks)
+        results = run_members(members, config_args, folder, ranks)
         return report(points, results, folder, arguments.json)
     except Stopped as stop:
         return "", exit_codes.after_signal(stop.number)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama
 from titanlite.models.experts.arguments import ExpertArgs, experts_of
-from titanlite.models.spec import Init, ModelSpec
+from titanlite.models.spec import Init, ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 _MATRIX = re.compile(
     r"layers\.(\d+)\.feed_forward\."
@@ -78,19 +78,13 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
     return sizes
 
 
-def _build(args: ExpertArgs) -> nn.Module:
-    from titanlite.models.experts.layer import MoEDecoder
-
-    return MoEDecoder(args)
-
-
 def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
     """Return the spec of a family of decoders with experts.
 
     different: fields of `ModelSpec` that are not as Mixtral's.
     """
     common = {
-        "build": _build,
+        "build": imported_when_called("titanlite.models.experts.layer:MoEDecoder"),
         "init_rule": init_rule,
         "tensor_plan": tensor_plan,
         "tensor_sizes": tensor_sizes,

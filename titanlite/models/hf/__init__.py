@@ -29,7 +29,7 @@ from titanlite.models.hf.counts import (
     sublayer_names,
 )
 from titanlite.models.hf.skeleton import HEAD
-from titanlite.models.spec import ModelSpec
+from titanlite.models.spec import ModelSpec, imported_when_called
 
 __all__ = ["HFArgs", "SPEC", "args_from_hf", "config_file", "read_args", "read_config"]
 
@@ -39,24 +39,6 @@ def _build(args: HFArgs) -> Any:
     from titanlite.models.hf.extras import Extras
 
     return causal_model(args.skeleton.config, Extras(args))
-
-
-def _tensor_plan(args: HFArgs) -> dict[str, str]:
-    from titanlite.models.hf.tensor import plan_of
-
-    return dict(plan_of(args))
-
-
-def _tensor_sizes(args: HFArgs) -> dict[str, int]:
-    from titanlite.models.hf.tensor import tensor_sizes
-
-    return tensor_sizes(args)
-
-
-def _hf_names(args: HFArgs) -> dict[str, Any]:
-    from titanlite.models.hf.names import hf_names
-
-    return dict(hf_names(args))
 
 
 def _why_not(args: HFArgs, key: str, tensor: int) -> str:
@@ -99,14 +81,14 @@ SPEC = ModelSpec(
     head=HEAD,
     fsdp_units=fsdp_units,
     linears=linears,
-    tensor_plan=_tensor_plan,
-    tensor_sizes=_tensor_sizes,
+    tensor_plan=imported_when_called("titanlite.models.hf.tensor:plan_of"),
+    tensor_sizes=imported_when_called("titanlite.models.hf.tensor:tensor_sizes"),
     whole_activations=True,
     sublayer_names=sublayer_names,
     experts=experts,
     why_not=_why_not,
     tied=lambda args: dict(args.skeleton.tied),
-    hf_names=_hf_names,
+    hf_names=imported_when_called("titanlite.models.hf.names:hf_names"),
     hf_config=hf_config,
     args_from_hf=args_from_hf,
 )

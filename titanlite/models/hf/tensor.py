@@ -205,7 +205,7 @@ def _look_at_input(shapes: list[Any]) -> Any:
     """Look for inputs that have a gradient: more than one makes shapes that are never equal."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        first = args[0] if args else kwargs.get(HIDDEN)
+        first = args[0] if args else kwargs.get("hidden_states")
         others = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         more = [t for t in others if t.requires_grad and t is not first]
         shapes.append(object() if more or not isinstance(first, Tensor) else first.shape)

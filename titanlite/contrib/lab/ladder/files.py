@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,6 @@ _NAMES = {
     "tokens": ("tokens", "d", "training tokens"),
     "loss": ("loss", "l", "validation_loss"),
 }
-_FORMAT = 1
-
-
-def as_entries(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return points as JSON has them."""
-    return [asdict(point) for point in points]
 
 
 def read_points(path: Path) -> list[Point]:
@@ -46,19 +38,16 @@ def _from_json(path: Path, data: bytes) -> list[Point]:
     except ValueError as error:
         raise LadderError(f"{path}: is no JSON: {error}") from None
     if isinstance(found, dict):
-        if found.get("format", _FORMAT) != _FORMAT:
-            raise LadderError(f"{path}: format {found['format']!r:.40} is of another version")
         found = found.get("points")
-    if not isinstance(found, list):
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise LadderError(f'{path}: expected a list of points, or an object with a list "points"')
     points = []
     for place, entry in enumerate(found, 1):
-        where = f"{path}: point {place}"
-        if not isinstance(entry, dict):
-            raise LadderError(f"{where}: expected an object, got {entry!r:.60}")
-        numbers = {name: _number(entry.get(name), f"{where}: {name}") for name in _NAMES}
-        name = str(entry.get("name", ""))[:200]
-        points.append(Point(**numbers, name=name, trunk=str(entry.get("trunk", ""))[:200]))
+        numbers: dict[str, Any] = {}
+        for name in _NAMES:
+            numbers[name] = _number(entry.get(name), f"{path}: point {place}: {name}")
+        name, trunk = (str(entry.get(name, ""))[:200] for name in ("name", "trunk"))
+        points.append(Point(**numbers, name=name, trunk=trunk))
     return points
 
 
@@ -67,37 +56,30 @@ def _from_csv(path: Path, data: bytes) -> list[Point]:
         rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")))
     except (UnicodeDecodeError, csv.Error) as error:
         raise LadderError(f"{path}: is no CSV in UTF-8: {error}") from None
-    if not rows:
-        raise LadderError(f"{path}: is empty; {_head_in_words()}")
-    head = [name.strip().lower() for name in rows[0]]
+    head = [name.strip().lower() for name in rows[0]] if rows else []
     places = {}
     for name, others in _NAMES.items():
         place = next((head.index(other) for other in others if other in head), None)
         if place is None:
-            raise LadderError(f"{path}:1: no column {name!r}; {_head_in_words()}")
+            names = ", ".join(_NAMES)
+            raise LadderError(f"{path}:1: no column {name!r}; the first line names {names}")
         places[name] = place
     points = []
     for line, row in enumerate(rows[1:], 2):
-        if not any(cell.strip() for cell in row):
-            continue
-        numbers = {}
-        for name, place in places.items():
-            text = row[place] if place < len(row) else ""
-            numbers[name] = _number(text, f"{path}:{line}: {name}")
-        points.append(Point(**numbers, name=f"row {line}", trunk=""))
+        if any(row):
+            numbers: dict[str, Any] = {}
+            for name, place in places.items():
+                text = row[place] if place < len(row) else ""
+                numbers[name] = _number(text, f"{path}:{line}: {name}")
+            points.append(Point(**numbers, name=f"row {line}"))
     return points
 
 
-def _head_in_words() -> str:
-    return f"the first line names the columns {', '.join(_NAMES)}"
-
-
-def _number(value: object, where: str) -> float:
+def _number(value: Any, where: str) -> float:
     """Return a number of a file. Raises LadderError."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number or isinstance(value, str):
-        try:
-            return float(value)  # type: ignore[arg-type]
-        except (ValueError, OverflowError):
-            pass
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
     raise LadderError(f"{where} is {value!r:.60}: expected a number")

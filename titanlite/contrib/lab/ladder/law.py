@@ -45,8 +45,6 @@ class Point:
     name: str = ""
     #: The trunk that it is a part of, its own name for the trunk itself; "": it is a run alone.
     trunk: str = ""
-    #: Over its text; None: unknown.
-    passes: float | None = None
 
     @property
     def compute(self) -> float:

@@ -90,6 +90,27 @@ def horizon_note(points: Sequence[Point], parameters: float, tokens: float) -> s
     )
 
 
+def passes_note(points: Sequence[Point], tokens: float, text: int | None) -> str | None:
+    """Return which runs read the text more than once; None: none does.
+
+    tokens: of the run that is predicted. text: its tokens; None: unknown.
+    """
+    if not text:
+        return None
+    again = [point.tokens / text for point in points if point.tokens > text]
+    told = []
+    if again:
+        told.append(f"{len(again)} of {len(points)} runs, at most {max(again):.3g} times")
+    if tokens > text:
+        told.append(f"this file, {tokens / text:.3g} times")
+    if not told:
+        return None
+    return (
+        f"the text has {human_count(text)} tokens, and it is read more than once by "
+        f"{' and '.join(told)}: the law is of new tokens, and its interval does not tell"
+    )
+
+
 def leave_largest_out(points: Sequence[Point]) -> list[LeftOut]:
     """Return the points of the largest model, predicted by the law of the smaller ones.
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlite.contrib.lab.ladder.files import as_entries
 from titanlite.contrib.lab.ladder.fit import CONFIDENCE, Fit
 from titanlite.contrib.lab.ladder.predict import LeftOut, Prediction
 from titanlite.contrib.lab.ladder.rungs import computed, rungs
 from titanlite.contrib.lab.ladder.target import Target
-from titanlite.plan.plan import Plan
 from titanlite.utils import Style, Table, human_count, render
 
 #: Name of a number in text → field of `Law`.
@@ -23,33 +21,6 @@ _NUMBERS = {
     "B": "token_factor",
     "b": "token_exponent",
 }
-_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Time of the target's run on its GPUs, and its price; None: no price was given."""
-
-    plan: Plan
-    price_per_gpu_hour: float | None
-
-    @property
-    def price(self) -> float | None:
-        """In the currency of the price."""
-        if self.price_per_gpu_hour is None or self.plan.seconds is None:
-            return None
-        gpus = self.plan.run.mesh.world_size
-        return self.price_per_gpu_hour * gpus * self.plan.seconds / 3600
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "gpu": self.plan.cluster.gpu.key,
-            "gpus": self.plan.run.mesh.world_size,
-            "fits": self.plan.fits,
-            "hours": None if self.plan.seconds is None else self.plan.seconds / 3600,
-            "price_per_gpu_hour": self.price_per_gpu_hour,
-            "price": self.price,
-        }
 
 
 @dataclass(frozen=True)
@@ -62,7 +33,6 @@ class Report:
     prediction: Prediction | None = None
     #: Parameters of the target with its embedding; None: the target is two numbers.
     whole: int | None = None
-    cost: Cost | None = None
     #: Runs that gave no point, with the reason.
     missing: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -76,7 +46,7 @@ class Report:
         ]
         return {
             "format": 1,
-            "points": as_entries(self.fit.points),
+            "points": [asdict(point) for point in self.fit.points],
             "law": self.fit.law.as_json(),
             "intervals": {name: list(ends) for name, ends in intervals.items()},
             "confidence": CONFIDENCE,
@@ -84,7 +54,6 @@ class Report:
             "largest_left_out": left,
             "prediction": self.prediction and self.prediction.as_json(),
             "target_parameters": self.whole,
-            "plan": self.cost and self.cost.as_json(),
             "missing": list(self.missing),
             "notes": [*self.fit.notes, *self.notes],
         }
@@ -104,26 +73,15 @@ def report_text(report: Report, style: Style) -> str:
 
 
 def prediction_line(report: Report, found: Prediction) -> str:
-    """Return one line: what the run learns, how long it takes and what it costs."""
+    """Return one line: what the run learns."""
     digits = decimals(found.error)
-    size = f"{human_count(found.parameters)} parameters without embedding"
+    subject = f"that run: {human_count(found.parameters)} parameters without embedding"
     if report.whole is not None:
-        size = f"{human_count(report.whole)} parameters"
-    parts = [
-        f"{'this file' if report.whole is not None else 'that run'}: {size}",
-        f"{human_count(found.tokens)} tokens",
-        f"loss {found.loss:.{digits}f} ± {found.error:.{digits}f} ({CONFIDENCE:.0%})",
-    ]
-    cost = report.cost
-    if cost is not None:
-        if cost.plan.seconds is not None:
-            gpus = f"{cost.plan.run.mesh.world_size} x {cost.plan.cluster.gpu.key}"
-            parts.append(f"{_time(cost.plan.seconds)} on {gpus}")
-        if cost.price is not None:
-            parts.append(f"${float(f'{cost.price:.3g}'):,.10g}")
-        if not cost.plan.fits:
-            parts.append("which do not have the memory")
-    return ", ".join(parts)
+        subject = f"this file: {human_count(report.whole)} parameters"
+    return (
+        f"{subject}, {human_count(found.tokens)} tokens, "
+        f"loss {found.loss:.{digits}f} ± {found.error:.{digits}f} ({CONFIDENCE:.0%})"
+    )
 
 
 def decimals(error: float) -> int:
@@ -133,15 +91,7 @@ def decimals(error: float) -> int:
     return min(max(1 - math.floor(math.log10(error)), 2), 5)
 
 
-def _time(seconds: float) -> str:
-    unit = next((unit for unit, size in _UNITS.items() if seconds >= 2 * size), "s")
-    number = seconds / _UNITS[unit]
-    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.1f} {unit}"
-
-
 def _points_table(found: Fit, style: Style) -> str:
-    # Where a text is read more than once.
-    has_passes = any((point.passes or 0) > 1 for point in found.points)
     rows = []
     for point, residual in zip(found.points, found.residuals, strict=True):
         fitted = point.loss / math.exp(residual)
@@ -154,12 +104,8 @@ def _points_table(found: Fit, style: Style) -> str:
             f"{fitted:.4f}",
             f"{100 * math.expm1(residual):+.2f}",
         ]
-        if has_passes:
-            row.insert(4, f"{point.passes:.2f}")
         rows.append(row)
     columns = ["run", "N", "tokens", "tokens/N", "loss", "law", "difference %"]
-    if has_passes:
-        columns.insert(4, "passes")
     return render(Table(columns, rows), style.color)
 
 

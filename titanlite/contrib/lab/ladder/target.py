@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titanlite.cli.parser import files_of
 from titanlite.cli.plan.plan import ranks_of
@@ -16,9 +16,7 @@ from titanlite.config.run_sections import Ladder
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama_args import LlamaArgs
-from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary
-from titanlite.plan.plan import Plan, make_plan
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
 
@@ -27,7 +25,6 @@ from titanlite.run.config import RunConfig
 class Target:
     """The run that is to be predicted, and what all runs of its ladder follow from."""
 
-    config: LoadedConfig
     run: RunConfig
     args: LlamaArgs
     #: Its N.
@@ -38,9 +35,8 @@ class Target:
     #: The command line: files, and the flags of the user.
     files: Sequence[str]
     flags: Sequence[str]
-    #: Ranks of each run of the ladder, and how many runs there are at a time.
+    #: Ranks of each run of the ladder.
     ranks: int
-    at_once: int
 
     @property
     def seeds(self) -> list[int]:
@@ -52,6 +48,24 @@ class Target:
     def whole(self) -> int:
         """Parameters with the embedding."""
         return self.run.spec.count_parameters(self.args)
+
+    @property
+    def schedule_note(self) -> str | None:
+        """How its learning rate differs from those of the ladder; None: it does not."""
+        schedule = self.run.schedule
+        share = self.ladder.decay_ratio
+        falls = None
+        if schedule.decay_steps is not None:
+            falls = schedule.decay_steps / (schedule.total_steps or 1)
+        is_same = falls is not None and abs(falls - share) < 0.01
+        if is_same and schedule.decay_type in ("linear", "cosine", "sqrt"):
+            return None
+        length = "all its steps" if falls is None else f"{falls:.0%} of its steps"
+        return (
+            f"the rate of this file falls over {length} ({schedule.decay_type}), those of the "
+            f"ladder over the last {share:.0%}: lr_scheduler.decay_ratio = {share:g} makes them "
+            "equal"
+        )
 
 
 def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
@@ -75,7 +89,6 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     if run.tokens is None:
         raise LadderError("training.epochs: give the length as training.steps or training.tokens")
     return Target(
-        config=config,
         run=run,
         args=args,
         parameters=count_multiplied_parameters(args),
@@ -84,7 +97,6 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
         files=files_of(arguments),
         flags=flags,
         ranks=arguments.nproc_per_node or 1,
-        at_once=arguments.at_once or 1,
     )
 
 
@@ -121,29 +133,3 @@ def _obstacles(config: LoadedConfig) -> Iterator[Problem]:
             message,
             "set ladder.lr_exponent = 0, or remove their lr",
         )
-
-
-def plan_of(target: Target, arguments: argparse.Namespace) -> Plan | None:
-    """Return the plan of the target on its hardware; None: none is named. Raises ConfigError."""
-    named = arguments.gpu or arguments.instance or target.run.launch.instance_type
-    if not named:
-        return None
-    names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
-    cluster = cluster_of(target.run, **names)
-    return make_plan(target.run, replace(cluster, price=None))
-
-
-def schedule_note(target: Target) -> str | None:
-    """Return how the target's learning rate differs from those of the ladder; None: it does not."""
-    schedule = target.run.schedule
-    total = schedule.total_steps or 1
-    share = target.ladder.decay_ratio
-    falls = schedule.decay_steps
-    is_same = falls is not None and abs(falls / total - share) < 0.01
-    if is_same and schedule.decay_type in ("linear", "cosine", "sqrt"):
-        return None
-    length = "all its steps" if falls is None else f"{falls / total:.0%} of its steps"
-    return (
-        f"the rate of this file falls over {length} ({schedule.decay_type}), those of the ladder "
-        f"over the last {share:.0%}: lr_scheduler.decay_ratio = {share:g} makes them equal"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,21 +18,25 @@ from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import bad_flag, refuse, unfit
 from titanlite.config.sections import Mup
 from titanlite.contrib.lab.mup.models import Models, models_of
-from titanlite.contrib.lab.mup.verdict import LIMIT, Line, as_json, verdict
+from titanlite.contrib.lab.mup.verdict import LIMIT, Line, verdict
 from titanlite.features.mup.checks import problems
 from titanlite.models.llama_args import LlamaArgs
+from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
 from titanlite.utils import Table, atomic_write, counted, render
 
 if TYPE_CHECKING:
-    import torch
-
     from titanlite.contrib.lab.mup.coordinates import Sizes, Task
     from titanlite.run.config import RunConfig
 
 #: Exit status where a slope fails.
 FAILED = 1
 _BASE = "mup.base_dim"
+#: Tokens of a step, one sequence: so few that updates add up in the same direction for most tokens,
+#: at small widths too.
+TOKENS = 16
+#: Of initial weights; their sizes are averaged.
+SEEDS = 3
 
 _ABOUT = (
     "Models of several widths take a few steps, with muP and without it. The size of what changes "
@@ -55,11 +60,6 @@ def add_commands(commands: Commands) -> None:
     add("--widths", widths, "N,N,…", type=_widths, default=())
     add("--steps", "steps of each (default: 4)", "N", type=at_least(1), default=4)
     add("--layers", "blocks of the models at most (default: 4)", "N", type=at_least(1), default=4)
-    # So few that updates add up in the same direction for most tokens, at small widths too.
-    tokens = "tokens of a step, one sequence (default: 16)"
-    add("--tokens", tokens, "N", type=at_least(2), default=16)
-    seeds = "seeds of initial weights, whose sizes are averaged (default: 3)"
-    add("--seeds", seeds, "N", type=at_least(1), default=3)
     add("--random", "random tokens in place of the config's text")
     add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
     add("--svg", "draw the changes to this file", "FILE", type=Path)
@@ -79,8 +79,7 @@ def _widths(text: str) -> tuple[int, ...]:
 def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     words = [*files_of(arguments), *arguments.flags]
     run = check_config(words, training=False)[1]
-    tokenizer_size = _tokenizer_size(run)
-    args = run.model_args(tokenizer_size)
+    args = with_vocabulary(run).model_args()
     if not isinstance(args, LlamaArgs):
         message = f"has no rules for the matrices of model.name = {run.model.name!r}"
         raise unfit(_BASE, message)
@@ -88,11 +87,17 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     if not run.mup.base_dim:
         # With a base model the optimizer's settings are checked.
         check_config([*words, f"--{_BASE}={args.dim}"], training=False)
-    _check_model(run, models)
+    # A model whose multipliers have no place is refused.
+    given = Mup(models.base.dim, models.kept)
+    refuse(list(problems(replace(run, mup=given), models.of[models.widths[-1]])))
     task, source = _task(run, arguments, models)
-    lines = measure(task, models, arguments.seeds)
+    lines = measure(task, models, SEEDS)
     good, told = verdict(lines)
-    title = _title(run, arguments, models)
+    title = (
+        f"{run.model.title} from base dim {models.base.dim}: {run.optimizer.name}, rate "
+        f"{run.optimizer.peak_lr:g}, {counted(arguments.steps, 'steps')} of {TOKENS} tokens, "
+        f"{SEEDS} seeds"
+    )
     code = exit_codes.DONE if good else FAILED
     if arguments.svg:
         _draw(lines, title, arguments.svg)
@@ -105,7 +110,10 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
                 "steps": arguments.steps,
                 "limit": LIMIT,
                 "text": source,
-                "lines": as_json(lines),
+                "lines": [
+                    {**asdict(line), "slope": line.slope, "start_slope": line.start_slope}
+                    for line in lines
+                ],
                 "written": arguments.svg and str(arguments.svg),
             }
         ), code
@@ -116,69 +124,31 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     return "\n\n".join(parts), code
 
 
-def _tokenizer_size(run: RunConfig) -> int | None:
-    """Return the vocabulary of models that take the tokenizer's; None for others."""
-    if run.model_args().vocab_size is not None:
-        return None
-    from titanlite.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
-
-
-def _check_model(run: RunConfig, models: Models) -> None:
-    """Raise ConfigError for a model whose multipliers have no place."""
-    given = Mup(models.base.dim, models.kept)
-    found = problems(replace(run, mup=given), models.of[models.widths[-1]])
-    refuse(list(found))
-
-
 def _task(run: RunConfig, arguments: argparse.Namespace, models: Models) -> tuple[Task, str]:
     """Return what all models have in common, and where their tokens are from."""
-    import torch
-
-    from titanlite.cli.loading import choose_device
-    from titanlite.contrib.lab.mup.coordinates import Task
-
-    device = choose_device(arguments.device)
-    if not arguments.random and run.row_len <= arguments.tokens:
-        most = run.row_len - 1
-        raise bad_flag("--tokens", f"a row of the text serves {most} at most; raise seq_len")
-    wanted = arguments.steps, arguments.tokens
-    source = "random tokens"
-    rows = None
-    if not arguments.random:
-        try:
-            rows = _rows(run, *wanted)
-            source = f"text of {run.training.dataset_path or run.training.dataset}"
-        except Exception as error:
-            if exit_codes.own_code(error) is None and not isinstance(error, OSError):
-                raise
-            reason = str(error).partition("\n")[0]
-            source = f"random tokens, as the text cannot be read: {reason}"
-    vocabulary = models.base.n_vocab
-    if rows is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (arguments.steps, arguments.tokens + 1)
-        rows = torch.randint(vocabulary, shape, generator=generator)
-    rows = (rows % vocabulary).to(device)
-    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
-    return Task(run.spec, run.optimizer, batches, device), source
-
-
-def _rows(run: RunConfig, steps: int, length: int) -> torch.Tensor:
-    """Return the first tokens of the first rows of the training text: [steps, length + 1] int64.
-
-    Raises what `read_training_text` raises.
-    """
+    import numpy
     import torch
 
     from titanlite.assembly.datasets import read_training_text
+    from titanlite.cli.loading import choose_device
+    from titanlite.contrib.lab.mup.coordinates import Task
     from titanlite.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    text = read_training_text(run, tokenizer)
-    rows = [torch.from_numpy(text.sequence(i).tokens[: length + 1].copy()) for i in range(steps)]
-    return torch.stack(rows)
+    device = choose_device(arguments.device)
+    vocabulary = models.base.n_vocab
+    if arguments.random:
+        source = "random tokens"
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(vocabulary, (arguments.steps, TOKENS + 1), generator=generator)
+    else:
+        source = f"text of {run.training.dataset_path or run.training.dataset}"
+        tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+        text = read_training_text(run, tokenizer)
+        found = [text.sequence(i).tokens[: TOKENS + 1] for i in range(arguments.steps)]
+        rows = torch.from_numpy(numpy.stack(found))
+    rows = (rows % vocabulary).to(device)
+    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
+    return Task(run.spec, run.optimizer, batches, device), source
 
 
 def measure(task: Task, models: Models, seeds: int) -> list[Line]:
@@ -204,13 +174,6 @@ def _line(kind: str, mup: bool, widths: Sequence[int], runs: Sequence[Sequence[S
         values.append([sum(one.value[step] for one in seeds) / len(seeds) for seeds in runs])
         changes.append([sum(one.change[step] for one in seeds) / len(seeds) for seeds in runs])
     return Line(kind, mup, widths, values, changes[1:])
-
-
-def _title(run: RunConfig, arguments: argparse.Namespace, models: Models) -> str:
-    optimizer = f"{run.optimizer.name}, rate {run.optimizer.peak_lr:g}"
-    steps = f"{counted(arguments.steps, 'steps')} of {arguments.tokens} tokens"
-    seeds = counted(arguments.seeds, "seeds")
-    return f"{run.model.title} from base dim {models.base.dim}: {optimizer}, {steps}, {seeds}"
 
 
 def _table(lines: Sequence[Line], models: Models) -> Table:

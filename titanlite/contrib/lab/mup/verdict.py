@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Slopes of the change with muP lie within plus and minus this. A wrong rule is off by the root of
@@ -68,14 +68,3 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, list[str]]:
             "note: without muP nothing grows either, so the check tells little: raise optimizer.lr"
         )
     return not bad, told
-
-
-def as_json(lines: Sequence[Line]) -> list[Mapping[str, object]]:
-    """Return what `--json` prints of the lines."""
-    found: list[Mapping[str, object]] = []
-    for line in lines:
-        entry: dict[str, object] = {"kind": line.kind, "mup": line.mup}
-        entry |= {"slope": line.slope, "start_slope": line.start_slope}
-        entry |= {"values": line.values, "changes": line.changes}
-        found.append(entry)
-    return found

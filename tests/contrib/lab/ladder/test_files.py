@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.cli.ladder.made_up import made_up
-from titanlite.contrib.lab.ladder.files import as_entries, read_points
+from tests.contrib.lab.ladder.made_up import made_up
+from titanlite.contrib.lab.ladder.files import read_points
 from titanlite.contrib.lab.ladder.law import LadderError, Point
 
 
 def test_points_written_as_json_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "points.json"
     points = made_up()
-    file.write_text(json.dumps({"format": 1, "points": as_entries(points), "law": {}}))
+    file.write_text(
+        json.dumps({"format": 1, "points": [asdict(point) for point in points], "law": {}})
+    )
     assert read_points(file) == points
-    file.write_text(json.dumps(as_entries(points)))
+    file.write_text(json.dumps([asdict(point) for point in points]))
     assert read_points(file) == points
 
 
@@ -33,14 +36,13 @@ def test_a_csv_takes_its_columns_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "", "a.csv: is empty; the first line names the columns parameters, tokens, loss"),
+        ("a.csv", "", "no column 'parameters'; the first line names parameters, tokens, loss"),
         ("a.csv", "N,loss\n1,2\n", "a.csv:1: no column 'tokens'"),
         ("a.csv", "N,D,loss\n1,2,3\n1,x,3\n", "a.csv:3: tokens is 'x': expected a number"),
         ("a.csv", "N,D,loss\n1,2\n", "a.csv:2: loss is ''"),
         ("a.json", "{", "a.json: is no JSON"),
         ("a.json", '{"points": 3}', "expected a list of points"),
-        ("a.json", '{"format": 7, "points": []}', "format 7 is of another version"),
-        ("a.json", "[3]", "point 1: expected an object, got 3"),
+        ("a.json", "[3]", "expected a list of points"),
         ("a.json", '[{"parameters": 1, "tokens": 2}]', "point 1: loss is None"),
         ("a.json", '[{"parameters": true, "tokens": 2, "loss": 1}]', "parameters is True"),
         ("a.txt", "1 2 3", "expected points.json of a ladder, or a file of the kind .csv"),

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cli.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
+from tests.contrib.lab.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
 from titanlite.contrib.lab.ladder.fit import CONFIDENCE, DELTA, KNOWN_TOKEN_EXPONENT, fit
 from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points
-from titanlite.contrib.lab.ladder.passes import passes_note, with_passes
 from titanlite.contrib.lab.ladder.predict import (
     check_distance,
     horizon_note,
     leave_largest_out,
+    passes_note,
     predict,
 )
-from titanlite.contrib.lab.ladder.report import Report, report_text
-from titanlite.utils import Style
 
 #: Four times the largest of the ladder.
 TARGET = (4.0 * SIZES[-1], 20 * 4.0 * SIZES[-1])
@@ -240,17 +238,10 @@ def test_tokens_for_each_parameter_that_no_run_had_are_told() -> None:
 
 def test_texts_that_are_read_more_than_once_are_told() -> None:
     largest = SIZES[-1] * 20
-    points = with_passes(made_up(), largest / 2)
-    assert points[-1].passes == 2
-    note = passes_note(points, 3 * largest, largest / 2)
+    note = passes_note(made_up(), 3 * largest, largest / 2)
     assert note is not None
     assert "the text has 1.6B tokens" in note
     # Sizes double, and so do horizons: one run reads 2 times, two read it once, not more.
     assert "by 1 of 15 runs, at most 2 times and this file, 6 times" in note
-    assert passes_note(with_passes(made_up(), largest), largest, largest) is None
-    assert passes_note(with_passes(made_up(), None), largest, None) is None
-    table = report_text(Report(fit(points, replicates=10), []), Style(False))
-    assert "tokens/N  passes" in table.splitlines()[0]
-    assert "    2.00  " in table.splitlines()[15]
-    once = report_text(Report(fit(made_up(), replicates=10), []), Style(False))
-    assert "passes" not in once.splitlines()[0]
+    assert passes_note(made_up(), largest, largest) is None
+    assert passes_note(made_up(), largest, None) is None

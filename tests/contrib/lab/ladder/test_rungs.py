@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.ladder.tiny import FLAGS, NAMES, written
+from tests.contrib.lab.ladder.tiny import FLAGS, NAMES, written
 from titanlite.config.errors import ConfigError
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, computed, rungs
-from titanlite.contrib.lab.ladder.target import Target, schedule_note, target_of
+from titanlite.contrib.lab.ladder.target import Target, target_of
 from titanlite.contrib.lab.members import check_members
 
 
@@ -22,7 +22,6 @@ def target(folder: Path, *flags: str, nproc: int = 1, more: str = "") -> Target:
     arguments = argparse.Namespace(
         files=[str(written(folder, more))],
         nproc_per_node=nproc,
-        at_once=1,
         fit=None,
         dry_run=False,
         gpu=None,
@@ -182,10 +181,10 @@ def test_targets_of_which_smaller_runs_tell_nothing_are_refused(
 
 
 def test_another_schedule_than_the_ladders_is_told(tmp_path: Path) -> None:
-    assert schedule_note(target(tmp_path)) is None
-    note = schedule_note(target(tmp_path, "--lr_scheduler.decay_type=cosine"))
+    assert target(tmp_path).schedule_note is None
+    note = target(tmp_path, "--lr_scheduler.decay_type=cosine").schedule_note
     assert note is None
-    note = schedule_note(target(tmp_path, "--ladder.decay_ratio=0.2"))
+    note = target(tmp_path, "--ladder.decay_ratio=0.2").schedule_note
     assert note is not None
     assert "falls over 50% of its steps (linear)" in note
     assert "lr_scheduler.decay_ratio = 0.2 makes them equal" in note

@@ -1,4 +1,4 @@
-"""What all services that track runs share: the run's names and its id."""
+"""Services that track runs, and what they share: the run's names and its id."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from titanlite.metrics.boards import BackgroundWriter
 from titanlite.runs.links import read_own
 from titanlite.utils import atomic_write
 
+#: Name in `metrics.trackers` → its class, a `Tracker`.
+TRACKERS = {
+    "wandb": "titanlite.metrics.wandb:WandbTracker",
+    "mlflow": "titanlite.contrib.trackers.mlflow:MlflowTracker",
+    "comet": "titanlite.contrib.trackers.comet:CometTracker",
+    "trackio": "titanlite.contrib.trackers.trackio:TrackioTracker",
+}
 #: Project, or experiment, of the runs where the environment names none.
 PROJECT = "titanlite"
 #: Tracker -> the variable that names one run there.

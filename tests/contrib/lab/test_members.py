@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from titanlite.contrib.lab.members import (
     MemberError,
     MemberResult,
     check_members,
-    make_slots,
     result_of,
     run_members,
 )
@@ -131,17 +129,6 @@ def test_a_second_call_runs_only_what_failed(
     assert [file.stat().st_mtime_ns for file in files] == times
     assert attempts(folder / "broken").count('"event": "start"') == 2
     assert results[1:] == first[1:]
-
-
-@pytest.mark.slow
-def test_two_at_a_time_learn_the_same_bit_for_bit(
-    sweep: tuple[Path, list[MemberResult]], tmp_path: Path
-) -> None:
-    folder, _ = sweep
-    run_members([SMALL, LARGE], CONFIG, tmp_path, at_once=2)
-    assert rows(tmp_path / "small") == rows(folder / "small")
-    assert rows(tmp_path / "large") == rows(folder / "large")
-    assert rows(folder / "small") != rows(folder / "large")
 
 
 @pytest.mark.slow
@@ -314,18 +301,3 @@ def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(
     (result,) = run_members([SMALL], [*CONFIG, shows], tmp_path, nproc=2)
     assert (result.state, result.tokens) == ("done", STEPS * 2 * 2 * 16)
     assert "run id: None" in (tmp_path / "small" / "console.log").read_text()
-
-
-def test_each_run_at_a_time_has_its_own_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: made up; done\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert make_slots(2, 2) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    with pytest.raises(MemberError, match="need 6 GPUs, and this machine shows 4"):
-        make_slots(3, 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert make_slots(2, 1) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "1"}]

@@ -25,11 +25,11 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
 from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
+from titanlite.config.resolve import resolve
+from titanlite.contrib.trackers.mlflow import metric_name
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all, tags
-from titanlite.metrics.trackers import open_trackers
-from titanlite.metrics.trackers.mlflow import metric_name
-from titanlite.metrics.trackers.tracker import TrackedRun
+from titanlite.metrics.trackers import TRACKERS, TrackedRun, Tracker
 from titanlite.runs.jsonl import read_metrics
 
 NAMES = ["mlflow", "comet", "trackio"]
@@ -42,6 +42,10 @@ LOCAL: dict[str, Callable[[Path], dict[str, str]]] = {
     "comet": lambda folder: {"COMET_OFFLINE_DIRECTORY": str(folder / "comet")},
     "trackio": lambda folder: {"TRACKIO_DIR": str(folder / "trackio")},
 }
+
+
+def open_trackers(names: list[str], run: TrackedRun) -> list[Tracker]:
+    return [resolve(TRACKERS[name])(run) for name in names]
 
 
 @dataclass

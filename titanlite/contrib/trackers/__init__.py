@@ -1,0 +1,1 @@
+"""Services that track runs, beside Weights & Biases."""
