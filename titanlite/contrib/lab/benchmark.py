@@ -338,40 +338,18 @@ def _finish(
     if not finished:
         return "no run is finished"
     config = {}
-    tasks = {}
     for (name, _), run in finished.items():
-        values = dict(run.config or {})
-        values.pop("job.dump_folder", None)
-        config[name] = values
-        task = {k: v for k, v in values.items() if k.startswith("model.") or k in _TASK}
-        tasks[name] = {**task, "sequences per step": sizes[name]}
-    base = levels[0].name
-    unlike = {}
-    for name, task in tasks.items():
-        keys = [key for key, value in task.items() if tasks.get(base, task).get(key) != value]
-        if keys:
-            unlike[name] = keys
+        config[name] = dict(run.config or {})
+        config[name].pop("job.dump_folder", None)
+    unlike = _unlike(config, sizes, levels[0].name)
     runs: list[RunFigures] = []
     for (name, repeat), run in finished.items():
         runs.append(measure(run, name, repeat, arguments.warmup))
     rows = summarize([level.name for level in levels], runs, unlike)
-    notes = [
-        f"{name} differs from {base} in {', '.join(keys)}: losses not compared"
-        for name, keys in unlike.items()
-    ]
-    emulated = [name for name, v in config.items() if v[SWITCHES[1]] and v["float8.emulate"]]
-    if emulated:
-        notes.append(
-            f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed"
-        )
-    record = next(iter(finished.values())).attempts[-1]
-    if str(record.get("device")).startswith("CPU"):
-        notes.append("memory on a CPU is the resident memory of rank 0, libraries included")
-    if rows[0].loss_spread is not None:
-        notes.append(
-            f"between repeats of {base} losses differ by at most {rows[0].loss_spread:.2g}"
-        )
-    out = next(iter(finished.values())).folder.parents[1]
+    a_run = next(iter(finished.values()))
+    record = a_run.attempts[-1]
+    notes = _notes(config, unlike, levels[0].name, rows[0].loss_spread, str(record.get("device")))
+    out = a_run.folder.parents[1]
     title = Path(arguments.config).name
     command = provenance.command(["titanlite", *sys.argv[1:]])
     results: dict[str, Any] = {
@@ -396,15 +374,67 @@ def _finish(
     first = {name: run for (name, repeat), run in finished.items() if repeat == 1}
     drawn = charts(list(first.values()), list(first))[:2]
     atomic_write(out / PICTURE, draw(drawn, f"{title}: the first run of each level"))
-    head = [
-        f"{_conditions(next(iter(finished.values())))}; {os.cpu_count()} processor cores",
+    head = _head(arguments, a_run)
+    shown = table(rows, arguments.steps, arguments.repeats)
+    below = ["", *(f"note: {note}" for note in notes)]
+    text = "\n".join([*head, render(shown, False), *below]).rstrip()
+    atomic_write(out / PAGE, _page(title, command, text, levels))
+    if arguments.json:
+        return to_json(results)
+    written = ", ".join(str(out / name) for name in (PAGE, RESULTS, PICTURE))
+    return "\n".join(["", *head, render(shown), *below, "", f"written: {written}"])
+
+
+def _head(arguments: argparse.Namespace, run: Run) -> list[str]:
+    return [
+        f"{_conditions(run)}; {os.cpu_count()} processor cores",
         f"{arguments.steps} steps a run, the first {arguments.warmup} not counted; medians of "
         f"{arguments.repeats} repeats in turn",
         "",
     ]
-    shown = table(rows, arguments.steps, arguments.repeats)
-    below = ["", *(f"note: {note}" for note in notes)]
-    text = "\n".join([*head, render(shown, False), *below]).rstrip()
+
+
+def _unlike(
+    config: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], base: str
+) -> dict[str, list[str]]:
+    """Return the keys by which a level trains another model or on other text than the first."""
+    tasks = {}
+    for name, values in config.items():
+        task = {k: v for k, v in values.items() if k.startswith("model.") or k in _TASK}
+        tasks[name] = {**task, "sequences per step": sizes[name]}
+    unlike = {}
+    for name, task in tasks.items():
+        keys = [key for key, value in task.items() if tasks.get(base, task).get(key) != value]
+        if keys:
+            unlike[name] = keys
+    return unlike
+
+
+def _notes(
+    config: Mapping[str, Mapping[str, Any]],
+    unlike: Mapping[str, Sequence[str]],
+    base: str,
+    spread: float | None,
+    device: str,
+) -> list[str]:
+    """Return what a reader of the figures should know."""
+    notes = [
+        f"{name} differs from {base} in {', '.join(keys)}: losses not compared"
+        for name, keys in unlike.items()
+    ]
+    emulated = [name for name, v in config.items() if v[SWITCHES[1]] and v["float8.emulate"]]
+    if emulated:
+        notes.append(
+            f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed"
+        )
+    if device.startswith("CPU"):
+        notes.append("memory on a CPU is the resident memory of rank 0, libraries included")
+    if spread is not None:
+        notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
+    return notes
+
+
+def _page(title: str, command: Sequence[str], text: str, levels: Sequence[Level]) -> str:
     about = "\n".join(f"- {level.name}: {level.about}" for level in levels)
     page = [
         f"# Benchmark: {title}",
@@ -413,8 +443,4 @@ def _finish(
         about,
         f"![curves of loss and speed]({PICTURE})\n",
     ]
-    atomic_write(out / PAGE, "\n\n".join(page))
-    if arguments.json:
-        return to_json(results)
-    written = ", ".join(str(out / name) for name in (PAGE, RESULTS, PICTURE))
-    return "\n".join(["", *head, render(shown), *below, "", f"written: {written}"])
+    return "\n\n".join(page)
