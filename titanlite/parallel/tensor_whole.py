@@ -30,7 +30,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from titanlite.dist import ParallelismError
-from titanlite.models.hf.tensor import HIDDEN
 from titanlite.parallel.own_linear import OwnLinear
 from titanlite.parallel.tensor import check_all_divided, shared_parameters, tie
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from titanlite.models.hf.args import HFArgs
     from titanlite.models.hf.skeleton import Skeleton
 
-#: Name of the activations where a module takes them by name.
-HIDDEN = "hidden_states"
 #: Style of `transformers` → kind.
 _KINDS = {
     "colwise": "colwise",
