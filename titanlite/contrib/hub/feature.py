@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
-    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.assembly.report_rows import Row, Setup
-    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.features.float8.error import Float8ErrorCheck

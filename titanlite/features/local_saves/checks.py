@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.config.entries import quote
+from titanlite.config.errors import Problem
 from titanlite.config.urls import is_url
 
 if TYPE_CHECKING:
-    from titanlite.config.errors import Problem
     from titanlite.config.sections import Checkpoint
 
 KEY = "checkpoint.local_folder"
