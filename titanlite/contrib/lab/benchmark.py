@@ -23,7 +23,7 @@ from titanlite.config.errors import ConfigError, bad_flag, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
 from titanlite.contrib.lab.benchmark_figures import (
-    RunFigures,
+    LevelFigures,
     after_warmup,
     measure,
     summarize,
@@ -337,89 +337,88 @@ def _finish(
     """
     if not finished:
         return "no run is finished"
-    config = {}
-    for (name, _), run in finished.items():
-        config[name] = dict(run.config or {})
-        config[name].pop("job.dump_folder", None)
-    unlike = _unlike(config, sizes, levels[0].name)
-    runs: list[RunFigures] = []
-    for (name, repeat), run in finished.items():
-        runs.append(measure(run, name, repeat, arguments.warmup))
+    first = next(iter(finished.values()))
+    config = {name: _values(run) for (name, _), run in finished.items()}
+    unlike = _unlike(levels[0].name, config, sizes)
+    runs = [
+        measure(run, name, repeat, arguments.warmup) for (name, repeat), run in finished.items()
+    ]
     rows = summarize([level.name for level in levels], runs, unlike)
-    a_run = next(iter(finished.values()))
-    record = a_run.attempts[-1]
-    notes = _notes(config, unlike, levels[0].name, rows[0].loss_spread, str(record.get("device")))
-    out = a_run.folder.parents[1]
+    record = first.attempts[-1]
+    notes = _notes(config, unlike, rows[0], str(record.get("device")))
     title = Path(arguments.config).name
     command = provenance.command(["titanlite", *sys.argv[1:]])
+    hardware = {"device": record.get("device"), "world_size": record.get("ranks")}
     results: dict[str, Any] = {
         "format": 2,
         "title": title,
         "command": command,
-        "versions": provenance.versions(),
-        "hardware": {
-            "device": record.get("device"),
-            "world_size": record.get("ranks"),
-            "cores": os.cpu_count(),
-        },
-        "steps": arguments.steps,
-        "warmup": arguments.warmup,
-        "repeats": arguments.repeats,
-        "levels": [asdict(row) for row in rows],
-        "runs": [asdict(run) for run in runs],
         "notes": notes,
         "config": config,
     }
-    atomic_write(out / RESULTS, to_json(results) + "\n")
-    first = {name: run for (name, repeat), run in finished.items() if repeat == 1}
-    drawn = charts(list(first.values()), list(first))[:2]
-    atomic_write(out / PICTURE, draw(drawn, f"{title}: the first run of each level"))
-    head = _head(arguments, a_run)
+    results |= {"versions": provenance.versions()}
+    results |= {"hardware": {**hardware, "cores": os.cpu_count()}}
+    results |= {name: getattr(arguments, name) for name in ("steps", "warmup", "repeats")}
+    results |= {"levels": [asdict(row) for row in rows], "runs": [asdict(run) for run in runs]}
+    head = (
+        f"{_conditions(first)}; {os.cpu_count()} processor cores\n"
+        f"{arguments.steps} steps a run, the first {arguments.warmup} not counted; medians of "
+        f"{arguments.repeats} repeats in turn\n"
+    )
     shown = table(rows, arguments.steps, arguments.repeats)
-    below = ["", *(f"note: {note}" for note in notes)]
-    text = "\n".join([*head, render(shown, False), *below]).rstrip()
-    atomic_write(out / PAGE, _page(title, command, text, levels))
+    below = "\n".join(f"note: {note}" for note in notes)
+    text = f"{head}\n{render(shown, False)}\n\n{below}".rstrip()
+    about = "\n".join(f"- {level.name}: {level.about}" for level in levels)
+    picture = f"![curves of loss and speed]({PICTURE})\n"
+    page = [f"# Benchmark: {title}", f"`{' '.join(command)}`", f"```\n{text}\n```", about, picture]
+    compared = {name: run for (name, repeat), run in finished.items() if repeat == 1}
+    curves = charts(list(compared.values()), list(compared))[:2]
+    files = {
+        PAGE: "\n\n".join(page),
+        RESULTS: f"{to_json(results)}\n",
+        PICTURE: draw(curves, f"{title}: the first run of each level"),
+    }
+    out = first.folder.parents[1]
+    for name, content in files.items():
+        atomic_write(out / name, content)
     if arguments.json:
         return to_json(results)
-    written = ", ".join(str(out / name) for name in (PAGE, RESULTS, PICTURE))
-    return "\n".join(["", *head, render(shown), *below, "", f"written: {written}"])
+    written = ", ".join(str(out / name) for name in files)
+    return f"\n{head}\n{render(shown)}\n\n{below}\n\nwritten: {written}"
 
 
-def _head(arguments: argparse.Namespace, run: Run) -> list[str]:
-    return [
-        f"{_conditions(run)}; {os.cpu_count()} processor cores",
-        f"{arguments.steps} steps a run, the first {arguments.warmup} not counted; medians of "
-        f"{arguments.repeats} repeats in turn",
-        "",
-    ]
+def _values(run: Run) -> dict[str, Any]:
+    """Return the config of a run, without its place."""
+    return {key: value for key, value in (run.config or {}).items() if key != "job.dump_folder"}
 
 
 def _unlike(
-    config: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], base: str
+    base: str, config: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int]
 ) -> dict[str, list[str]]:
-    """Return the keys by which a level trains another model or on other text than the first."""
-    tasks = {}
-    for name, values in config.items():
-        task = {k: v for k, v in values.items() if k.startswith("model.") or k in _TASK}
-        tasks[name] = {**task, "sequences per step": sizes[name]}
-    unlike = {}
-    for name, task in tasks.items():
-        keys = [key for key, value in task.items() if tasks.get(base, task).get(key) != value]
+    """Return each level with other weights, text or batch than the first → the keys."""
+    found = {}
+    for name in config if base in config else ():
+        keys = []
+        for key, value in config[name].items():
+            is_task = key.startswith("model.") or key in _TASK
+            if is_task and config[base].get(key) != value:
+                keys.append(key)
+        if sizes[name] != sizes[base]:
+            keys.append("sequences per step")
         if keys:
-            unlike[name] = keys
-    return unlike
+            found[name] = keys
+    return found
 
 
 def _notes(
     config: Mapping[str, Mapping[str, Any]],
     unlike: Mapping[str, Sequence[str]],
-    base: str,
-    spread: float | None,
+    base: LevelFigures,
     device: str,
 ) -> list[str]:
-    """Return what a reader of the figures should know."""
+    """Return what a reader of the table must know. base: the first level."""
     notes = [
-        f"{name} differs from {base} in {', '.join(keys)}: losses not compared"
+        f"{name} differs from {base.level} in {', '.join(keys)}: losses not compared"
         for name, keys in unlike.items()
     ]
     emulated = [name for name, v in config.items() if v[SWITCHES[1]] and v["float8.emulate"]]
@@ -429,18 +428,7 @@ def _notes(
         )
     if device.startswith("CPU"):
         notes.append("memory on a CPU is the resident memory of rank 0, libraries included")
-    if spread is not None:
-        notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
+    if base.loss_spread is not None:
+        spread = f"{base.loss_spread:.2g}"
+        notes.append(f"between repeats of {base.level} losses differ by at most {spread}")
     return notes
-
-
-def _page(title: str, command: Sequence[str], text: str, levels: Sequence[Level]) -> str:
-    about = "\n".join(f"- {level.name}: {level.about}" for level in levels)
-    page = [
-        f"# Benchmark: {title}",
-        f"`{' '.join(command)}`",
-        f"```\n{text}\n```",
-        about,
-        f"![curves of loss and speed]({PICTURE})\n",
-    ]
-    return "\n\n".join(page)
