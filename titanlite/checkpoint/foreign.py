@@ -32,7 +32,7 @@ from titanlite.checkpoint.source_model import differences, read_model, remedy
 from titanlite.checkpoint.weights import Part, Weights
 from titanlite.models.spec import ModelSpec
 
-#: What knows a format by its files → what opens such weights, as `open_weights` does.
+#: Function that recognizes a format by its files → function that opens its weights.
 _FORMATS: dict[Callable[[Path], bool], str] = {
     holds_adapters: "titanlite.features.lora.peft:open_peft",
     holds_meta: "titanlite.checkpoint.meta:open_meta",

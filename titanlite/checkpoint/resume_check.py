@@ -29,6 +29,16 @@ class ResumeResult(NamedTuple):
     text: str
 
 
+class _Late(NamedTuple):
+    """Loss and norm of the step after a save, on their way from a GPU."""
+
+    step: int
+    #: Of the save.
+    identity: str
+    numbers: torch.Tensor
+    event: torch.cuda.Event
+
+
 class ResumeCheck:
     """Records the step after each save, and compares it when a run resumes from that save.
 
@@ -57,6 +67,8 @@ class ResumeCheck:
         self._loaded: LoadedState | None = None
         self._same_batch: bool | None = None
         self._earlier: dict[str, Any] | None = None
+        #: Step and id of a save, and the numbers of that step on their way from a GPU.
+        self._late: _Late | None = None
 
     def at_save(self, step: int, next_batch: str | None) -> dict[str, Any]:
         """Return an entry for the train state.
@@ -97,9 +109,10 @@ class ResumeCheck:
     def after_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> ResumeResult | None:
         """Call it after every step, with its loss and gradient norm (0-dim, on any device).
 
-        Returns, on rank 0, the result after the first step of a resumed run. Only that step, and
-        one after a save, waits for a GPU.
+        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits
+        for a GPU: the numbers of one after a save are written a step later.
         """
+        self.flush()
         loaded = self._loaded
         self._loaded = None
         save = None
@@ -108,13 +121,25 @@ class ResumeCheck:
             self._next = None
         if self._rank or not (save or loaded):
             return None
+        follows_save = save is not None and step == save[0]
+        if save is not None and follows_save and loaded is None and loss.is_cuda:
+            self._late = _on_its_way(step, save[1], loss, norm)
+            return None
         numbers = loss.item(), norm.item()
         finite = all(map(math.isfinite, numbers))
-        if save is not None and step == save[0]:
+        if save is not None and follows_save:
             self._record(step, save[1], *numbers)
         if loaded is None or (not finite and self._earlier is not None):
             return None
         return self._compare(loaded, numbers)
+
+    def flush(self) -> None:
+        """Write the numbers that are on their way from a GPU."""
+        late = self._late
+        self._late = None
+        if late is not None:
+            late.event.synchronize()
+            self._record(late.step, late.identity, *late.numbers.tolist())
 
     def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
         """numbers: loss and gradient norm of the first step, to compare with those of the earlier
@@ -169,7 +194,7 @@ class ResumeCheck:
             if before != value:
                 changed.append(f"{name} {before} then, {value} now")
         differ = ", ".join(changed)
-        gap = max(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in zip(now, then, strict=True))
+        gap = max(_relative_difference(a, b) for a, b in zip(now, then, strict=True))
         text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
         # Of the two attempts the coarser one decides.
         tolerance = max(self.tolerance, earlier.get("tolerance", 0.0))
@@ -206,3 +231,16 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     numbers = (record.get("loss"), record.get("norm"), record.get("tolerance", 0.0))
     has_numbers = all(type(number) in (int, float) for number in numbers)
     return has_numbers and isinstance(record.get("setting"), dict)
+
+
+def _on_its_way(step: int, identity: str, loss: torch.Tensor, norm: torch.Tensor) -> _Late:
+    """Start the copy of a step's numbers from a GPU, and wait for nothing."""
+    numbers = torch.empty(2, dtype=torch.float64, pin_memory=True)
+    event = torch.cuda.Event()
+    numbers.copy_(torch.stack([loss.double(), norm.double()]), non_blocking=True)
+    event.record()
+    return _Late(step, identity, numbers, event)
+
+
+def _relative_difference(a: float, b: float) -> float:
+    return abs(a - b) / (max(abs(a), abs(b)) or 1.0)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.callbacks import Callback
+from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
@@ -54,6 +54,10 @@ class VerifyResume(Callback):
             found := self._check.after_step(trainer.step, result.loss, result.grad_norm)
         ) is not None:
             logger.log(logging.INFO if found.verified else logging.WARNING, found.text)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        if end.state in ("done", "preempted"):
+            self._check.flush()
 
     def on_rollback(self, trainer: Trainer) -> None:
         self._check.forget()

@@ -12,7 +12,7 @@ import symtable
 import sys
 from pathlib import Path
 
-#: What lets a module get other names than those that it binds itself.
+#: Names by which a module can get attributes that it does not bind itself.
 _OPAQUE = re.compile(
     rb"import \*|\bglobal |__getattr__|\b(globals|vars|exec|setattr)\(|__dict__|__path__|\.modules"
 )

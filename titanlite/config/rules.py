@@ -1,4 +1,4 @@
-"""What checks of a config are made of: tables of rules between two keys, and numbers of hints."""
+"""Building blocks of config checks: tables of rules between two keys, and numbers for hints."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _choices(
         if pattern is not None:
             paths.append(f"{place.path_line(pattern)}  # {about}")
     if splits:
-        # Those that are held out come last.
+        # Splits that are held out come last.
         ordered = sorted(splits - {""}, key=lambda split: (holds_out([split]), split))
         others += [place.split_line(split) for split in ordered]
         others.append(f"{place.split_line(ALL_SPLITS)}  # the files of all splits")

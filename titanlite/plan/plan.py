@@ -92,7 +92,7 @@ class Plan:
     memory: RankMemory
     #: The memory is of a trace, not of formulas.
     exact: bool
-    #: Of the first step.
+    #: Seconds and rates of the first step.
     speed: Speed
     #: Name → bytes of host memory of one machine.
     host: Mapping[str, int]

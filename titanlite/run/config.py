@@ -101,7 +101,7 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
     """
 
     mesh: MeshSizes
-    #: Of the first step.
+    #: Batch sizes of the first step.
     batch: BatchSizes
     #: The sizes of all steps, where nothing disturbs the run.
     course: Course

@@ -220,7 +220,7 @@ class Features:
 
     @property
     def on(self) -> list[Feature]:
-        """Those that are on, in the order of `FEATURES`."""
+        """Return the features that are on, in the order of `FEATURES`."""
         names = dict.fromkeys(entry.name for entry in FEATURES)
         every = (getattr(self, name) for name in names)
         return [feature for feature in every if feature is not None]

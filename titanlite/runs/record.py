@@ -54,7 +54,7 @@ class Start:
 
     #: The resolved config.
     config_toml: str
-    #: Of the whole run.
+    #: Number of steps of the whole run.
     steps: int
     ranks: int
     device: str

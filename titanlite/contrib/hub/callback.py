@@ -69,7 +69,7 @@ class HubUploads(Callback):
         self._failures: Counter[Upload] = Counter()
 
     def on_start(self, trainer: Trainer) -> None:
-        # What a killed push left.
+        # A killed push may have left files here.
         shutil.rmtree(self._folder / HUB, ignore_errors=True)
         self._last_step = trainer.steps
         self._submit()

@@ -125,7 +125,7 @@ def _public_part(match: re.Match[str]) -> str:
     try:
         text: str = loads(f"text = {quoted}")["text"]
     except TOMLDecodeError:
-        # Of a checkpoint that another program wrote.
+        # The checkpoint is by another program.
         return quote("…")
     return quote(f"…/{_name(text)}") if _PRIVATE.match(text) else quoted
 

@@ -1,4 +1,4 @@
-"""Which weights a path means: a checkpoint of a run, or exported ones. No torch."""
+"""Find the weights that a path means: a checkpoint of a run, or exported ones. No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Weights:
     path: AnyPath
     #: Steps that it was trained for; None: unknown.
     step: int | None
-    #: Of a checkpoint; None for exported weights.
+    #: Manifest of the checkpoint; None for exported weights.
     manifest: Manifest | None
     #: None where no run is recorded beside the weights.
     run: Run | None
@@ -60,7 +60,7 @@ class Weights:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What metrics.jsonl has of the step of these weights."""
+        """Return the figures of the step of these weights, as metrics.jsonl has them."""
         found: dict[str, float] = {}
         for row in self.run.rows if self.run is not None else ():
             if row["step"] == self.step:

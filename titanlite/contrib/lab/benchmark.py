@@ -68,7 +68,7 @@ LEVELS = {
     ),
 }
 SWITCHES = tuple(key for _, adds in LEVELS.values() for key in adds)
-#: Of all runs: no extra time, and no files elsewhere.
+#: Flags of every run: they save time, and keep all files in the folder of the run.
 _COMMON = (
     "--metrics.log_freq=1",
     "--float8.drift_check=0",

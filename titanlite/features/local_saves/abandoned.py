@@ -1,4 +1,4 @@
-"""What a run has left behind: local saves that must not come back, on whatever node they lie.
+"""The local saves that a run has abandoned: they must not come back, on whatever node they lie.
 
 Each start, and each rollback, begins a new line of the run, from one save. What earlier lines saved
 after that one is abandoned. A line has a random name: the shared folder may be brought back from a

@@ -55,7 +55,7 @@ class Copies:
         incoming = {}
         for owner in self.owners:
             folder = self.folder.copy(owner, step)
-            # What had its place goes.
+            # An earlier copy of this step is replaced.
             remove(folder)
             incoming[owner] = Incoming(part_path(folder, part.stem), written[owner])
         size = written[self.folder.rank].size

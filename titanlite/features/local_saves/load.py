@@ -136,7 +136,7 @@ class TieredLoader(Loader):
     group: dist.ProcessGroup
     #: Hash of where the tensors of all ranks lie.
     layout = ""
-    #: What the run has left behind.
+    #: Local saves that the run has abandoned.
     past = Past()
     #: The checkpoint that was loaded last, and what read it.
     taken: Any = None

@@ -128,7 +128,7 @@ class LocalWriter:
 
     def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
         folder = self.folder.step(step)
-        # What had its place goes.
+        # An earlier save of this step is replaced.
         remove(folder)
         folder.mkdir(parents=True)
         return write_part(part_path(folder, identity), state)

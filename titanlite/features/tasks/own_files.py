@@ -130,7 +130,7 @@ def read_own(path: str, text_key: str, limit: int | None) -> TextTask | ChoiceTa
     with _opened(path) as content:
         lines = json_lines(content, path, unit="question", most=_HEAD)
         first = None
-        # Of texts, the reader tells what is wrong.
+        # The reader of texts reports its own errors.
         with suppress(DataError):
             first = next(lines, None)
         if first is not None and isinstance(first[2], dict) and "choices" in first[2]:

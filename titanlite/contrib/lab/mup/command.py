@@ -35,7 +35,7 @@ _BASE = "mup.base_dim"
 #: Tokens of a step, one sequence: so few that updates add up in the same direction for most tokens,
 #: at small widths too.
 TOKENS = 16
-#: Of initial weights; their sizes are averaged.
+#: Number of seeds for initial weights; the sizes of activations are averaged over them.
 SEEDS = 3
 
 _ABOUT = (
