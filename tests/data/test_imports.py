@@ -46,7 +46,6 @@ _PLAIN = [
     "skip_ranges",
     "splits",
     "state",
-    "surrogates",
     "text",
     "text_check",
     "text_files",
