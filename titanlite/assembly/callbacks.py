@@ -83,7 +83,7 @@ def build_callbacks(
         sampler,
         *own,
         # The last: an evaluation may end with the save of a run.
-        tasks.begin(parts, metrics.write_scores) if tasks else None,
+        tasks.begin(parts, metrics.write) if tasks else None,
         # It waits at the end.
         hub.callback(parts) if hub else None,
     ]
