@@ -8,12 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from titanlite.config.errors import unfit
-from titanlite.metrics.terminal import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
 from titanlite.plan.plan import Disk, Leg, Plan, make_plan
 from titanlite.run.config import RunConfig
-from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
+from titanlite.utils import (
+    Style,
+    Table,
+    counted,
+    escape,
+    human_bytes,
+    human_count,
+    render,
+    wants_color,
+)
 
 _BAR = 24
 #: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -33,7 +32,7 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
 from titanlite.plan.plan import Plan, formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
-from titanlite.resolve.load import check_alone, many_passes, resolve, smallest_world
+from titanlite.resolve.load import check_alone, resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.run.length import with_steps
 from titanlite.utils import Style, atomic_write, counted
@@ -168,8 +167,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments, style)
     run = _lasting(resolve(config, ranks)[1], arguments)
-    for warning in many_passes(run):
-        print(f"warning: {warning}", file=sys.stderr)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = replace(cluster_of(run, **names), price=arguments.price)
     if arguments.search:
