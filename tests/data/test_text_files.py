@@ -22,7 +22,7 @@ from titanlite.data.chat import ChatTemplate
 from titanlite.data.formats import iter_rows
 from titanlite.data.records import Columns
 from titanlite.data.text import build_dataset
-from titanlite.data.text_files import iter_records, source_files
+from titanlite.data.text_files import find_text, iter_records
 from titanlite.data.tokenizer import load_tokenizer
 
 
@@ -65,17 +65,19 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
 
 
 def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -> None:
-    assert [file.parent.name for file in source_files("c4_test", None)] == ["train"] * 4
-    assert [file.parent.name for file in source_files("c4_validation", None)] == ["validation"]
+    def found(name: str, path: str | None) -> list[Path]:
+        return [*map(Path, find_text(name, path, "validation.dataset_path").files)]
+
+    assert [file.parent.name for file in found("c4_test", None)] == ["train"] * 4
+    assert [file.parent.name for file in found("c4_validation", None)] == ["validation"]
     file = write(tmp_path / "mine.jsonl", "a")
-    assert all(
-        source_files(name, str(tmp_path)) == [file] for name in ("c4_test", "c4_validation", "c4")
-    )
+    for name in ("c4_test", "c4_validation", "c4"):
+        assert found(name, str(tmp_path)) == [file]
     for name in ("c4", "c4_tset"):
         with pytest.raises(
             DataError, match=f'"{name}" is not bundled; set validation.dataset_path'
         ):
-            source_files(name, None, "validation.dataset_path")
+            found(name, None)
 
 
 def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
     assert "is a file of another kind" in refused(tmp_path / "text.tar")
     with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
-        source_files("c4", "allenai/c4")
+        find_text("c4", "allenai/c4", "training.dataset_path")
 
 
 def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
@@ -96,8 +98,8 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     (tmp_path / "b").rename(tmp_path / "test")
     said = refused(tmp_path)
-    assert f'dataset_path = "{tmp_path}/test/*.jsonl"  # 2 files of JSON lines, split test' in said
-    assert f'dataset_path = "{tmp_path}/a/3.jsonl"  # 1 file of JSON lines, of no split' in said
+    assert "2 files of JSON lines, split test, in subfolders: test/1.jsonl, test/2.jsonl" in said
+    assert "1 file of JSON lines, in subfolders: a/3.jsonl" in said
 
 
 def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) -> None:

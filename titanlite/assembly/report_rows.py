@@ -25,7 +25,6 @@ from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
-from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.schedule import Schedule
@@ -265,14 +264,6 @@ def text_warnings(
         yield from pass_warnings(train, name, sequences)
 
 
-def is_told(warning: str, warnings: Sequence[str]) -> bool:
-    """Return whether a warning of many passes is told already, perhaps with a number from before
-    the text was read.
-    """
-    name, found, _ = warning.partition(PASSES)
-    return bool(found) and any(one.startswith(name + found) for one in warnings)
-
-
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
     """state: its bytes per parameter; None where they are not known."""
     parts = [f"{optimizer.name}, {training.dtype} weights"]
@@ -433,7 +424,7 @@ def _schedule(run: RunConfig) -> Row:
 
 
 def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
-    """Return the warnings of machine and config, and those of the texts that are not told yet."""
+    """Return the warnings of machine and config, and those of the texts."""
     name = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None
     if run.steps is not None:
@@ -442,7 +433,4 @@ def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
     machine = accelerator_warning()
     if machine:
         found.insert(0, machine)
-    for doubt in text_warnings(datasets.train, datasets.validation, name, sequences):
-        if not is_told(doubt, run.warnings):
-            found.append(doubt)
-    return found
+    return [*found, *text_warnings(datasets.train, datasets.validation, name, sequences)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +27,7 @@ from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import Plan, formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
-from titanlite.resolve.load import check_alone, many_passes, resolve, smallest_world
+from titanlite.resolve.load import check_alone, resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.utils import atomic_write
 
@@ -82,8 +81,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments)
     run = resolve(config, ranks)[1]
-    for warning in many_passes(run):
-        print(f"warning: {warning}", file=sys.stderr)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = cluster_of(run, **names)
     if arguments.search:
