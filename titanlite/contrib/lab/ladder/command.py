@@ -176,9 +176,9 @@ def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[P
             missing.append(f"{rung.name} was not started, since its trunk {rung.trunk} is not done")
         elif one.state != "done":
             missing.append(f"{rung.name}: {one.state}. {one.reason}".rstrip(". "))
-        elif one.validation_loss is not None:
+        elif one.loss is not None:
             trunk = rung.trunk or rung.name
-            loss = one.validation_loss
+            loss = one.loss
             points.append(Point(rung.parameters, rung.tokens, loss, rung.name, trunk))
     return points, missing
 
