@@ -148,7 +148,6 @@ ROPE: list[dict[str, Any]] = [
     {"partial_rotary_factor": 0.5},
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-    {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     {
         "rope_type": "llama3",

@@ -55,7 +55,6 @@ OFF = [
     "checkpoint/manager",
     "checkpoint/manifest",
     "checkpoint/paths",
-    "checkpoint/resume_check",
     "checkpoint/retention",
     "checkpoint/schedule",
     "checkpoint/storage",

@@ -81,7 +81,7 @@ def add_to_group(
     return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
-#: Commands of earlier versions → what does their work now.
+#: Commands and options of earlier versions → what does their work now.
 GONE = {
     "completion": "editors complete keys by `titanlite config schema` (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
@@ -89,6 +89,11 @@ GONE = {
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
+    "plan --html": "the text and --json have the memory by part",
+    "plan --price": "multiply the hours by the number of machines and your price",
+    "plan --tokens": "give the key --training.tokens N",
+    "plan --mtbf": "docs/plan.md has the formula of the best save interval",
+    "plan --allow": "give --float8.enable_float8_linear to plan --search",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
@@ -173,6 +178,8 @@ class Parser(argparse.ArgumentParser):
 
     def _about_option(self, word: str) -> str:
         option = word.partition("=")[0]
+        if instead := GONE.get(f"{self.prog} {option}".removeprefix("titanlite ")):
+            return f"{option} is gone: {instead}"
         name = option.lstrip("-").replace("-", "_")
         keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)
         if self.takes_keys and keys:

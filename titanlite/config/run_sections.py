@@ -80,10 +80,6 @@ class Metrics(Section, frozen=True):
     """
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
-    enable_progress: bool = True
-    """On a terminal, show a table of the last steps and a progress line in place of step lines.
-    Files and pipes get plain lines in any case, and so does log_style = "aws_fsdp".
-    """
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Location = "tb"

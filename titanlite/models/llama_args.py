@@ -97,8 +97,6 @@ class LlamaArgs:
         wrong = wrong or self._problems_of_derived()
         if wrong:
             raise ShapeError(*wrong)
-        if self.rope_scaling is not None:
-            self.rope_scaling.check(self.head_dim)
 
     def _problems_of_derived(self) -> list[str]:
         """Return what is wrong with derived numbers, where each argument by itself is right."""

@@ -35,24 +35,6 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem("needs", "model.tokenizer_path", message, remedy)
 
 
-def _rope(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Check what RoPE tables exclude that depend on the length of the sequence."""
-    scaling = getattr(args, "rope_scaling", None)
-    above = getattr(scaling, "varies_above", None)
-    if scaling is None or above is None or run.max_seq_len <= above:
-        return
-    reason = f"above {above} tokens the RoPE tables of {scaling.kind} depend on the length"
-    if run.data.mask_documents:
-        message = f"cannot be exact: {reason}, and a row has documents of several lengths"
-        remedy = 'set it to false, or take model.rope_scaling with rope_type = "yarn"'
-        yield Problem("conflict", "data.mask_documents", message, remedy)
-    if run.sample.prompts and run.mesh.tensor * run.mesh.context > 1:
-        message = f"cannot be exact: {reason}, and these ranks pad or divide a text"
-        yield Problem(
-            "conflict", "sample.prompts", message, "sample checkpoints by `titanlite sample`"
-        )
-
-
 def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Find keys that a model cannot follow, which only its own code tells (`ModelSpec.why_not`)."""
     keys = {
@@ -143,4 +125,4 @@ def _source(run: RunConfig, args: Any) -> Iterable[Problem]:
 
 ModelRule = Callable[[RunConfig, Any], Iterable[Problem]]
 #: Rules of a run and its model's arguments.
-RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _rope, _refused_keys, _source)
+RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _refused_keys, _source)
