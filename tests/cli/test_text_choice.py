@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.commands import Command
 from tests.support.texts import CLONE, TOKENIZER, write_files
-from titanlite.assembly.report_rows import file_rows, text_warnings
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
+from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.resolve.load import load_config
 
 
@@ -100,16 +100,16 @@ def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     reader = TextReader(run.data, TOKENIZER, 2304)
     train = reader.train(run.training)
     held_out = reader.held_out(run.validation, 8)
-    found = dict(enumerate(text for _, text in file_rows(train, held_out)))
+    found = [*file_lines(train), *file_lines(held_out[""], "validation")]
     assert found[0].startswith("3 files of parquet (")
     assert found[1].startswith("validation: 1 file of parquet (")
     assert (
         "data/train-00000-of-00002.parquet, data/train-00001-of-00002.parquet (split train)"
         in found[1]
     )
-    warnings = list(text_warnings(train, held_out, "mine", 1000))
+    warnings = [*file_warnings(train, "mine"), *pass_warnings(train, "mine", 1000)]
     assert warnings[0].startswith("mine: the pattern finds files of several splits")
     assert "test (1 file)" in warnings[0]
     assert warnings[1].startswith("mine: the run reads this text ")
     assert len(warnings) == 2
-    assert list(text_warnings(train, held_out, "mine", 8 * train.sequences_per_epoch))[1:] == []
+    assert list(pass_warnings(train, "mine", 8 * train.sequences_per_epoch)) == []

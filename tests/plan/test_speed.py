@@ -503,4 +503,3 @@ def test_an_h200_in_bf16_has_the_wider_range() -> None:
         == pytest.approx(1.22)
     )
     assert plain.low / plain.tokens_per_second == pytest.approx(0.85)
-    assert any("-15 % to +41 %" in text for text in plain.assumptions)

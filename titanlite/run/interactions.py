@@ -104,12 +104,3 @@ def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
             by += f" * {_CP} {context}"
         message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
         yield Problem("divide", key, message, f"these work: {around(length, ranks)}")
-
-
-def is_below_bf16(d: Config) -> bool:
-    """Whether products are rounded more than those of bf16.
-
-    Then other losses count as equal in the check of a resume, and the MFU, which is of the peak in
-    bf16, says so.
-    """
-    return d.float8.enable_float8_linear
