@@ -83,6 +83,7 @@ def add_to_group(
 
 #: Commands and options of earlier versions → what does their work now.
 GONE = {
+    "completion": "editors complete keys by `titanlite config schema` (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
     "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
@@ -105,8 +106,6 @@ class Parser(argparse.ArgumentParser):
     command itself.
     """
 
-    #: Parse words in their order, which is all that argcomplete understands.
-    in_order = False
     _inside = False
 
     def add(
@@ -131,13 +130,13 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._inside = True
         try:
-            if self.in_order or self.commands():
+            if self.commands():
                 known, rest = super().parse_known_args(args, namespace)
             else:
                 known, rest = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._inside = False
-        if rest and not self.in_order:
+        if rest:
             self._refuse(rest)
         return known, rest
 
