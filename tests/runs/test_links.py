@@ -39,7 +39,6 @@ MORE = (
     "git-1.diff",
     "memory_snapshot/iteration_5/rank0_memory_snapshot.pickle",
     "metrics-1.jsonl",
-    "resume.jsonl",
     "run.json",
     "run.lock",
     "samples.jsonl",

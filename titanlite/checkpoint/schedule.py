@@ -93,7 +93,7 @@ class SaveSchedule:
         answer = False, step + 1
         if self._world.rank == 0:
             answer = self._decide(step, validation_loss)
-        due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
+        due, next_sync = self._world.broadcast(answer)
         if syncs:
             self._next_sync = next_sync
         return due

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -33,7 +34,6 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.metrics.terminal import terminal_width
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_alone, check_config, resolve, unnamed_tokenizer
 from titanlite.run.config import RunConfig
@@ -293,9 +293,9 @@ def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace)
 
 def _wrapped(line: str, indent: int) -> list[str]:
     """Return a line as lines that fit the terminal, if there is one."""
-    columns = terminal_width(sys.stdout)
-    if not columns:
+    if not sys.stdout.isatty():
         return [line]
+    columns = shutil.get_terminal_size().columns
     return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 

@@ -208,16 +208,17 @@ class DistEnv:
         if self.timeout is not None:
             _set_timeout(self.timeout)
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank (any picklable object; through gloo, on the
         host).
         """
         import torch
         import torch.distributed as dist
 
-        box = [value]
+        box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        received: T = box[0]
+        return received
 
 
 def _take_gpu(env: LaunchEnv) -> torch.device:

@@ -1,4 +1,4 @@
-"""The figures of a run: step lines, metrics.jsonl, TensorBoard, trackers and the live view."""
+"""The figures of a run: step lines, metrics.jsonl, TensorBoard and trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import grace_warning
-from titanlite.metrics.console import start_view
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import (
     Reading,
@@ -34,7 +33,6 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.boards import BackgroundWriter, TensorBoard
-    from titanlite.metrics.live import LiveView
     from titanlite.metrics.trackers import Tracker
     from titanlite.trainer import Trainer
 
@@ -85,7 +83,6 @@ class MetricsLogger(Callback):
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
-        self._view: LiveView | None = None
         self._logs = 0
         #: It was warned of data, or of a save, that takes long.
         self._slow_data = self._slow_save = False
@@ -107,8 +104,6 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step, _measured_again(trainer))
             self._open_trackers(folder, resumed=not is_new)
         self._open_tensorboard(0 if is_new else step)
-        if self._metrics.enable_progress and self._metrics.log_style == "titan":
-            self._view = start_view(step, trainer.steps)
         head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
         self._ranks = StragglerDetector(self._world.device, head)
         self._begin(trainer)
@@ -138,8 +133,6 @@ class MetricsLogger(Callback):
         if self._is_logged(trainer.step, trainer.steps):
             self._logs += 1
             self._log(trainer, result)
-        elif self._view:
-            self._view.tick(trainer.step)
         self._request_layer_norms(trainer)
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
@@ -179,8 +172,6 @@ class MetricsLogger(Callback):
         Of a run that failed, within two seconds: other ranks leave after three.
         """
         failed = end.state not in ("done", "preempted")
-        if self._view:
-            self._view.close()
         boards = self._boards()
         if boards:
             from titanlite.metrics.boards import close_all
@@ -201,12 +192,6 @@ class MetricsLogger(Callback):
 
             for board in boards:
                 board.write(step, tags(row))
-
-    def write_scores(self, step: int, row: Mapping[str, float]) -> None:
-        """Write figures of tasks, and show them in the live view."""
-        if self._view:
-            self._view.show_scores(step, row)
-        self.write(step, row)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show texts, by tag, in TensorBoard."""

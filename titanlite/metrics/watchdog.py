@@ -516,8 +516,6 @@ class HangWatchdog:
             else ""
         )
         handler = console_handler()
-        if handler is not None and handler.view is not None:
-            handler.view.close()
         logger.error(
             f"{peer.name} raised in {peer.where}{peer.spot}: all ranks end{see}\n{peer.text}"
         )
