@@ -90,7 +90,6 @@ REASONS = {
     "config explain": OWN,
     "config show": OWN,
     "config schema": "reads no file",
-    "completion": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
