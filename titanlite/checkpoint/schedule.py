@@ -91,7 +91,7 @@ class SaveSchedule:
         if self._world.rank == 0:
             is_over = syncs and self._clock() - begun >= config.interval
             answer = is_over or (judged and self._is_among_best(validation_loss))
-        return bool(self._world.broadcast(answer))
+        return self._world.broadcast(answer)
 
     def between(self, trainer: Trainer) -> None:
         """Do what is due after a step without a save: nothing here. All ranks call it together."""

@@ -29,7 +29,6 @@ COMMANDS = {
     "push": "titanlite.contrib.hub.command:add_command",
     "benchmark": "titanlite.contrib.lab.benchmark:add_command",
     "tokenizer": "titanlite.cli.hub.tokenizer:add_commands",
-    "completion": "titanlite.cli.completion:add_command",
 }
 
 

@@ -21,13 +21,12 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import broken_rules
 from titanlite.features.lora import checks
 from titanlite.features.lora.settings import Adapters, adapters_of
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 from titanlite.utils import counted, human_count
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Checkpoint, Config
     from titanlite.dist.dist_env import DistEnv
@@ -119,10 +118,11 @@ class LoraFeature(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         adapters = self.adapters(builder.spec, builder.args)
         trained = adapters.parameters
-        total = sum(setup.parameters.values()) + trained
+        base = builder.spec.build_on_meta(builder.args)
+        total = sum(parameter.numel() for parameter in base.parameters()) + trained
         share = f"{human_count(trained)} of {human_count(total)} parameters ({trained / total:.2%})"
         dropout = f", dropout {self.section.dropout:g}" if self.section.dropout else ""
         text = (

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
 from titanlite.features.tasks import entries
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.text import Share
@@ -153,7 +152,7 @@ class TaskEvaluation(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         names = ", ".join(map(entries.name_of, self.section.tasks))
         when = f"every {self.section.freq:,} steps"
         if self.section.at_end:
