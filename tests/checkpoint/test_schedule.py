@@ -12,7 +12,6 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import GRACE_VARIABLE, grace_warning
 
 
 def _ask(
@@ -89,14 +88,3 @@ def test_a_loss_among_the_lowest_of_this_run_is_saved(pool: Pools, tmp_path: Pat
     assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0][
         "due"
     ] == [2]
-
-
-def test_a_save_that_may_outlast_the_grace_period_is_reported_with_its_seconds() -> None:
-    torchrun = {"TORCHELASTIC_RUN_ID": "x"}
-    said = grace_warning(25.0, "the save of step 8", torchrun)
-    assert said.startswith(
-        "the save of step 8 took 25.0s, and torchrun kills its workers 30.0s after a SIGTERM"
-    )
-    assert f"{GRACE_VARIABLE}=105" in said
-    assert grace_warning(19.0, "x", torchrun) == "" == grace_warning(1e6, "x", {})
-    assert grace_warning(25.0, "x", {**torchrun, GRACE_VARIABLE: "300"}) == ""
