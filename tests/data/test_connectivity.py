@@ -80,7 +80,7 @@ def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(
     found = refused(Training(**where, seq_len=8))
     assert found.startswith(begin.format(nowhere))
     assert f"{nowhere} cannot be reached: ConnectionRefusedError: " in found
-    assert "`titanlite data fetch` copies the files; then give their folder" in found
+    assert "copy the files (of a data set of the hub by `hf download`), and give" in found
     assert "HF_TOKEN" not in found and "secret" not in found
 
 
@@ -135,7 +135,6 @@ def test_commands_and_tokenizers_end_soon_too(
     for words in (
         ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
         ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
-        ("data", "fetch", "c4", *out),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
         ("data", "peek", "debug_model.toml", tokenizer),
         ("tokenizer", "fetch", "me/small", *out),

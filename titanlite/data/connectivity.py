@@ -15,9 +15,9 @@ from titanlite.data import DataError
 from titanlite.data.remote import words
 
 #: What to do where the server of a text is not reached.
-FETCH = (
-    "on a machine with a network `titanlite data fetch` copies the files; then give their folder "
-    "as the path"
+COPY = (
+    "on a machine with a network copy the files (of a data set of the hub by `hf download`), and "
+    "give their folder as the path"
 )
 #: Seconds for a server to be reached.
 _SECONDS = 10.0
