@@ -109,7 +109,6 @@ OFF = [
     "assembly/resize",
     "assembly/saves",
     "cli",
-    "metrics/document_log",
     "models/generate",
     "optim/nonfinite",
     "regularized_loss",
