@@ -133,8 +133,6 @@ def test_what_is_not_there_ends_with_a_documented_code(
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
         "sample": ["/no.toml", "text"],
-        "data at-step": ["3", "/no.toml"],
-        "data fetch": ["/no.toml", "--out=/no"],
         "data prepare": ["/no.toml", "--out=/no", "--tokenizer=bundled"],
         "push": ["/no.toml", "ada/tiny"],
     }.get(command, ["/no.toml"])

@@ -109,6 +109,7 @@ OFF = [
     "assembly/resize",
     "assembly/saves",
     "cli",
+    "metrics/document_log",
     "models/generate",
     "optim/nonfinite",
     "regularized_loss",

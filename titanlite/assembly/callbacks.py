@@ -115,6 +115,8 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
         config = public_config(run.toml)
         yield VerifyResume(config, parts.loaders.skip, parts.loaders.share)
+    if run.data.log_documents:
+        yield _document_log(parts)
 
 
 def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
@@ -180,3 +182,21 @@ def _peak_check(parts: TrainingComponents) -> Callback:
 
     planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
     return PeakCheck(planned, torch.cuda.max_memory_allocated)
+
+
+def _document_log(parts: TrainingComponents) -> Callback:
+    from titanlite.config.urls import public_name
+    from titanlite.metrics.document_log import DocumentLog
+
+    run = parts.run
+    rows = parts.datasets.train
+    rank, ranks = parts.loaders.share
+    # No rank has read the other ranks' part of a stream: each writes its own.
+    part = (rank, ranks) if rows.lanes is not None else None
+    leads = all(parts.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+    path = None
+    if leads and (rank == 0 or part is not None):
+        name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
+        path = Path(run.job.dump_folder) / name
+    text = public_name(run.training.dataset_path or run.training.dataset)
+    return DocumentLog(path, rows, text, part)

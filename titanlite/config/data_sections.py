@@ -186,6 +186,8 @@ class Data(Section, frozen=True):
     persistent_workers: bool = False
     """The thread of the validation batches stays between validations, with the first of them ready.
     """
+    log_documents: bool = False
+    """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []
     """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of
     this global batch.
