@@ -484,6 +484,9 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         else:
             codes[" ".join(words[:2])] = main(words)
         said += "".join(capfd.readouterr())
+    hidden = public(_url(server, "text.jsonl"))
+    main(["data", "prepare", hidden, "--out", str(run / "none"), "--tokenizer=bundled"])
+    said += "".join(capfd.readouterr())
     missing = [
         f"--{key}={_url(server, 'nothing')}"
         for key in ("training.dataset_path", "model.tokenizer_path")
