@@ -56,10 +56,10 @@ OWN = "reads no file but TOML files that the user names, which are the user's ow
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint inspect": (["{step}", "--config"], exit_codes.DONE),
+    "checkpoint inspect": (["{step}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
+    "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }

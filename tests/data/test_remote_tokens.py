@@ -180,7 +180,7 @@ def test_bad_files_behind_urls_are_named(server: HubServer, tmp_path: Path) -> N
     write_raw(tmp_path / "files/c.idx", [1])
     with pytest.raises(DataError, match="Megatron-LM's files are read from a local disk") as error:
         built(f"{server.url}/files/c.idx?signature=secret")
-    assert f"copy the files of {server.url}/files/c.idx to a FOLDER" in str(error.value)
+    assert "copy the files" in str(error.value)
     assert "secret" not in str(error.value)
 
 

@@ -18,7 +18,6 @@ from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
-from titanlite.checkpoint.pin import pinned
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers import TrackedRun, Tracker
@@ -54,7 +53,7 @@ BY_NAME = Counter(
     {
         "checkpoint/hf_save.py": 2,
         "checkpoint/paths.py": 2,
-        "checkpoint/retention.py": 3,
+        "checkpoint/retention.py": 2,
         "data/tokenizer/files.py": 1,
         "data/tokenizer/hf_export.py": 1,
         "data/tokenizer/urls.py": 2,
@@ -169,8 +168,8 @@ def _part(link: Path) -> None:
 
 
 def _pin(link: Path) -> None:
-    link.rename(link.parent / f"{PIN}.{os.getpid()}.part")
-    with pinned(link.parent):
+    link.rename(link.parent / f"{PIN}.part")
+    with retention.pinned(link.parent):
         assert (link.parent / PIN).is_file()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.connectivity import fetch_remedy
+from titanlite.data.connectivity import COPY
 from titanlite.data.foreign.find import find_tokens
 from titanlite.data.foreign.headers import Header, check_size, guess_type, read_header
 from titanlite.data.foreign.megatron import megatron_part
@@ -96,7 +96,7 @@ def _look(place: Place, tokenizer: Tokenizer, vocab_size: int, keys: TokenKeys) 
     if found.is_megatron:
         raise DataError(
             f"{place.key}: Megatron-LM's files are read from a local disk, and "
-            f"{public_name(place.path)} is a URL; {fetch_remedy(place.path, place.key)}"
+            f"{public_name(place.path)} is a URL; {COPY}"
         )
     names = found.listing.files
     with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="titanlite-headers") as pool:
