@@ -206,18 +206,15 @@ def test_one_process_of_each_node_makes_the_first_contact(
             reader.train(training)
 
 
-def test_commands_and_tokenizers_end_soon_too(
+def test_commands_end_soon_too(
     nowhere: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(tmp_path / "out"))
-    tokenizer = f"--model.tokenizer_path={nowhere}/tokenizer.json"
     for words in (
         ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
         ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
         ("data", "fetch", "c4", *out),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
-        ("data", "peek", "debug_model.toml", tokenizer),
-        ("tokenizer", "fetch", "me/small", *out),
     ):
         began = time.monotonic()
         assert cli.main(list(words)) == 2
