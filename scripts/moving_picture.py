@@ -30,10 +30,15 @@ from pathlib import Path
 import pyte
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from scripts.terminal_picture import COLORS  # noqa: E402
-
+COLORS = {
+    "default": "#d4d7dd",
+    "red": "#e06c75",
+    "green": "#98c379",
+    "brown": "#e5c07b",  # pyte's name for ANSI's yellow
+    "blue": "#61afef",
+    "cyan": "#56b6c2",
+    "brightblack": "#7d8590",
+}
 COLUMNS = 112
 LINES = 27
 #: Pixels of a character and of a line, and the border.
@@ -187,7 +192,7 @@ def record(folder: Path) -> Recording:
     killed: list[int] = []
 
     def kill_rank_1(terminal: Terminal) -> None:
-        if not killed and terminal.shows(r"^(2[4-9]|3[0-9])/60"):
+        if not killed and terminal.shows(r" step: (24|28|32) "):
             killed.append(_rank(folder, 1))
             os.kill(killed[0], signal.SIGKILL)
 

@@ -24,8 +24,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.text_names import hub_text
 from titanlite.data import DataError
+from titanlite.data.listing import Place
 from titanlite.data.remote import open_file
-from titanlite.data.shards import hub_files, url_files
+from titanlite.data.shards import hub_files, url_text
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
 from titanlite.resolve.load import check_alone
@@ -149,7 +150,7 @@ def test_without_s3fs_each_use_of_s3_names_the_extra(hide: Callable[[str], None]
     hide("s3fs")
     url = "s3://bucket/folder"
     with pytest.raises(DataError, match=rf"^key: {url} cannot be listed: {S3}"):
-        url_files(url, "key")
+        url_text(Place(url, "key"))
     with pytest.raises(DataError, match=rf"^{url}/a.jsonl cannot be read at byte 0: {S3}"):
         open_file(f"{url}/a.jsonl", patience=60)
     with pytest.raises(StoreError, match=S3):
@@ -167,7 +168,7 @@ def test_without_a_package_of_its_own_each_source_of_text_names_it(
     with pytest.raises(DataError, match="https:// needs the package aiohttp: pip install aiohttp$"):
         open_file("https://example.com/a.jsonl", patience=60)
     with pytest.raises(DataError, match="needs the package huggingface_hub: pip install hugg"):
-        url_files("hf://datasets/owner/name", "key")
+        url_text(Place("hf://datasets/owner/name", "key"))
 
 
 def test_without_its_packages_the_hub_names_them(hide: Callable[[str], None]) -> None:

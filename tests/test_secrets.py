@@ -354,9 +354,7 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["checkpoint", "verify", step],
         ["plan", config[0]],
         ["data", "peek", config[0], "--rows", "1"],
-        ["data", "at-step", "1", config[0]],
-        ["data", "at-step", "1", str(run)],
-        ["data", "stats", config[0]],
+        ["data", "peek", str(run / "config.toml")],
         ["eval", step],
         ["sample", str(run), "a"],
         ["data", "prepare", "", "--out", str(run / "prepared"), "--tokenizer=bundled"],
@@ -393,7 +391,7 @@ weights = {{ "{_url(server, "text.jsonl", number)}" = 3.0, c4_test = 1.0 }}
         said += done.stdout + done.stderr
         assert done.returncode == 0, said
     assert "resumed from step 2" in said
-    for words in (["runs", str(run), "--json"], ["data", "at-step", "1", str(file)]):
+    for words in (["runs", str(run), "--json"], ["data", "peek", str(file)]):
         main(words)
     main(["checkpoint", "inspect", str(run / "checkpoint" / "step-4")])
     said += "".join(capfd.readouterr())

@@ -245,6 +245,16 @@ class Style:
         return self._wrap("33", text)
 
 
+def wants_color(stream: IO[str]) -> bool:
+    """Return True for a terminal, unless NO_COLOR is set or it is dumb; also with FORCE_COLOR.
+
+    FORCE_COLOR is for launchers that pass our pipe on to a terminal.
+    """
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
 def counted(number: float, nouns: str) -> str:
     """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for
     "batches".
@@ -479,7 +489,6 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
-    "argcomplete": "completion",
     "comet-ml": "comet",
     "lm_eval": "eval",
     "mlflow-skinny": "mlflow",

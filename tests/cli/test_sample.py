@@ -82,9 +82,8 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        greedy = sample(folder, "Hello", "--temperature=0", "--json", "--max-tokens=3")["samples"][
-            0
-        ]["ids"]
+        words = ["--temperature=0", "--json", "--max-tokens=3"]
+        greedy = sample(folder, "Hello", *words)["samples"][0]["ids"]
         assert len(greedy) == 3
     eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))

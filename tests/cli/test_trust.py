@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,8 +38,10 @@ from tests.cli.poison import (
 from tests.support.commands import commands
 from tests.support.golden_run import MORE, GoldenRun
 from titanlite import exit_codes
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
 from titanlite.cli.config import DIFFERENT
+from titanlite.cli.eval_text import config_of, read_texts
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
 from titanlite.contrib.hub.command import export
@@ -51,10 +54,10 @@ OWN = "reads no file but TOML files that the user names, which are the user's ow
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint inspect": (["{step}", "--config"], exit_codes.DONE),
+    "checkpoint inspect": (["{step}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
+    "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }
@@ -74,9 +77,6 @@ CONFIG = {
         ["model.name", "training.loss", "validation.dataset"],
     ),
     "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
-    "data at-step": (["1", "{run}"], ["model.name", "training.dataset", "validation.dataset"]),
-    "data peek": (["{step}"], ["model.name", "training.dataset", "validation.dataset"]),
-    "data stats": (["{run}"], ["model.name", "training.dataset", "validation.dataset"]),
 }
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
@@ -88,9 +88,8 @@ REASONS = {
     "config explain": OWN,
     "config show": OWN,
     "config schema": "reads no file",
-    "completion": "reads no file",
     "config template": "reads no file",
-    "data fetch": "copies bytes",
+    "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
     "data prepare": (
         "reads texts; test_a_chain_of_urls_is_refused, templates: "
@@ -267,9 +266,13 @@ def test_with_the_flag_a_variable_is_announced_and_read(
     poisoned: Poisoned, server: list[str]
 ) -> None:
     """The server of the test above would have seen the secret."""
-    poison(poisoned.step, {"training.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
-    _, said = poisoned.call("data stats", ["{run}", trust.FLAG])
+    poison(poisoned.step, {"validation.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
+    _, said = poisoned.call("eval", ["{step}", trust.FLAG])
     assert f"reads the environment variable {VARIABLE}" in said
+    manifest = read_manifest(poisoned.step)
+    run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
+    with suppress(DataError):
+        read_texts(run, poisoned.step, manifest)
     assert any(SECRET in path for path in server[1:]), said
 
 
@@ -424,7 +427,7 @@ def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> 
 
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.array([Pickled(poisoned.evil.mark)], dtype=object), allow_pickle=True)
-    code, said = poisoned.call("data stats", [f"--training.dataset_path={tokens}"])
+    code, said = poisoned.call("data peek", [f"--training.dataset_path={tokens}"])
     assert code == exit_codes.CONFIG and not poisoned.evil.ran, said
     assert str(tokens) in said
     with open(tokens, "rb") as stream:  # the file holds what would make the mark
@@ -444,7 +447,7 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
     del index["checksum"]
     (folder / "index.json").write_text(json.dumps(index))
-    code, said = poisoned.call("data stats", [f"--training.dataset_path={folder}"])
+    code, said = poisoned.call("data peek", [f"--training.dataset_path={folder}"])
     assert code == 0, said
     assert not poisoned.evil.ran
 
@@ -469,15 +472,16 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
 
     from titanlite.cli.prepare_tasks import _about
     from titanlite.config.urls import chain_problem
+    from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
-    from titanlite.data.shards import url_files
+    from titanlite.data.shards import url_text
 
     references = tmp_path / "references.json"
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
     url = f"reference://x::file://{references}"
     assert fsspec.open(url).open().read() == b"another text"
     readers: list[Callable[[], Any]] = [
-        lambda: url_files(url, "training.dataset_path"),
+        lambda: url_text(Place(url)),
         lambda: open_file(url).read(),
         lambda: _about(url),
     ]

@@ -92,12 +92,12 @@ def refused(training: Training, data: Data | None = None, validation: Any = None
 
 
 @pytest.mark.parametrize(
-    ("text", "begin", "command"),
+    ("text", "begin", "source"),
     [
         (
             {"dataset": "c4"},
             "training.dataset: the hub's data set allenai/c4, subset en, cannot be listed: ",
-            "allenai/c4 --subset en",
+            "allenai/c4",
         ),
         ({"dataset_path": "{}/a.jsonl?sig=secret"}, "training.dataset_path: {}", "{}/a.jsonl"),
         ({"dataset_path": "{}/folder/"}, "training.dataset_path: {}", "{}/folder/"),
@@ -110,19 +110,20 @@ def refused(training: Training, data: Data | None = None, validation: Any = None
         (
             {"dataset_path": "hf://datasets/me/small/*.jsonl"},
             "training.dataset_path: hf://datasets/me/small/*.jsonl cannot be read: ",
-            "'hf://datasets/me/small/*.jsonl'",
+            "hf://datasets/me/small/*.jsonl",
         ),
     ],
 )
-def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(
-    nowhere: str, text: dict[str, str], begin: str, command: str
+def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_remedy(
+    nowhere: str, text: dict[str, str], begin: str, source: str
 ) -> None:
     where = {name: value.format(nowhere) for name, value in text.items()}
     found = refused(Training(**where, seq_len=8))
     assert found.startswith(begin.format(nowhere))
     assert f"{nowhere} cannot be reached: ConnectionRefusedError: " in found
-    fetch = f"`titanlite data fetch {command.format(nowhere)} --out FOLDER` copies the files"
-    assert found.endswith(f"{fetch}, then set training.dataset_path to FOLDER")
+    assert f"copy the files of {source.format(nowhere)} to a FOLDER" in found
+    assert found.endswith(", then set training.dataset_path to it")
+    assert ("`hf download" in found) == (source == "allenai/c4")
     assert "HF_TOKEN" not in found and "secret" not in found
 
 
@@ -130,10 +131,10 @@ def test_sources_and_held_out_texts_are_named_by_their_keys(nowhere: str) -> Non
     sources = [DataSource(name="c4_test"), DataSource(name="me/small")]
     found = refused(Training(seq_len=8), Data(source=sources))
     assert found.startswith("data.source[1].name: the hub's data set me/small cannot be listed: ")
-    assert found.endswith("then set data.source[1].path to FOLDER")
+    assert found.endswith("then set data.source[1].path to it")
     found = refused(Training(seq_len=8), validation=Validation(dataset="c4"))
-    assert "fetch allenai/c4 --subset en --split validation --out FOLDER" in found
-    assert found.endswith("then set validation.dataset_path to FOLDER")
+    assert "`hf download allenai/c4 --repo-type dataset --local-dir FOLDER`" in found
+    assert found.endswith("then set validation.dataset_path to it")
 
 
 def test_a_name_that_does_not_resolve_or_is_looked_up_for_ever(
@@ -213,7 +214,6 @@ def test_commands_end_soon_too(
     for words in (
         ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
         ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
-        ("data", "fetch", "c4", *out),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
     ):
         began = time.monotonic()

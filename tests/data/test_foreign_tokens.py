@@ -23,7 +23,6 @@ from tests.support.foreign_tokens import (
 from tests.support.hub_server import HubServer
 from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
 from tests.support.train_runs import STEPS, flags, global_batches, saved, train
-from titanlite.cli.main import main
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -510,20 +509,6 @@ def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
 
 
 # Commands and runs
-
-
-def test_data_verify_checks_what_files_tell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_datatrove(tmp_path / "a.ds", [[5, 6], [7]])
-    assert main(["data", "verify", str(path)]) == 0
-    assert "a.ds (datatrove): 1 part, 3 tokens, 6 B" in capsys.readouterr().out
-    (tmp_path / "a.ds.index").write_bytes(struct.pack("<3Q", 2, 1, 3))
-    assert main(["data", "verify", str(path)]) == 1
-    assert "DAMAGED: " in capsys.readouterr().out
-    raw = write_raw(tmp_path / "a.bin", [5, 6])
-    assert main(["data", "verify", str(raw)]) == 2
-    assert "holds raw ids without header, index or hash" in capsys.readouterr().err
 
 
 @pytest.mark.slow

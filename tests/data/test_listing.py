@@ -1,11 +1,8 @@
-"""Which files of a folder are its text: by name, kind, level and split; and the lines that choose
-among them.
-"""
+"""Which files of a folder are its text: by name, kind, level and split."""
 
 from __future__ import annotations
 
 import itertools
-import shlex
 import shutil
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from tests.support.hub_server import HubServer
 from tests.support.texts import CLONE, write_files
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
-from titanlite.config.toml import loads
 from titanlite.data import DataError
 from titanlite.data.choose import choose
 from titanlite.data.kinds import why_no_text
@@ -57,20 +53,11 @@ TRAIN = CLONE[-3:-1]
 
 def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path) -> None:
     clone = write_files(tmp_path / "clone", *CLONE)
-    lines = refused(clone)
-    assert lines[0] == f"training.dataset_path: the folder {clone} holds text of several splits"
-    test = f"{clone}/data/test-00000-of-00001.parquet"
-    assert lines[1:] == [
-        "  one of these lines in [training] says which is meant:",
-        f'    dataset_path = "{test}"  # 1 file of parquet, split test, {size(clone)}',
-        (
-            f'    dataset_path = "{clone}/data/train*.parquet"  # 2 files of parquet, split '
-            f"train, {size(clone, 2)}"
-        ),
-        "  or one of these in [data]:",
-        '    split = "train"',
-        '    split = "test"',
-        '    split = "all"  # the files of all splits',
+    assert refused(clone) == [
+        f"training.dataset_path: the folder {clone} holds text of several splits",
+        f"  1 file of parquet, split test, in subfolders: {CLONE[-1]}",
+        f"  2 files of parquet, split train, in subfolders: {', '.join(TRAIN)}",
+        f'  choose by data.split or data.format, or give a pattern, as "{clone}/**/*.txt"',
     ]
     assert read(clone, split="train") == read(f"{clone}/data/train*.parquet") == TRAIN
     assert read(clone, split="all") == [CLONE[-1], *TRAIN]
@@ -89,11 +76,6 @@ def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path)
     # As datasets does it: a licence beside data of one split is no text.
     (clone / CLONE[-1]).unlink()
     assert read(clone) == TRAIN
-
-
-def size(clone: Path, files: int = 1) -> str:
-    found = files * (clone / CLONE[-1]).stat().st_size
-    return f"{found} B" if found < 1024 else f"{found / 1024:.1f} KiB"
 
 
 FOLDERS = [
@@ -116,33 +98,17 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize(("names", "why"), FOLDERS)
-def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
+def test_a_folder_of_several_texts_is_refused_with_its_candidates(
     tmp_path: Path, names: list[str], why: str
 ) -> None:
     folder = write_files(tmp_path / "a*b's", *names)
-    lines = refused(folder, "data.source[0].path")
-    assert lines[0].startswith(f"data.source[0].path: the folder {folder} holds text {why}")
-    assert lines[1] == "  one of these lines in [[data.source]], number 1 says which is meant:"
-    keys = [loads(line.strip()) for line in lines[2:] if "=" in line]
-    found = [read(line["path"]) for line in keys if "path" in line]
-    assert len(found) > 1
-    assert sorted(name for part in found for name in part) == sorted(names)
-    assert {len({Path(name).suffix for name in part}) for part in found} == {1}
-    splits = [
-        read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"
-    ]
-    if (
-        len(names) == len({*names, *(name for part in splits for name in part)})
-        and "and" not in why
-    ):
-        assert all(part in found for part in splits)
-    commands = [line.strip().split("  #")[0] for line in refused(folder, "SOURCE")[2:]]
-    patterns = [
-        shlex.split(one)[0]
-        for one in commands
-        if "--split" not in one and not one.startswith("or ")
-    ]
-    assert patterns == [line["path"] for line in keys if "path" in line]
+    first, *groups, last = refused(folder, "data.source[0].path")
+    assert first.startswith(f"data.source[0].path: the folder {folder} holds text {why}")
+    assert len(groups) > 1
+    listed = [name for line in groups for name in line.partition(": ")[2].split(", ")]
+    assert sorted(listed) == sorted(names)
+    assert "choose by data.source[0].split or data.source[0].format" in last
+    assert "choose by --split or --format" in refused(folder, "SOURCE")[-1]
 
 
 def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
@@ -254,9 +220,7 @@ def test_stores_have_the_same_rules(tmp_path: Path) -> None:
             url_text(Place(url))
         lines = str(caught.value).splitlines()
         assert lines[0] == f"training.dataset_path: the folder {url} holds text of several splits"
-        assert any(
-            line.strip().startswith(f'dataset_path = "{url}train*.parquet"  # 2') for line in lines
-        )
+        assert lines[2].startswith("  2 files of parquet, split train: ")
         found = url_text(Place(f"{url}train*.parquet"))
         assert found.files == url_text(Place(url, split="train")).files
         assert [Path(name).name for name in found.files] == [Path(name).name for name in TRAIN]
@@ -265,7 +229,7 @@ def test_stores_have_the_same_rules(tmp_path: Path) -> None:
 def test_all_rules_on_names_of_a_store() -> None:
     found = [FoundFile(f"s3://b/d/{name}", name, 10) for name in sorted(CLONE)]
     with pytest.raises(
-        DataError, match=r's3://b/d/data/train\*\.parquet"  # 2 files of parquet, split train, 20 B'
+        DataError, match="2 files of parquet, split train, in subfolders: data/train-00000-of-00002"
     ):
         choose(found, Place("s3://b/d/"))
     assert choose(found, Place("s3://b/d/", split="train")).files == tuple(

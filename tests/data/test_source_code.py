@@ -1,4 +1,4 @@
-"""Source code and markup as text: which folders of them are one text, and the lines for others."""
+"""Source code and markup as text: which folders of them are one text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.support.same_batches import check_ranks_and_resumes
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
-from titanlite.config.toml import loads
 from titanlite.data import DataError
 from titanlite.data.choose import choose
 from titanlite.data.kinds import LANGUAGES
@@ -76,12 +75,6 @@ def names(listing: Listing, folder: Path) -> list[str]:
     return [Path(file).relative_to(folder).as_posix() for file in listing.files]
 
 
-def lines_of(error: DataError) -> list[dict[str, str]]:
-    """The lines of TOML in a refusal."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return [loads(line) for line in lines if re.match(r"\w+ = ", line)]
-
-
 def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path) -> None:
     folder = write(tmp_path / "code", CLONE)
     listing = listed(folder)
@@ -132,7 +125,7 @@ def test_scripts_beside_data_are_passed_over_and_named(tmp_path: Path) -> None:
         listed(folder)
 
 
-def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path) -> None:
+def test_code_beside_records_is_refused_and_a_format_chooses(tmp_path: Path) -> None:
     files = {
         "package.json": '{"text": "1"}\n',
         "a/b.js": "let b\n" * 9,
@@ -143,81 +136,49 @@ def test_each_line_of_a_refusal_reads_its_part_of_a_mixed_folder(tmp_path: Path)
     with pytest.raises(DataError) as caught:
         listed(folder)
     assert str(caught.value).splitlines() == [
-        f"training.dataset_path: the folder {folder} holds text of several kinds",
-        "  one of these lines in [training] says which is meant:",
-        f'    dataset_path = "{folder}/package.json"  # 1 file of JSON lines, 14 B',
-        "  or one of these in [data]:",
-        '    format = "source"  # 1 file of JavaScript, 1 file of TypeScript, with their markup',
+        f"training.dataset_path: the folder {folder} holds text of several kinds and on two levels",
+        "  1 file of source code, in subfolders: a/b.js",
+        "  1 file of source code: c.ts",
+        "  1 file of JSON lines: package.json",
+        f'  choose by data.split or data.format, or give a pattern, as "{folder}/**/*.txt"',
     ]
-    path, source = lines_of(caught.value)
-    assert names(listed(path["dataset_path"]), folder) == ["package.json"]
-    listing = listed(folder, source["format"])
+    listing = listed(folder, "source")
     assert names(listing, folder) == ["a/b.js", "c.ts", "guide.rst"]
     assert listing.passed_over == {"not of format source": ("package.json",)}
-    with pytest.raises(DataError, match=r"(?s)\[\[data.source\]\], number 2.*format = \"source\""):
-        list_text(Place(str(folder), "data.source[1].path"))
-    with pytest.raises(DataError, match=r"(?s)on the command line.*--format source"):
-        list_text(Place(str(folder), "SOURCE"))
 
 
 def test_splits_and_levels_of_data_in_a_code_base_are_apart_from_its_code(tmp_path: Path) -> None:
     files = {"train.py": "x" * 50, "a/validation.go": "y" * 50, "a/guide.md": "z"}
     data = {"data/train.jsonl": '{"text": "a"}\n', "data/test.jsonl": '{"text": "b"}\n'}
     folder = write(tmp_path, files | data)
-    with pytest.raises(DataError, match="of several splits and of several kinds") as caught:
+    with pytest.raises(DataError, match="of several splits and of several kinds"):
         listed(folder)
-    path, other, source, *splits = lines_of(caught.value)
-    assert names(listed(path["dataset_path"]), folder) == ["data/test.jsonl"]
-    assert names(listed(other["dataset_path"]), folder) == ["data/train.jsonl"]
     code = ["a/guide.md", "a/validation.go", "train.py"]
-    assert names(listed(folder, source["format"]), folder) == code
-    assert [line["split"] for line in splits] == ["train", "test", "all"]
+    assert names(listed(folder, "source"), folder) == code
     listing = listed(folder, split="train")
     assert names(listing, folder) == ["data/train.jsonl"]
     assert listing.passed_over["without a split"] == ("a/validation.go", "train.py")
 
 
-def test_a_folder_of_other_names_has_a_line_that_reads_them(tmp_path: Path) -> None:
+def test_a_pattern_reads_a_folder_of_other_names(tmp_path: Path) -> None:
     folder = write(tmp_path / "a[b", {"x.log": "one", "y/z.log": "two", "k.bin": "\x00"})
-    with pytest.raises(
-        DataError, match="holds no text .there are other kinds of files: k.bin, "
-    ) as caught:
+    with pytest.raises(DataError, match="holds no text .there are other kinds of files: k.bin, "):
         listed(folder)
-    line = str(caught.value).partition("; if these are text, name them: ")[2]
-    assert names(listed(loads(line)["dataset_path"]), folder) == ["x.log", "y/z.log"]
-    found = iter_records(Path(loads(line)["dataset_path"]))
+    found = iter_records(tmp_path / "a[[]b/**/*.log")
     assert [one.text for one in found] == ["one", "two"]
 
 
-def test_markup_of_two_kinds_has_a_line_for_each_and_one_for_both(tmp_path: Path) -> None:
+def test_markup_of_two_kinds_is_one_text_as_source(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a.md": "a", "b.rst": "b", "c/d.md": "d"})
-    with pytest.raises(DataError, match="several kinds and on two levels") as caught:
+    with pytest.raises(DataError, match="several kinds and on two levels"):
         listed(folder)
-    found = [names(listed(line["dataset_path"]), folder) for line in lines_of(caught.value)]
-    assert found == [["a.md"], ["b.rst"], ["c/d.md"]]
     assert names(listed(folder, "source"), folder) == ["a.md", "b.rst", "c/d.md"]
-
-
-def test_text_without_a_pattern_of_its_own_has_a_format(tmp_path: Path) -> None:
-    folder = write(
-        tmp_path, {"a.txt": "a", "LICENSE.txt": "b", "c.text": "c", "d.csv": "text\nd\n"}
-    )
-    with pytest.raises(DataError) as caught:
-        listed(folder)
-    lines = lines_of(caught.value)
-    assert lines == [{"dataset_path": f"{folder}/d.csv"}, {"format": "text"}]
-    assert names(listed(folder, "text"), folder) == ["a.txt", "c.text"]
 
 
 def test_folders_of_splits_divide_code_and_words_in_names_do_not(tmp_path: Path) -> None:
     folder = write(tmp_path, {"train/test_a.py": "a", "train/b/c.go": "c", "valid/train.py": "d"})
-    with pytest.raises(DataError, match="several splits") as caught:
+    with pytest.raises(DataError, match="several splits"):
         listed(folder)
-    assert lines_of(caught.value)[-3:] == [
-        {"split": "train"},
-        {"split": "validation"},
-        {"split": "all"},
-    ]
     assert names(listed(folder, split="train"), folder) == ["train/b/c.go", "train/test_a.py"]
     assert names(listed(folder, split="validation"), folder) == ["valid/train.py"]
     write(folder, {"setup.py": "e"})
@@ -247,7 +208,7 @@ def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> Non
     assert train.listing.kinds == {"Python": 1}
     assert held_out.listing.kinds == {"plain text": 1}
     flags = ["--training.seq_len=4", "--training.epochs=1"]
-    with pytest.raises(ConfigError, match=r"(?s)several kinds.*format = \"source\""):
+    with pytest.raises(ConfigError, match=r"(?s)several kinds.*data\.format"):
         load_config("debug_model.toml", 1, [f"--training.dataset_path={folder}", *flags])
     run = load_config(
         "debug_model.toml",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +17,6 @@ from tests.support.checkpoints import PRINTS, RUN, flip, options
 from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
-from titanlite.checkpoint.retention import republish
-from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves import manager, write
 from titanlite.features.local_saves.copies import keepers_of, places_of
@@ -448,33 +444,3 @@ def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)[0]
     assert any("manifest.json is damaged" in line for line in found["notices"])
     assert manifest.read_bytes() == whole
-
-
-@pytest.mark.slow
-def test_the_list_of_checkpoints_has_local_saves_and_what_a_restart_takes(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def listed(*words: str) -> str:
-        capsys.readouterr()
-        assert main(["checkpoint", "ls", str(tmp_path / "shared"), *words]) == 0
-        return capsys.readouterr().out
-
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    toml = f'[checkpoint]\nlocal_folder = "{tmp_path}/node-{{local_rank}}"\n'
-    shared = tmp_path / "shared"
-    republish(shared / "step-4", lambda manifest: replace(manifest, config={"toml": toml}))
-    said = listed()
-    rows = [line.split()[:2] for line in said.splitlines() if line.startswith("step-")]
-    assert rows == [["step-4", "valid"], ["step-6", "complete"], ["step-7", "complete"]]
-    assert said.endswith("a restart takes the local save of step 7, if its hashes are right\n")
-    found = json.loads(listed("--json"))
-    assert [(one["step"], one["state"]) for one in found][1:] == [
-        (6, "local, complete"),
-        (7, "local, complete"),
-    ]
-    shutil.rmtree(tmp_path / "node-1")
-    said = listed()
-    assert "note: step-7: 1 of 2 parts are on other nodes, if anywhere" in said
-    assert said.endswith("the local save of step 7, if other nodes have the rest\n")
-    (shared / "local-saves.past").write_bytes(b"")
-    assert listed().endswith("takes the shared checkpoint of step 4\n")

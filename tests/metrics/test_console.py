@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.metrics import terminal as pseudo
 from tests.support.processes import python
 from tests.support.whole_runs import make_trainer
 from titanlite.cli import main as cli
 from titanlite.dist.dist_env import DistEnv
-from titanlite.metrics.console import FIELD_COLORS, console_handler, folded, setup_console
-from titanlite.metrics.live import _COLUMNS
+from titanlite.metrics.console import FIELD_COLORS, console_handler, setup_console
 from titanlite.metrics.step_line import aws_fsdp_line, titan_line
 from titanlite.runs.logs import rank_log
 from titanlite.utils import Table, logger, render
@@ -180,53 +178,6 @@ def test_commands_show_foreign_names_without_control_characters(
     assert "\x1b[" in out.getvalue(), "our colours stay"
 
 
-def test_lines_fold_between_words_below_their_own_text() -> None:
-    line = (
-        "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens per "
-        "epoch, shuffled, twice"
-    )
-    assert folded(line, 20, 80).splitlines() == [
-        "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens",
-        "                                     per epoch, shuffled, twice",
-    ]
-    sentence = (
-        "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the schedule has "
-        "3 steps"
-    )
-    assert folded(sentence, 20, 80).splitlines() == [
-        "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the",
-        "                    schedule has 3 steps",
-    ]
-    assert folded(line, 20, 0) == folded(line, 20, 200) == line
-    path = f"2026-11-24 02:40:39 {'x' * 90} is a path"
-    assert folded(path, 20, 80).split() == path.split(), "a long word stays whole"
-    narrow = folded(line, 20, 30).splitlines()
-    assert " ".join(" ".join(narrow).split()) == " ".join(line.split())
-    assert max(map(len, narrow)) <= 30
-
-
-@pytest.mark.parametrize("columns", [80, 60])
-def test_a_terminal_shows_no_cut_words(columns: int) -> None:
-    text = (
-        "devices          2 x CPU (AMD EPYC), 23.5 GiB of memory, shared; some more words that "
-        "need a second line"
-    )
-    terminal = pseudo.Terminal(columns, 20)
-    try:
-        setup_console(0, None, terminal.stream)
-        logger.info(text)
-        pseudo.log_step(7)
-        while b"0:01:46" not in terminal.sent:  # the end of the step's line
-            terminal.read()
-        rows = [row.rstrip() for row in terminal.rows() if row.strip()]
-    finally:
-        terminal.close()
-    words = " ".join(rows).split()
-    assert [word for word in text.split() if word not in words] == []
-    assert rows[1].startswith(" " * (20 if columns == 60 else 37))
-    assert "step:  7" in "".join(rows[2:]), "a step stays one line"
-
-
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_a_test_meets_no_console_of_an_earlier_one(time: str) -> None:
     assert console_handler() is None
@@ -235,7 +186,6 @@ def test_a_test_meets_no_console_of_an_earlier_one(time: str) -> None:
 
 def test_the_step_is_not_red() -> None:
     assert FIELD_COLORS["step"] == "1"
-    assert _COLUMNS["step"][0] == "bold"
 
 
 LIBRARY = """

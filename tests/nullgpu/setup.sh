@@ -15,7 +15,7 @@ if ! has torch triton; then
     # === takes the build without a local version: the CUDA one.
     "$python" -m pip install -q 'torch===2.13.0' && has triton || missing "the CUDA build of torch (torch===2.13.0) cannot be installed"
 fi
-needed=(torchao numpy msgspec jinja2 rich safetensors xxhash tiktoken sentencepiece tensorboard tomli pytest transformers)
+needed=(torchao numpy msgspec jinja2 safetensors xxhash tiktoken sentencepiece tensorboard tomli pytest transformers)
 has "${needed[@]}" || "$python" -m pip install -q "${needed[@]}" || missing "the packages of titanlite cannot be installed"
 headers=$("$python" -c 'import pathlib, sysconfig; print(pathlib.Path(sysconfig.get_path("purelib"), "triton/backends/nvidia/include"))')
 build() {  # library, sources: replaced at once, since other runs may have it open

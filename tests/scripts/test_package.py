@@ -23,7 +23,7 @@ import titanlite.cli.runs, titanlite.cli.comparison
 from titanlite.resolve.load import check_config
 titanlite.models.resolve_args("llama3", "8B")
 check_config(["--job.config_file=debug_model.toml"], 2, training=False)
-heavy = {"torch", "numpy", "rich", "tomlkit", "fsspec", "filelock"}
+heavy = {"torch", "numpy", "tomlkit", "fsspec", "filelock"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 

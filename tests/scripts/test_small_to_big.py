@@ -88,8 +88,8 @@ def _best_rates(results: Any) -> dict[tuple[int, int], float]:
     for run in results["runs"]:
         values = run["values"]
         if run["state"] == "done":
-            place = (values["model.overrides.dim"], values["mup.base_dim"])
-            losses.setdefault(place, {})[values["optimizer.lr"]] = run["validation_loss"]
+            place = (values["dim"], values["base_dim"])
+            losses.setdefault(place, {})[values["lr"]] = run["loss"]
     best = {}
     for place, found in losses.items():
         rates = sorted(found)
@@ -109,7 +109,7 @@ def test_the_best_rate_of_the_small_width_is_that_of_the_large_one_with_mup_alon
     small, wide, plain = best[32, 32], best[128, 32], best[128, 0]
     assert 1 / SAME < wide / small < SAME, best
     assert not 1 / SAME < plain / small < SAME, best
-    head = r"^dim +n_heads +ffn_dim +base_dim +lr +validation loss "
+    head = r"^dim +n_heads +ffn_dim +base_dim +lr +loss "
     assert re.search(head, story.output("sweep"), re.MULTILINE)
     # The rate of the file is that of the small width.
     text = (ROOT / "examples" / "small_to_big.toml").read_text(encoding="utf-8")

@@ -44,10 +44,8 @@ NAN = float("nan")
 
 
 def _loop(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds of the loop, without the id of the save."""
-    state = Contents(folder).manifest.train
-    del state["resume"]["id"]
-    return state
+    """What a checkpoint holds of the loop."""
+    return Contents(folder).manifest.train
 
 
 def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | None:

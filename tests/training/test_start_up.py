@@ -63,7 +63,6 @@ def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
         "transformers",
     ]
     unused += [
-        "rich",
         "tensorboard",
         "torch.utils.tensorboard",
         "datasets",

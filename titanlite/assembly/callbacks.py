@@ -25,7 +25,6 @@ from titanlite.metrics.run_callbacks import (
 from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.run.config import RunConfig
-from titanlite.run.interactions import is_below_bf16
 from titanlite.runs.provenance import public_config
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def build_callbacks(
         sampler,
         *own,
         # The last: an evaluation may end with the save of a run.
-        tasks.begin(parts, metrics.write_scores) if tasks else None,
+        tasks.begin(parts, metrics.write) if tasks else None,
         # It waits at the end.
         hub.callback(parts) if hub else None,
     ]
@@ -227,21 +226,10 @@ def _verify_resume(parts: TrainingComponents) -> Callback | None:
     """Return the check of a resumed run; None where checkpoints are off."""
     if parts.saves is None:
         return None
-    from titanlite.assembly.fingerprints import rounding
-    from titanlite.checkpoint.resume_check import FILE, ResumeCheck
     from titanlite.checkpoint.verify_resume import VerifyResume
 
-    run, device = parts.run, parts.world.device
-    in_float32 = {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
-    check = ResumeCheck(
-        Path(run.job.dump_folder) / FILE,
-        parts.world.rank,
-        rounding(run, device),
-        # Rounding is told from a difference by this share of a number; lower precisions round more.
-        tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
-        exact=device.type == "cpu" or run.debug.deterministic,
-    )
-    return VerifyResume(check, run.course, parts.loaders.skip, parts.loaders.share)
+    config = public_config(parts.run.toml)
+    return VerifyResume(config, parts.loaders.skip, parts.loaders.share)
 
 
 def _document_log(parts: TrainingComponents) -> Callback | None:

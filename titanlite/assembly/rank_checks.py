@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import StorePath, to_path
-from titanlite.config.extensions import ANCHORED
-from titanlite.config.key_types import inner_section
-from titanlite.config.keys import keys, sections
-from titanlite.config.value_types import paths
 from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.metrics.throughput import device_name
 from titanlite.runs import provenance
 from titanlite.utils import counted, human_bytes, human_time, logger
@@ -46,8 +41,6 @@ if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
 
 
-#: Seconds between the clocks of two hosts from which they are reported.
-CLOCK_SECONDS = 2.0
 #: A product that takes this many times the median is reported. Programs share the cores of a CPU.
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
@@ -60,7 +53,8 @@ _ELEMENTS, _ROWS = {"cuda": 1 << 24, "cpu": 1 << 18}, {"cuda": 4096, "cpu": 256}
 #: Seconds of products on a GPU, whose clock needs some time to rise, and products at least.
 _WARM_SECONDS, _PRODUCTS = 0.15, 6
 _MOST_NAMED = 8
-_SAME = "Install the same on all hosts"
+#: An absolute path as JSON, or none.
+_PATH = re.compile(r'"[/~][^"]*"|\(not set\)')
 
 
 class RankCheckError(RuntimeError):
@@ -71,31 +65,22 @@ class RankCheckError(RuntimeError):
 
 
 class Rank(NamedTuple):
-    """Facts of a rank, gathered before the measurements."""
+    """What is known of a rank before the measurements."""
 
     number: int
     host: str
-    #: Tells machines with one name apart.
-    boot: str
     local_rank: int
-    #: By name: `versions` must be equal on all ranks, `hardware` should be. It has "devices".
-    versions: dict[str, str]
-    hardware: dict[str, str]
+    device: str
     #: Ranks of the same kind must compute the same bits.
     kind: str
-    #: Hashes of titanlite's files and of the config.
-    code: str
-    config: str
-    #: Texts by name, as their fingerprints.
-    texts: dict[str, str]
-    #: The file that rank 0 has written to the run's folder.
-    probe: str
+    #: Must be equal on all ranks, by name.
+    facts: dict[str, str]
+    #: How its config differs from that of rank 0: in paths and [launch], and in other keys.
+    local_keys: str
+    other_keys: str
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.number} ({self.host}, local rank {self.local_rank}, "
-            f"{self.hardware['devices']})"
-        )
+        return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.device})"
 
 
 class Measured(NamedTuple):
@@ -104,16 +89,12 @@ class Measured(NamedTuple):
     #: Whether each element of the all-reduce was right.
     sum_is_right: bool
     sum_seconds: float
-    #: Of an all-reduce of four bytes.
-    latency: float
     product_seconds: float
     #: Of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...]
-    #: Its clock right after a collective.
-    clock: float
     sees_folder: bool
-    #: What is odd about its GPU's memory and, with several hosts, about its network interfaces.
-    notes: list[str]
+    #: Bytes of its GPU's memory that another process uses.
+    used: int
 
 
 def compare_ranks(run: RunConfig, world: DistEnv, datasets: Datasets) -> None:
@@ -155,29 +136,36 @@ def check_ranks(
     probe = None
     if world.rank == 0 and folder is not None:
         probe = _write_probe(folder)
+    mine = provenance.public_config(config)
     try:
-        ranks = gather_objects(_describe(world, config, texts or {}, probe))
-        config_problems, warnings = _config_findings(ranks, config)
-        _refuse([*_version_problems(ranks), *config_problems, *_text_problems(ranks)])
-        hosts = _first_ranks(ranks)
-        asked = folder if ranks[0].probe and ranks[world.rank] in hosts else None
-        sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
-        found = gather_objects(_measure(world, sees_folder, len(hosts) > 1))
+        first: str = world.broadcast(mine)
+        written: Path | None = world.broadcast(probe)
+        keys = _other_keys(first, mine)
+        ranks = gather_objects(_describe(world, texts or {}, keys))
+        _refuse(_differences(ranks))
+        is_near = ranks[world.rank].host == ranks[0].host
+        sees_folder = is_near or folder is None or written is None or _sees(folder / written.name)
+        found = gather_objects(_measure(world, sees_folder))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
-    problems = _result_problems(ranks, found)
-    warnings += _result_warnings(ranks, hosts, found, world.device.type)
-    blind = [rank for rank in ranks if not found[rank.number].sees_folder]
-    if blind:
-        (problems if needs_folder else warnings).append(_folder_text(ranks[0], blind))
+    problems = _wrong_results(ranks, found)
+    warnings = _warnings(ranks, found, SLOW_FACTOR[world.device.type])
+    blind = sorted({rank.host for rank in ranks if not found[rank.number].sees_folder})
+    if written is not None and blind:
+        (problems if needs_folder else warnings).append(
+            f"the folder {str(written.parent)!r} is not shared: {ranks[0].host} writes there, and "
+            f"{', '.join(blind[:_MOST_NAMED])} cannot see its files. Each host would keep its own "
+            "part of a checkpoint: set job.dump_folder or checkpoint.folder to a folder of a file "
+            "system that all hosts mount, or checkpoint.folder to an s3:// URL"
+        )
     _refuse(problems)
     if world.rank == 0:
         for warning in warnings:
             logger.warning(warning)
         seconds = time.perf_counter() - began
-        logger.info(_summary(len(hosts), found, world.device.type, seconds))
+        logger.info(_summary(ranks, found, world.device.type, seconds))
     return warnings
 
 
@@ -187,71 +175,42 @@ def _refuse(problems: Sequence[str]) -> None:
         raise RankCheckError("\n".join(problems))
 
 
-def _first_ranks(ranks: Sequence[Rank]) -> list[Rank]:
-    """Return one rank of each host: the first."""
-    found: dict[tuple[str, str], Rank] = {}
-    for rank in ranks:
-        found.setdefault((rank.host, rank.boot), rank)
-    return list(found.values())
-
-
-def _result_warnings(
-    ranks: Sequence[Rank], hosts: Sequence[Rank], found: Sequence[Measured], device_type: str
-) -> list[str]:
-    """Return what is odd and ends no run. hosts: the first rank of each."""
-    warnings = []
-    for name, shares in _differences(ranks, [rank.hardware for rank in ranks]).items():
-        warnings.append(f"the ranks have different {name}: {shares}. The slowest decides the speed")
-    warnings += _speed_warnings(ranks, found, device_type)
-    warnings += _notes(ranks, found)
-    if len(hosts) > 1:
-        warnings += _clock_warnings(hosts, found)
-    return warnings
-
-
-def _summary(hosts: int, found: Sequence[Measured], device_type: str, seconds: float) -> str:
-    """Return the line about ranks that agree. hosts: their number."""
+def _summary(
+    ranks: Sequence[Rank], found: Sequence[Measured], device_type: str, seconds: float
+) -> str:
+    """Return the line about ranks that agree."""
     size = 4 * _ELEMENTS[device_type]
     slowest = max(result.sum_seconds for result in found)
-    latency = max(result.latency for result in found)
     product = median(result.product_seconds for result in found)
     operations = 2 * _ROWS[device_type] ** 3
+    hosts = counted(len({rank.host for rank in ranks}), "hosts")
     return (
-        f"{len(found)} ranks on {counted(hosts, 'hosts')} agree, checked in "
-        f"{human_time(seconds)}: all-reduce of {human_bytes(size)} "
-        f"{size / slowest / 1e9:.3g} GB/s, of 4 bytes {latency * 1e6:.0f} µs, product "
+        f"{len(found)} ranks on {hosts} agree, checked in {human_time(seconds)}: all-reduce of "
+        f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
         f"{operations / product / 1e12:.3g} TFLOPS"
     )
 
 
-def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path | None) -> Rank:
-    versions = {
+# What must be equal
+
+
+def _describe(world: DistEnv, texts: Mapping[str, str], keys: tuple[str, str]) -> Rank:
+    facts = {
         **provenance.versions(),
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
+        "the code of titanlite": _code_hash()[:8],
+        **{f"text for {name}": fingerprint[:8] for name, fingerprint in texts.items()},
     }
-    name = device_name(world.device)
-    hardware = {"devices": name}
-    kind = f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    device = device_name(world.device)
+    kind = f"{device}, {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        kind = f"{about.major}.{about.minor}, {about.multi_processor_count}, {about.total_memory}"
-        hardware["drivers"] = _read("/proc/driver/nvidia/version").partition("\n")[0]
-        hardware["sizes of GPU memory"] = human_bytes(torch.cuda.mem_get_info(world.device)[1])
-    return Rank(
-        number=world.rank,
-        host=socket.gethostname(),
-        boot=_read("/proc/sys/kernel/random/boot_id"),
-        local_rank=world.local_rank,
-        versions=versions,
-        hardware=hardware,
-        kind=f"{name}, {kind}",
-        code=_code_hash(),
-        config=hashlib.sha256(config.encode()).hexdigest(),
-        texts=dict(texts),
-        probe=str(probe or ""),
-    )
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        device = f"{device}, {human_bytes(about.total_memory)}"
+        kind = f"{device}, {about.major}.{about.minor}, {about.multi_processor_count}"
+    host = socket.gethostname()
+    return Rank(world.rank, host, world.local_rank, device, kind, facts, *keys)
 
 
 def _code_hash() -> str:
@@ -264,105 +223,47 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text().strip()
-    return ""
+def _other_keys(first: str, mine: str) -> tuple[str, str]:
+    """Return the keys in which a config differs from that of rank 0: those that hosts may have for
+    themselves, which are paths and [launch], and all others.
+    """
+    local: list[str] = []
+    other: list[str] = []
+    for key, change in provenance.config_changes(first, mine).items():
+        before, _, now = _PATH.sub("path", change).partition(" -> ")
+        is_local = before == now or key.startswith("launch.")
+        (local if is_local else other).append(f"{key} {change}")
+    return ", ".join(local[:_MOST_NAMED]), ", ".join(other[:_MOST_NAMED])
 
 
-def _version_problems(ranks: Sequence[Rank]) -> list[str]:
+def _differences(ranks: Sequence[Rank]) -> list[str]:
+    """Return what must be equal on all ranks and is not."""
     problems = []
-    differ = _differences(ranks, [rank.versions for rank in ranks])
-    if differ:
-        listed = "; ".join(f"{name}: {shares}" for name, shares in differ.items())
-        problems.append(f"the ranks have different versions of {listed}. {_SAME}")
-    if len({rank.code for rank in ranks}) > 1:
-        commits = gather_objects(str(provenance.git_state().record.get("commit", "no commit"))[:12])
-        names = [f"files {rank.code[:8]}, commit {commits[rank.number]}" for rank in ranks]
-        problems.append(
-            f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. "
-            f"{_SAME}"
-        )
+    for name in dict.fromkeys(name for rank in ranks for name in rank.facts):
+        groups = _by_value(ranks, [rank.facts.get(name, "none") for rank in ranks])
+        if len(groups) > 1:
+            problems.append(f"the ranks differ in {name}: {_shares(groups)}")
+    if problems:
+        problems[-1] += ". Give all hosts the same packages, files and order of files"
+    groups = _by_value(ranks, [rank.other_keys for rank in ranks])
+    for keys, group in groups.items():
+        if keys:
+            problems.append(
+                f"rank 0 has another config than {_named(group)}: {keys}. Start all ranks with one "
+                "file"
+            )
     return problems
 
 
-def _text_problems(ranks: Sequence[Rank]) -> list[str]:
-    differ = _differences(
-        ranks, [{key: text[:8] for key, text in rank.texts.items()} for rank in ranks]
-    )
-    return [
-        (
-            f"the ranks read different text for {key}: {shares}. Files, tokenizer and order of "
-            "documents must be the same"
-        )
-        for key, shares in differ.items()
-    ]
+# What is measured
 
 
-def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
-    """Return errors, and warnings of differences that hosts may have."""
-    groups = list(_by_value(ranks, [rank.config for rank in ranks]).values())
-    problems: list[str] = []
-    warnings: list[str] = []
-    texts = gather_objects(provenance.public_config(config)) if len(groups) > 1 else []
-    for group in groups[1:]:
-        sides = texts[0], texts[group[0].number]
-        changes = provenance.config_changes(*sides)
-        if not changes:  # a file with another name is no difference
-            continue
-        old = provenance.config_values(sides[0])
-        new = provenance.config_values(sides[1])
-        wrong = [key for key in changes if not _may_differ(key, old.get(key), new.get(key))]
-        shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
-        text = f"rank 0 has another config than {_named(group)}: {shown}"
-        if wrong:
-            problems.append(f"{text}. Start all ranks with one file")
-        else:
-            warnings.append(f"{text}. These may differ if all hosts find the same there")
-    return problems, warnings
-
-
-def _may_differ(name: str, old: Any, new: Any) -> bool:
-    """Return whether hosts of one run may have these two values of a key: other paths, or another
-    [launch].
-    """
-
-    def without_paths(value: Any) -> Any:
-        if isinstance(value, list):
-            return [*map(without_paths, value)]
-        if isinstance(value, dict):
-            hidden = paths(inner) if inner else []
-            return {field: item for field, item in value.items() if field not in hidden}
-        if name in ANCHORED and isinstance(value, str):
-            return os.path.basename(value)
-        return value
-
-    section, _, field = name.partition(".")
-    inner = inner_section(keys()[name].type) if name in keys() else None
-    is_path = section in sections() and field in paths(sections()[section])
-    return section == "launch" or is_path or without_paths(old) == without_paths(new)
-
-
-def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
-    """Measure this rank. has_others: there are several hosts."""
+def _measure(world: DistEnv, sees_folder: bool) -> Measured:
     kind = world.device.type
-    notes: list[str] = []
+    used = 0
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
-        if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
-            notes.append(
-                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run on "
-                f"local rank {world.local_rank}. Another process uses its GPU, see nvidia-smi "
-                "there"
-            )
-    if has_others:
-        for interface in INTERFACES if kind == "cuda" else INTERFACES[:1]:
-            problem = interface_problem(interface)
-            if problem:
-                notes.append(problem)
-    one = torch.ones(1, device=world.device)
-    latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
-    clock = time.time()
+        used = max(total - free - _CONTEXT_BYTES - int(_USED_SHARE * total), 0) and total - free
     base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
     sums = []
     right = True
@@ -380,7 +281,7 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder, notes)
+    return Measured(right, min(sums), seconds, digests, sees_folder, used)
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
@@ -413,7 +314,7 @@ def _timed(device: torch.device, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
+def _wrong_results(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     problems = []
     wrong = [rank for rank in ranks if not found[rank.number].sum_is_right]
     if wrong:
@@ -424,19 +325,17 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
     compared = [rank for rank in ranks if found[rank.number].digests]
     for group in _by_value(compared, [rank.kind for rank in compared]).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
-        # Its own products differ.
+        # Their own products differ, or else those of a minority.
         odd = [rank for rank in group if len(found[rank.number].digests) > 1]
         if not odd and votes < len(group):
-            odd = list(group)
-            if 2 * votes > len(group):
-                odd = [rank for rank in group if found[rank.number].digests != common]
+            odd = [rank for rank in group if found[rank.number].digests != common]
+            if 2 * votes <= len(group):
+                odd = list(group)
         if odd:
-            names = _named(odd)
-            if len(odd) <= _MOST_NAMED:
-                names = ", ".join(map(str, odd))
             which = "wrong numbers are computed"
             if len(odd) == len(group):
                 which = "one of these computes wrong numbers"
+            names = ", ".join(map(str, odd[:_MOST_NAMED]))
             problems.append(
                 f"the same matrix product has other bits: {which}: {names}. Leave the host out, "
                 "and test it"
@@ -444,16 +343,32 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
     return problems
 
 
-def _speed_warnings(
-    ranks: Sequence[Rank], found: Sequence[Measured], device_type: str
-) -> list[str]:
+def _warnings(ranks: Sequence[Rank], found: Sequence[Measured], slow_factor: float) -> list[str]:
+    """Return what is odd and ends no run."""
     warnings = []
+    for keys, group in _by_value(ranks, [rank.local_keys for rank in ranks]).items():
+        if keys:
+            warnings.append(
+                f"rank 0 has another config than {_named(group)}: {keys}. These may differ if all "
+                "hosts find the same there"
+            )
+    devices = _by_value(ranks, [rank.device for rank in ranks])
+    if len(devices) > 1:
+        warnings.append(
+            f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
+        )
+    for rank in ranks:
+        if found[rank.number].used:
+            warnings.append(
+                f"{rank}: {human_bytes(found[rank.number].used)} of its memory are used before the "
+                "run. Another process uses this GPU, see nvidia-smi there"
+            )
     for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
         # Of two the faster one.
         middle = median_low(found[rank.number].product_seconds for rank in group)
         for rank in group:
             seconds = found[rank.number].product_seconds
-            if seconds > SLOW_FACTOR[device_type] * middle:
+            if seconds > slow_factor * middle:
                 warnings.append(
                     f"{rank} is slow: a matrix product takes {seconds * 1e3:.2f} ms, "
                     f"{seconds / middle:.1f} times as long as on the others. The others will wait "
@@ -463,32 +378,7 @@ def _speed_warnings(
     return warnings
 
 
-def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
-    notes = dict.fromkeys(note for result in found for note in result.notes)
-    lines = []
-    for note in notes:
-        told = [rank for rank in ranks if note in found[rank.number].notes]
-        lines.append(f"{_named(told)}: {note}")
-    return lines
-
-
-def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
-    """Return a warning of the hosts whose clocks differ most. firsts: one rank of each host."""
-    by_clock = sorted((found[rank.number].clock, rank) for rank in firsts)
-    earliest, behind = by_clock[0]
-    latest, ahead = by_clock[-1]
-    if latest - earliest <= CLOCK_SECONDS:
-        return []
-    return [
-        f"the clocks of the hosts differ by {latest - earliest:.1f} s: {_named([behind])} says "
-        f"{_time_text(earliest)}, {_named([ahead])} {_time_text(latest)}. Times in logs do not "
-        "match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
-        "set-ntp true)"
-    ]
-
-
-def _time_text(clock: float) -> str:
-    return datetime.fromtimestamp(clock, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+# The folder
 
 
 def _write_probe(folder: Path) -> Path | None:
@@ -516,14 +406,7 @@ def _sees(probe: Path) -> bool:
     return True
 
 
-def _folder_text(writer: Rank, blind: Sequence[Rank]) -> str:
-    hosts = ", ".join(sorted({rank.host for rank in blind})[:_MOST_NAMED])
-    return (
-        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, "
-        f"and {hosts} cannot see its files. Each host would keep its own part of a checkpoint: "
-        "set job.dump_folder or checkpoint.folder to a folder of a file system that all hosts "
-        "mount, or checkpoint.folder to an s3:// URL"
-    )
+# Words
 
 
 def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
@@ -531,15 +414,6 @@ def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Ra
     for rank, value in zip(ranks, values, strict=True):
         groups[value].append(rank)
     return groups
-
-
-def _differences(ranks: Sequence[Rank], tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the values and their ranks for each name whose values differ."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    groups = {
-        name: _by_value(ranks, [table.get(name, "none") for table in tables]) for name in names
-    }
-    return {name: _shares(of_name) for name, of_name in groups.items() if len(of_name) > 1}
 
 
 def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:

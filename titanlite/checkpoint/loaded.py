@@ -25,7 +25,7 @@ EXPERT_BIAS = (".expert_bias", ".e_score_correction_bias")
 LEFT_OUT = "left_out"
 #: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.
 HELD_OUT = "held_out"
-#: Entry of the train state: what `checkpoint.resume_check` compares after a resume.
+#: Entry of the train state: what `checkpoint.verify_resume` compares after a resume.
 RESUME = "resume"
 
 

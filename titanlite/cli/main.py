@@ -13,7 +13,15 @@ from titanlite.cli.command_table import COMMANDS, make_parser, top_parser
 from titanlite.cli.parser import no_flags
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
-from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, say
+from titanlite.utils import (
+    Style,
+    escape,
+    hide_secrets_in_tracebacks,
+    missing_package,
+    public,
+    say,
+    wants_color,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,18 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         say(f"error: {problem}")
         return exit_codes.CONFIG
-    # A shell asks what a word may become.
-    if "_ARGCOMPLETE" in os.environ:
-        from titanlite.cli.completion import complete
-
-        complete()
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         top_parser().unknown_command(command, list(COMMANDS))
     arguments = make_parser(command).parse_args(ours)
-
-    from titanlite.metrics.terminal import wants_color
 
     hide_secrets_in_tracebacks()
     arguments.flags = flags

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 import titanlite
+from titanlite import exit_codes
 from titanlite.utils import new_file, say
 
 #: Time for torchrun to end; it gives its workers 10 seconds less.
@@ -26,12 +27,15 @@ GRACE_SECONDS = 40
 _TORCHRUN = re.compile(r"[WE]\d{4} \S+ \d+ (\S*/)?torch/distributed/")
 
 
-class Stopped(BaseException):
-    """A signal asked this process to stop."""
+class Stopped(SystemExit):
+    """A signal asked this process to stop. Nobody needs to catch it: it is the exit code."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(exit_codes.after_signal(number))
         self.number = number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def _output(ranks: int, shown: list[int]) -> list[str]:
     options = ["--local-ranks-filter", ",".join(map(str, shown))]
     terminal = sys.stdout.isatty()
     if terminal and shown == [0] and ranks <= 10:
-        # Rank 0 has the terminal to itself, for its live view; torchrun writes the others' output
+        # Rank 0 has the terminal to itself; torchrun writes the others' output
         # to files. It reads ranks of one digit here.
         if ranks > 1:
             options += ["--redirects", ",".join(f"{rank}:3" for rank in range(1, ranks))]

@@ -52,8 +52,8 @@ class Model(Section, frozen=True):
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
     """Scaling of the rotary frequencies: a factor (Llama 3.1's), "none", or a table. A table has
-    the fields of transformers (docs/models.md). Its rope_type is llama3, linear, dynamic, yarn,
-    longrope or proportional. None: the flavor's own.
+    the fields of transformers (docs/models.md). Its rope_type is llama3, linear or yarn. None:
+    the flavor's own.
     """
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug

@@ -80,10 +80,6 @@ class Metrics(Section, frozen=True):
     """
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
-    enable_progress: bool = True
-    """On a terminal, show a table of the last steps and a progress line in place of step lines.
-    Files and pipes get plain lines in any case, and so does log_style = "aws_fsdp".
-    """
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Location = "tb"
@@ -220,10 +216,6 @@ class Launch(Section, frozen=True):
     """Where `titanlite train` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
-    min_nodes: Count | None = None
-    """Slurm: fewest machines with which the job may run, where the degrees of parallelism fit on
-    them; it takes what it gets, up to `nodes`. None: `nodes`.
-    """
     spare_nodes: Natural = 0
     """Slurm: machines beyond `nodes` that replace lost ones in the same job."""
     gpus_per_node: Count | None = None
@@ -259,14 +251,11 @@ class Launch(Section, frozen=True):
     without GPUs. 0: none, so other pods may take them.
     """
     memory_request: Amount = ""
-    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: that of the
-    plan with /dev/shm, at most 90 % of the machine's. 0: none; pods without a request are the first
-    to be evicted.
+    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; such
+    pods are the first to be evicted.
     """
     shm_size: Amount = ""
-    """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: 2 GiB for each rank, and the copy of an
-    asynchronous save. 0: all memory of the node.
-    """
+    """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: all memory of the node."""
     labels: dict[str, str] = {}
     """Kubernetes: table of labels for the job and its pods, as "kueue.x-k8s.io/priority-class"."""
     annotations: dict[str, str] = {}

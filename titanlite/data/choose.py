@@ -1,22 +1,21 @@
 """Which files of a folder are its text: known by name, of one kind, on one level, of one split.
 
 The same rules serve local folders, folders of stores, and the files that a pattern finds. A folder
-that leaves a choice is refused, with the lines that make it. Nothing here imports numpy: the check
-of a config asks, too.
+that leaves a choice is refused, with the candidates. Nothing here imports numpy: the check of a
+config asks, too.
 """
 
 from __future__ import annotations
 
-import glob
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePosixPath
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
 from titanlite.data.kinds import COMPRESSED, KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
+from titanlite.utils import counted
 
 #: The largest share of source code, in bytes of the text beside it, that is passed over.
 SCRIPTS_SHARE = 0.1
@@ -49,9 +48,15 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
         reason = f"not of format {place.reader}"
         texts = _kept(texts, lambda file: _is_of(file, place.reader), reason, passed)
     if not texts:
-        why = _why_empty(passed, place)
-        raise DataError(f"{place.key}: the folder {place.path} holds no text{why}")
-    return choose_among(texts, found, place, passed)
+        there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
+        kinds = [kind for kind in KINDS if kind.reader != "source"]
+        endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
+        raise DataError(
+            f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
+            f"; expected names in {endings}, or of source code (docs/cli.md), also with "
+            f"{' or '.join(COMPRESSED)}. A pattern reads files with other names"
+        )
+    return choose_among(texts, place, passed)
 
 
 def _kept(
@@ -68,18 +73,16 @@ def _kept(
     return kept
 
 
-def choose_among(
-    texts: Sequence[FoundFile], found: Sequence[FoundFile], place: Place, passed: _Passed
-) -> Listing:
-    """Return those of the wanted split. found: all files of the folder. passed: gets the others.
+def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> Listing:
+    """Return those of the wanted split. passed: gets the others.
 
     Raises UnclearTextError where the files are of several splits, kinds or levels.
     """
     texts = _of_split(texts, place, passed)
-    if _are_several(texts, place):
-        from titanlite.data.text_choices import unclear
-
-        raise unclear(texts, _splits_of(texts), found, place)
+    several = _differences(texts, place)
+    if several:
+        reason = f"the folder {place.path} holds text {' and '.join(several)}"
+        raise UnclearTextError(place.key, reason, _candidates(texts, place))
     return _listing(texts, passed, place.split)
 
 
@@ -122,27 +125,6 @@ def _listing(
         mixed_splits=dict(mixed_splits or {}),
         stamps=tuple(file.stamp for file in texts),
     )
-
-
-def _why_empty(passed: _Passed, place: Place) -> str:
-    """Return what there is instead of text, what is expected, and the line that reads the files
-    that may be text nevertheless.
-    """
-    there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
-    kinds = [kind for kind in KINDS if kind.reader != "source"]
-    endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
-    expected = (
-        f"; expected names in {endings}, or of source code (docs/cli.md), also with "
-        f"{' or '.join(COMPRESSED)}"
-    )
-    if not there:
-        return expected
-    shown = [name for reason, names in passed.items() if reason != "hidden" for name in names]
-    suffixes = Counter(PurePosixPath(name).suffix for name in shown)
-    if suffixes:
-        pattern = f"{glob.escape(place.path.rstrip('/'))}/**/*{suffixes.most_common(1)[0][0]}"
-        expected += f"; if these are text, name them: {place.path_line(pattern)}"
-    return f" (there are {there}){expected}"
 
 
 def _has_scripts(texts: Sequence[FoundFile]) -> bool:
@@ -212,14 +194,36 @@ def _is_code(texts: Sequence[FoundFile]) -> bool:
     return any(file.is_source for file in texts) and all(file.is_code_or_markup for file in texts)
 
 
-def _are_several(texts: Sequence[FoundFile], place: Place) -> bool:
-    """Whether the files are of several kinds, on two levels, or of splits that do not belong
-    together. A code base is one text, of whatever languages and levels.
+def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
+    """Return in which ways files are several texts, in words.
+
+    A code base is one text, of whatever languages and levels.
     """
-    splits = {split or "" for split in _splits_of(texts)}
-    has_several_splits = place.split is None and are_apart(splits)
+    found: list[str] = []
+    if place.split is None and are_apart({split or "" for split in _splits_of(texts)}):
+        found.append("of several splits")
     if place.reader == "source" or _is_code(texts):
-        return has_several_splits
-    kinds = {file.kind_name for file in texts}
-    levels = {file.is_direct for file in texts}
-    return len(kinds) > 1 or len(levels) > 1 or has_several_splits
+        return found
+    if len({file.kind_name for file in texts}) > 1:
+        found.append("of several kinds")
+    if len({file.is_direct for file in texts}) > 1:
+        found.append("on two levels")
+    return found
+
+
+def _candidates(texts: Sequence[FoundFile], place: Place) -> list[str]:
+    """Return the files by kind, split and level in words, and how to choose among them."""
+    groups: dict[str, list[str]] = {}
+    for file, split in zip(texts, _splits_of(texts), strict=True):
+        about = "source code" if file.is_source else file.kind_name
+        if split:
+            about += f", split {split}"
+        if not file.is_direct:
+            about += ", in subfolders"
+        groups.setdefault(about, []).append(file.relative)
+    lines = [
+        f"{counted(len(names), 'files')} of {about}: {some_of(names)}"
+        for about, names in groups.items()
+    ]
+    keys = f"{place.key_of('split')} or {place.key_of('format')}"
+    return [*lines, f'choose by {keys}, or give a pattern, as "{place.path.rstrip("/")}/**/*.txt"']

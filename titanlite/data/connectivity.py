@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import time
 from concurrent.futures import TimeoutError as NoAnswer
@@ -42,20 +41,20 @@ def reach(url: str, failed: str, remedy: str) -> None:
         raise DataError(f"{failed}: {problem}; {remedy}")
 
 
-def fetch_remedy(source: str, key: str, *flags: str) -> str:
+def fetch_remedy(source: str, key: str) -> str:
     """Return what to do where the server of a text is not reached.
 
-    source: name or URL of the text. key: of the config, or SOURCE of a command. flags: of the
-    fetch.
+    source: id of the hub, or URL of the text. key: of the config, or SOURCE of a command.
     """
-    command = shlex.join(["titanlite", "data", "fetch", public_name(source), *flags])
-    text = f"on a machine with a network `{command} --out FOLDER` copies the files"
+    text = f"on a machine with a network copy the files of {public_name(source)} to a FOLDER"
+    if "://" not in source:
+        text += f" (`hf download {source} --repo-type dataset --local-dir FOLDER`)"
     if "." not in key:
         return text
     path = re.sub(r"\.name$", ".path", key)
     if path.endswith("dataset"):
         path += "_path"
-    return f"{text}, then set {path} to FOLDER"
+    return f"{text}, then set {path} to it"
 
 
 def contact_problem(url: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.urls import public_name
@@ -13,11 +13,6 @@ from titanlite.utils import counted, logger
 
 #: Files that this process has warned of: a stream reads them once per epoch.
 _known: set[str] = set()
-
-
-def note_empty(names: Iterable[str]) -> None:
-    """Remember files that a warning has named."""
-    _known.update(names)
 
 
 def watched(

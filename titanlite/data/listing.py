@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from titanlite.config.toml import quote
 from titanlite.data import DataError
 from titanlite.data.kinds import Format, Kind, kind_of_name
 from titanlite.utils import counted, human_bytes
@@ -24,11 +21,11 @@ _SHOWN = 3
 class UnclearTextError(DataError):
     """Several files of a folder could be meant, or none is of the split that is asked for.
 
-    `reason`, `lines`: the message without the key.
+    `key`, `reason`, `lines`: the parts of the message.
     """
 
     def __init__(self, key: str, reason: str, lines: Sequence[str] = ()) -> None:
-        self.reason, self.lines = reason, tuple(lines)
+        self.key, self.reason, self.lines = key, reason, tuple(lines)
         super().__init__("\n".join([f"{key}: {reason}", *(f"  {line}" for line in lines)]))
 
 
@@ -139,37 +136,12 @@ class Place:
     split: str | None = None
     reader: Format = "auto"
 
-    @property
-    def is_of_a_command(self) -> bool:
-        return "." not in self.key
-
-    @property
-    def table(self) -> str:
-        """Name of the table in TOML that holds the key, as `training` or `data.source[0]`."""
-        return self.key.rpartition(".")[0]
-
-    def path_line(self, pattern: str) -> str:
-        """Return what to write for a pattern."""
-        if self.is_of_a_command:
-            return shlex.quote(pattern)
-        return f"{self.key.rpartition('.')[2]} = {quote(pattern)}"
-
-    def split_line(self, split: str) -> str:
-        """Return what to write for a split."""
-        return f"--split {split}" if self.is_of_a_command else f"split = {quote(split)}"
-
-    def format_line(self, reader: Format) -> str:
-        """Return what to write for a format."""
-        return f"--format {reader}" if self.is_of_a_command else f"format = {quote(reader)}"
-
-    def where(self, table: str) -> str:
-        """Return where these lines go, in words."""
-        if self.is_of_a_command:
-            return "on the command line"
-        array = re.fullmatch(r"(.+)\[(\d+)\]", table)
-        if array is None:
-            return f"in [{table}]"
-        return f"in [[{array[1]}]], number {int(array[2]) + 1}"
+    def key_of(self, field: Literal["split", "format"]) -> str:
+        """Return the key, or the flag of a command, that chooses a split or a format."""
+        table = self.key.rpartition(".")[0]
+        if not table:
+            return f"--{field}"
+        return f"{'data' if table == 'training' else table}.{field}"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.data import DataError
@@ -80,26 +80,12 @@ def all_files(path: Path) -> Iterator[Path]:
 
     Folders whose names begin with a dot are left out.
     """
-    real = {os.path.realpath(path)}
-    for folder, subfolders, _ in os.walk(path):
-        subfolders[:] = _shown(subfolders)
-        real_folder = os.path.realpath(folder)
-        for name in subfolders:
-            if not Path(folder, name).is_symlink():
-                real.add(os.path.join(real_folder, name))
-    seen = {os.path.realpath(path)}
-
-    def is_new(folder: Path) -> bool:
-        place = os.path.realpath(folder)
-        if place in seen or folder.is_symlink() and place in real:
-            return False
-        seen.add(place)
-        return True
-
+    seen: set[str] = set()
     for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders[:] = [name for name in sorted(_shown(subfolders)) if is_new(Path(folder, name))]
+        place = os.path.realpath(folder)
+        if place in seen:
+            subfolders.clear()
+            continue
+        seen.add(place)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         yield from (Path(folder, name) for name in names)
-
-
-def _shown(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not name.startswith(".")]

@@ -150,23 +150,12 @@ def _stamp(url: str, patience: float) -> str:
         return stamp_of(*file.raw.identity)
 
 
-def url_files(url: str, key: str) -> list[str]:
-    """Return the files behind a URL, sorted by name: a file, a glob, or all of a store's folder.
-
-    Files without the name of a kind of text are left out where others have one. Raises DataError,
-    naming the config's `key`, if there are none or the store cannot be asked.
-    """
-    _check_url(url, key)
-    if _is_one_file(url):
-        return [url]
-    return [file.name for file in _known(_listed(url, key), url, key)]
-
-
 def url_text(place: Place) -> Listing:
     """Return the text behind a URL, by the rules of `titanlite.data.choose`.
 
-    Of a folder without any name of a kind of text all files are read. Raises DataError as
-    `url_files`, and where a folder leaves open which files are meant.
+    Of a folder without any name of a kind of text all files are read. Raises
+    DataError, naming the key, if there are none, the store cannot be asked, or a folder leaves open
+    which files are meant.
     """
     url = place.path
     _check_url(url, place.key)
@@ -245,7 +234,7 @@ def remote_tokens(
     """Return the files behind the URL of token files, and whether it is a folder.
 
     companions: returns names that may lie beside files; those of a file and of a pattern are asked
-    for. Raises DataError as `url_files`.
+    for. Raises DataError as `url_text`.
     """
     url = place.path
     _check_url(url, place.key)
@@ -284,12 +273,7 @@ def hub_files(
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
     failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
-    flags = []
-    if subset:
-        flags += ["--subset", subset]
-    if split != "train":
-        flags += ["--split", split]
-    reach("hf://", failed, fetch_remedy(text.repository, key, *flags))
+    reach("hf://", failed, fetch_remedy(text.repository, key))
 
     def ask() -> Any:
         try:

@@ -7,8 +7,6 @@ A missing, empty or damaged source is an error that names it; nothing replaces t
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +15,13 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.empty_files import note_empty, watched
+from titanlite.data.empty_files import watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.records import Columns, Record
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger
 
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -59,15 +56,10 @@ class TextFiles:
     stamps: tuple[str, ...] = field(default=(), compare=False)
 
 
-def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
-    """Return the files of a data set in the order of reading, see `find_text`."""
-    return [Path(file) for file in find_text(dataset, path, key).files]
-
-
 def find_text(
     dataset: str, path: str | None, key: str, split: str | None = None, format: Format = "auto"
 ) -> Listing:
-    """Return the files of a data set in the order of reading. Rank 0 warns of empty ones.
+    """Return the files of a data set in the order of reading.
 
     Args:
         dataset: a name in `BUNDLED`; any other needs a path.
@@ -85,15 +77,7 @@ def find_text(
                 f"{names}"
             )
         return list_text(Place(str(BUNDLED[dataset])))
-    listing = list_text(Place(path, key, split, format))
-    empty = [file for file in listing.files if os.path.getsize(file) == 0]
-    if 0 < len(empty) < len(listing.files):  # where all are empty, reading refuses them
-        note_empty(empty)
-        level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
-        names = ", ".join(empty[:3]) + ", …" * (len(empty) > 3)
-        count = f"{len(empty)} of {len(listing.files)} files"
-        logger.log(level, f"{key}: {count} are empty (0 bytes) and hold no text: {names}")
-    return listing
+    return list_text(Place(path, key, split, format))
 
 
 def columns_of(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.data.rows import Rows
-from titanlite.data.text_check import passes_warning
 
 if TYPE_CHECKING:
     from titanlite.data.token_checks import HashCheck
+
+#: Passes over a text after which another one teaches a model little (docs/data.md).
+_MOST_PASSES = 8
 
 
 def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
@@ -47,9 +50,10 @@ def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
     """
     served = rows.served(sequences, name)
     for source, one in rows.texts(name).items():
-        length = one.sequences_per_epoch
-        if not length:
-            continue
-        warning = passes_warning(source, served[source] / length)
-        if warning:
-            yield warning
+        passes = served[source] / (one.sequences_per_epoch or math.inf)
+        if passes > _MOST_PASSES:
+            yield (
+                f"{source}: the run reads this text {passes:.3g} times. More than {_MOST_PASSES} "
+                "passes teach a model little and it begins to repeat the text: take more text, or "
+                "fewer steps"
+            )

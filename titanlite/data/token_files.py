@@ -25,11 +25,11 @@ from titanlite.data.listing import Listing
 from titanlite.data.rows import FilePlace
 from titanlite.data.text_keys import key_of
 from titanlite.data.token_cache import records_folder
-from titanlite.data.token_checks import REPAIR, HashCheck, check_offsets
+from titanlite.data.token_checks import REPAIR, HashCheck
 from titanlite.data.token_parts import ORDER, TokenPart
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, logger
+from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
@@ -382,7 +382,7 @@ def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]
 def _prepared(
     folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
 ) -> TokenFiles:
-    from titanlite.data.prepared_tokens import part_hashes, parts_of, read_index
+    from titanlite.data.prepared_tokens import hashes_of, part_of, read_index
 
     index = read_index(folder)
     if keys.dtype != "auto":
@@ -402,16 +402,10 @@ def _prepared(
             f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's "
             f"vocabulary of {vocab_size}; set model.vocab_size to at least {index['vocab_size']}"
         )
-    parts = parts_of(folder, index)
-    hashes = part_hashes(folder, index, keys.records)
+    parts = [part_of(folder, index, part) for part in index["parts"]]
+    hashes = [hashes_of(folder, part, keys.records) for part in index["parts"]]
     for part, of_part in zip(parts, hashes, strict=True):
         if not of_part.is_known():
-            check_offsets(part.file.with_suffix(".offsets"), part.find_offsets(), part.size)
-    without = sum(not one.hashes for one in hashes)
-    if without:
-        logger.info(
-            f"{key}: {counted(without, 'parts')} of {folder} have no hashes: sizes and offsets "
-            "alone are checked"
-        )
+            part.check_offsets()
     repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
     return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))

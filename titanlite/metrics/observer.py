@@ -1,9 +1,8 @@
-"""The figures of a run: step lines, metrics.jsonl, TensorBoard, trackers and the live view."""
+"""The figures of a run: step lines, metrics.jsonl, TensorBoard and trackers."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -17,8 +16,6 @@ from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import grace_warning
-from titanlite.metrics.console import start_view
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import (
     Reading,
@@ -34,7 +31,6 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.boards import BackgroundWriter, TensorBoard
-    from titanlite.metrics.live import LiveView
     from titanlite.metrics.trackers import Tracker
     from titanlite.trainer import Trainer
 
@@ -85,10 +81,9 @@ class MetricsLogger(Callback):
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
-        self._view: LiveView | None = None
         self._logs = 0
-        #: It was warned of data, or of a save, that takes long.
-        self._slow_data = self._slow_save = False
+        #: It was warned of data that takes long.
+        self._slow_data = False
         self._first_step = 1
 
     def on_start(self, trainer: Trainer) -> None:
@@ -107,8 +102,6 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step, _measured_again(trainer))
             self._open_trackers(folder, resumed=not is_new)
         self._open_tensorboard(0 if is_new else step)
-        if self._metrics.enable_progress and self._metrics.log_style == "titan":
-            self._view = start_view(step, trainer.steps)
         head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
         self._ranks = StragglerDetector(self._world.device, head)
         self._begin(trainer)
@@ -138,8 +131,6 @@ class MetricsLogger(Callback):
         if self._is_logged(trainer.step, trainer.steps):
             self._logs += 1
             self._log(trainer, result)
-        elif self._view:
-            self._view.tick(trainer.step)
         self._request_layer_norms(trainer)
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
@@ -168,10 +159,6 @@ class MetricsLogger(Callback):
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
-        warning = grace_warning(seconds, f"the save of step {step}", os.environ)
-        if warning and not self._slow_save and self._world.rank == 0:
-            self._slow_save = True
-            logger.warning(warning)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Close all records.
@@ -179,8 +166,6 @@ class MetricsLogger(Callback):
         Of a run that failed, within two seconds: other ranks leave after three.
         """
         failed = end.state not in ("done", "preempted")
-        if self._view:
-            self._view.close()
         boards = self._boards()
         if boards:
             from titanlite.metrics.boards import close_all
@@ -201,12 +186,6 @@ class MetricsLogger(Callback):
 
             for board in boards:
                 board.write(step, tags(row))
-
-    def write_scores(self, step: int, row: Mapping[str, float]) -> None:
-        """Write figures of tasks, and show them in the live view."""
-        if self._view:
-            self._view.show_scores(step, row)
-        self.write(step, row)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show texts, by tag, in TensorBoard."""

@@ -20,8 +20,7 @@ from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
-from titanlite.config.urls import public_name
-from titanlite.data.text_check import open_choices, passes_warning, planned_passes
+from titanlite.data.text_check import open_choices
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
@@ -85,8 +84,6 @@ def resolve(
     refuse(_problems_of_run(config, run))
     if machine:
         refuse(unnamed_tokenizer(config, run))
-    if texts:
-        run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
     return config, run
 
 
@@ -176,21 +173,13 @@ def unnamed_tokenizer(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 def _unclear_texts(config: LoadedConfig) -> Iterator[Problem]:
     """Find local folders that leave open which of their files are meant."""
     d = config.sections
-    for key, error in open_choices(d.training, d.data, d.validation):
-        yield Problem("unclear-text", key, error.reason, "\n    ".join(error.lines))
+    for error in open_choices(d.training, d.data, d.validation):
+        yield Problem("unclear-text", error.key, error.reason, "\n    ".join(error.lines))
 
 
 def _task_packages(config: LoadedConfig) -> Iterable[Problem]:
     tasks = features_of(config.sections).tasks
     return () if tasks is None else tasks.missing_packages(is_installed)
-
-
-def many_passes(run: RunConfig) -> Iterator[str]:
-    """Warn of texts that are read too often, as far as that is known before they are read."""
-    for name, passes in planned_passes(run.training, run.data, run.tokens).items():
-        warning = passes_warning(public_name(name), passes)
-        if warning:
-            yield warning
 
 
 def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:

@@ -24,7 +24,6 @@ from tests.support.sweeps import (
     attempts,
     rows,
 )
-from titanlite.config.errors import ConfigError
 from titanlite.contrib.lab.members import (
     Member,
     MemberError,
@@ -41,13 +40,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.support.sweeps import CONFIG, LARGE, SMALL
-from titanlite.cli.processes import Stopped
 from titanlite.contrib.lab.members import run_members
 
-try:
-    run_members([SMALL, LARGE], CONFIG, Path(sys.argv[1]))
-except Stopped as stop:
-    sys.exit(128 + stop.number)
+run_members([SMALL, LARGE], CONFIG, Path(sys.argv[1]))
 """
 
 
@@ -106,13 +101,9 @@ def test_losses_are_those_of_the_runs_own_figures(
     folder, results = sweep
     small = results[1]
     figures = [dict(row) for row in rows(folder / "small")]
-    losses = [row["loss"] for row in figures if "loss" in row]
     validations = [row["validation_loss"] for row in figures if "validation_loss" in row]
-    assert (len(losses), len(validations)) == (STEPS, 2)
-    assert small.training_loss == losses[-1]
-    assert small.validation_loss == validations[-1]
-    assert small.tokens == STEPS * 2 * 16
-    assert 0 < small.seconds < 300
+    assert len(validations) == 2
+    assert small.loss == validations[-1]
 
 
 @pytest.mark.slow
@@ -192,22 +183,6 @@ def test_a_run_without_checkpoints_that_was_killed_starts_again(tmp_path: Path) 
     assert attempts(folder).count('"began": "fresh"') == 2
 
 
-@pytest.mark.slow
-def test_a_member_that_another_process_runs_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [sys.executable, "-m", "titanlite", "train", *SMALL.arguments(CONFIG, tmp_path)]
-    process = subprocess.Popen(
-        command, env=environment(STEP_SECONDS="0.3"), stdout=subprocess.DEVNULL
-    )
-    wait_for(lambda: has_rows(tmp_path / "small", 1))
-    (result,) = run_members([SMALL], CONFIG, tmp_path)
-    assert process.wait() == 0
-    assert result.state == "done"
-    assert attempts(tmp_path / "small").count('"event": "start"') == 1
-    assert "small runs already, in another process; waiting for it" in capsys.readouterr().err
-
-
 def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
     with (
         RunLock(tmp_path, "folder"),
@@ -228,7 +203,7 @@ def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_no
     described = Member("small", [*SMALL.flags, "--job.description=again"])
     assert len(check_members([described], CONFIG, tmp_path, 1)) == 1
     changed = Member("small", ["--optimizer.lr=2e-3", "--model.overrides.norm_eps=1e-4"])
-    with pytest.raises(ConfigError, match=r"small: optimizer\.lr: 0\.001 -> 0\.002") as error:
+    with pytest.raises(MemberError, match=r"small: optimizer\.lr: 0\.001 -> 0\.002") as error:
         check_members([changed], CONFIG, tmp_path, 1)
     assert "norm_eps: " in str(error.value)
 
@@ -242,39 +217,18 @@ def test_a_changed_point_is_refused_with_its_key(
     before = attempts(folder / "large")
     with pytest.raises(MemberError, match=r"/large: optimizer.lr: 0\.01 -> 0\.02") as error:
         run_members([SMALL, changed], CONFIG, folder)
-    assert str(error.value).startswith("1 of 2 runs cannot start; nothing was started\n  large:")
+    assert str(error.value).startswith("large cannot start; nothing was started\n")
     assert attempts(folder / "large") == before
 
 
-@pytest.mark.slow
-def test_other_ranks_are_a_change_where_the_batch_follows_from_them(
-    sweep: tuple[Path, list[MemberResult]],
-) -> None:
-    folder, _ = sweep
-    with pytest.raises(ConfigError, match="ranks: 1 -> 2"):
-        run_members([SMALL], CONFIG, folder, nproc=2)
-
-
-def test_the_problems_of_all_members_are_named_before_any_runs(tmp_path: Path) -> None:
-    wrong = [
-        Member("a", ["--optimizer.lr=-1"]),
-        SMALL,
-        Member("b", ["--model.overrides.n_heads=3"]),
-    ]
+def test_a_wrong_member_is_named_before_any_runs(tmp_path: Path) -> None:
+    wrong = [SMALL, Member("b", ["--optimizer.lr=-1", "--model.overrides.n_heads=3"])]
     with pytest.raises(MemberError) as error:
         run_members(wrong, CONFIG, tmp_path / "new")
     text = str(error.value)
-    assert text.startswith("2 of 3 runs cannot start; nothing was started\n  a:\n    ")
+    assert text.startswith("b cannot start; nothing was started\n")
     assert "optimizer.lr: expected" in text
-    assert "  b:\n" in text
-    assert "n_heads" in text
     assert not (tmp_path / "new").exists()
-
-
-def test_a_problem_of_all_members_is_told_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        run_members([SMALL, LARGE], [*CONFIG, "--training.seq_len=-1"], tmp_path)
-    assert len(error.value.problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -282,12 +236,11 @@ def test_a_problem_of_all_members_is_told_once(tmp_path: Path) -> None:
     [
         "--checkpoint.folder=/tmp/shared",
         "--checkpoint.folder=../together",
-        "--metrics.save_tb_folder=../tb",
         "--checkpoint.hub=ada/tiny",
     ],
 )
 def test_a_place_that_all_runs_would_share_is_refused(flag: str, tmp_path: Path) -> None:
-    with pytest.raises((ConfigError, MemberError), match="all runs would share"):
+    with pytest.raises(MemberError, match="all runs would share"):
         run_members([SMALL, LARGE], [*CONFIG, flag], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -299,5 +252,7 @@ def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(
     monkeypatch.setenv("WANDB_RUN_ID", "one")
     shows = f"--job.callbacks={CALLBACKS}:ShowsRunId"
     (result,) = run_members([SMALL], [*CONFIG, shows], tmp_path, nproc=2)
-    assert (result.state, result.tokens) == ("done", STEPS * 2 * 2 * 16)
+    assert (result.state, result.steps) == ("done", STEPS)
+    figures = dict(rows(tmp_path / "small")[-2])
+    assert figures["tokens_seen"] == STEPS * 2 * 2 * 16
     assert "run id: None" in (tmp_path / "small" / "console.log").read_text()

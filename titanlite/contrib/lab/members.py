@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from os.path import normpath
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
@@ -30,7 +28,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
-from titanlite.runs.lock import RunLock, last_sign_of_life
+from titanlite.runs.lock import RunLock
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
 
@@ -41,7 +39,6 @@ LINES_SHOWN = 8
 GRACE_SECONDS = 240.0
 #: A training loss is the mean of this part of the logged steps, the last ones.
 _TAIL = 0.1
-_POLL_SECONDS = 0.1
 #: Keys of a run's config that do not change what it learns.
 _MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
 
@@ -66,18 +63,15 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberResult:
-    """How a run stands, by its folder. Losses are in nats per token; None: there is none."""
+    """How a run stands, by its folder."""
 
     name: str
     #: done, diverged (a loss was not finite, or the guard ended it), failed, or unfinished.
     state: str
     steps: int
-    #: Mean over the last tenth of the logged steps.
-    training_loss: float | None
-    #: Of the last validation.
-    validation_loss: float | None
-    tokens: int
-    seconds: float
+    #: Of the last validation, in nats per token. Without one it is the mean of the training losses
+    #: over the last tenth of the logged steps. None: there is neither.
+    loss: float | None
     reason: str
 
     @property
@@ -91,49 +85,28 @@ def check_members(
 ) -> list[RunConfig]:
     """Check the config of each run as `titanlite config check` does, and what its folder has.
 
-    Raises ConfigError if all have the same problems, else MemberError with those of each.
+    Raises MemberError with the problems of the first run that cannot start.
     """
     from titanlite.resolve.load import check_config
 
     runs = []
-    refused: dict[str, ConfigError] = {}
     for member in members:
         own = folder / member.name
         try:
             config, run = check_config(member.arguments(config_args, folder), nproc)
-            problems = [*_shared(run, own), *_changes(config, run, own)]
-            if problems:
+            if problems := [*_shared(run, own), *_changes(config, own)]:
                 raise ConfigError(problems)
-            runs.append(run)
         except ConfigError as error:
-            refused[member.name] = error
-    texts = {str(error) for error in refused.values()}
-    if len(refused) == len(members) and len(texts) == 1:
-        raise next(iter(refused.values()))
-    if refused:
-        lines = [f"{len(refused)} of {len(members)} runs cannot start; nothing was started"]
-        for name, problem in refused.items():
-            lines.append(f"  {name}:")
-            lines += [f"    {line}" for line in str(problem).splitlines()]
-        raise MemberError("\n".join(lines))
+            raise MemberError(f"{member.name} cannot start; nothing was started\n{error}") from None
+        runs.append(run)
     return runs
 
 
 def _shared(run: RunConfig, own: Path) -> list[Problem]:
     """Return places outside of the run's own folder: all runs would write there."""
-    paths = {
-        "checkpoint.folder": run.checkpoint.folder,
-        "job.save_config_file": run.job.save_config_file,
-        "metrics.save_tb_folder": run.metrics.save_tb_folder,
-        "profiling.save_traces_folder": run.profiling.save_traces_folder,
-        "profiling.save_memory_snapshot_folder": run.profiling.save_memory_snapshot_folder,
-    }
-    # Without "..", which would lead out of the folder again.
-    found = {
-        key: path
-        for key, path in paths.items()
-        if path and not Path(normpath(path)).is_relative_to(normpath(own))
-    }
+    found = {}
+    if not Path(run.checkpoint.folder).resolve().is_relative_to(own.resolve()):
+        found["checkpoint.folder"] = run.checkpoint.folder
     if run.checkpoint.hub:
         found["checkpoint.hub"] = run.checkpoint.hub
     hint = "leave it out, so that each run has its own"
@@ -143,28 +116,21 @@ def _shared(run: RunConfig, own: Path) -> list[Problem]:
     ]
 
 
-def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
-    """Return the keys in which an earlier run in the folder differs.
-
-    Other ranks count as a change where the batch follows from them.
-    """
+def _changes(config: LoadedConfig, own: Path) -> list[Problem]:
+    """Return the keys in which an earlier run in the folder differs."""
     try:
         old = (own / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
+    # An older titanlite did not have all keys.
     known = provenance.config_values(old)
     found = provenance.config_changes(old, provenance.public_config(config.to_toml()))
-    for key in list(found):
-        # An older titanlite did not have it.
-        is_new = key not in known and config.source(key).kind == "default"
-        if is_new or key.startswith(_MAY_DIFFER):
-            del found[key]
-    attempts = _run_in(own).attempts
-    ranks = attempts[-1].get("ranks") if attempts else None
-    if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
-        found["ranks"] = f"{ranks} -> {run.mesh.world_size}"
     hint = f"name another folder, or delete {own} to run it again"
-    return [Problem("does-not-fit", key, change, hint, str(own)) for key, change in found.items()]
+    return [
+        Problem("does-not-fit", key, change, hint, str(own))
+        for key, change in found.items()
+        if (key in known or config.is_given(key)) and not key.startswith(_MAY_DIFFER)
+    ]
 
 
 def run_members(
@@ -175,26 +141,23 @@ def run_members(
     A run that was stopped resumes from its checkpoint, or starts again without one; one that fails
     does not end the others. config_args: files and flags that all share. nproc: ranks of each.
 
-    Call it from the main thread. Raises MemberError or ConfigError before any run starts,
-    LockedError where another process holds the folder, OSError where it cannot be written to.
-    Raises `processes.Stopped` on Ctrl-C and SIGTERM, when the run has ended.
+    Call it from the main thread. Raises MemberError before any run starts, LockedError where
+    another process holds the folder. Raises `processes.Stopped` on Ctrl-C and SIGTERM, when the
+    run has ended.
     """
     check_members(members, config_args, folder, nproc)
     results = []
-    with stoppable(), RunLock(folder, "folder"):
-        for member in members:
-            own = folder / member.name
-            # It may be one that a kill left behind.
-            if last_sign_of_life(own) is not None:
-                tell(f"{member.name} runs already, in another process; waiting for it")
-            while last_sign_of_life(own) is not None:
-                time.sleep(_POLL_SECONDS)
-            result = result_of(member, folder)
-            if result.is_final:
-                tell(f"{member.name} is {result.state} already")
-            else:
-                result = _run(member, config_args, folder, nproc)
-            results.append(result)
+    try:
+        with stoppable(), RunLock(folder, "folder"):
+            for member in members:
+                result = result_of(member, folder)
+                if result.is_final:
+                    tell(f"{member.name} is {result.state} already")
+                else:
+                    result = _run(member, config_args, folder, nproc)
+                results.append(result)
+    except OSError as error:
+        raise MemberError(f"cannot write to {folder}: {error.strerror or error}") from None
     return results
 
 
@@ -228,22 +191,19 @@ def _run(member: Member, config_args: Sequence[str], folder: Path, nproc: int) -
 
 def result_of(member: Member, folder: Path, exit_code: int | None = None) -> MemberResult:
     """Return how a run stands. folder: the one above it. exit_code: of a start just now."""
-    run = _run_in(folder / member.name)
+    run = Run(folder / member.name)
+    with suppress(RunError):
+        run = read_run(run.folder, partial=True)
     losses = [row["loss"] for row in run.training]
     validations = [row["validation_loss"] for row in run.validations]
+    tail = validations[-1:] or losses[-max(round(len(losses) * _TAIL), 1) :]
     state = _state(run, exit_code, [*losses[-1:], *validations[-1:]])
-    reason = run.reason.partition("\n")[0]
-    if state == "failed" and not reason:
-        reason = f"exit code {exit_code}"
-    tail = losses[-max(round(len(losses) * _TAIL), 1) :]
+    reason = run.reason.partition("\n")[0] or f"exit code {exit_code}"
     return MemberResult(
         name=member.name,
         state=state,
         steps=run.step or 0,
-        training_loss=math.fsum(tail) / len(tail) if tail else None,
-        validation_loss=validations[-1] if validations else None,
-        tokens=int(run.training[-1].get("tokens_seen", 0)) if run.training else 0,
-        seconds=run.duration or 0.0,
+        loss=math.fsum(tail) / len(tail) if tail else None,
         reason=reason if state in ("failed", "diverged") else "",
     )
 
@@ -257,10 +217,3 @@ def _state(run: Run, exit_code: int | None, losses: Sequence[float]) -> str:
         return "done"
     has_failed = exit_code or (exit_code is None and run.state == "failed")
     return "failed" if has_failed and run.state != "preempted" else "unfinished"
-
-
-def _run_in(folder: Path) -> Run:
-    """Return the run in a folder; one without records where there is none."""
-    with suppress(RunError):
-        return read_run(folder, partial=True)
-    return Run(folder)

@@ -66,7 +66,7 @@ def find_tokens(place: Place) -> Found:
         )
     if is_folder:
         passed = {"other kinds of files": others} if others else {}
-        listing = choose_among(tokens, files, place, passed)
+        listing = choose_among(tokens, place, passed)
     else:
         listing = named_files(tokens, place)
     sizes = {file.name: file.size for file in files if file.size is not None}

@@ -28,12 +28,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from titanlite.features.local_saves import checks
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
@@ -52,7 +51,7 @@ class LocalSaves(Feature):
     def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return checks.findings(config.sections.checkpoint)
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         section = self.section
         yield (
             "local saves",

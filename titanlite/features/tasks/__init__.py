@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.text import Share
@@ -124,7 +123,7 @@ class TaskEvaluation(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         when = f"every {self.section.freq:,} steps"
         if self.section.at_end:
             when += " and at the end"

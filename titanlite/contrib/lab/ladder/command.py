@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 from titanlite import exit_codes
 from titanlite.cli import at_least, refuse_keys
 from titanlite.cli.parser import FLAGS, Commands, add_files, new_command
-from titanlite.cli.plan.plan import token_count
 from titanlite.config.errors import bad_flag
 
 if TYPE_CHECKING:
@@ -59,12 +59,21 @@ def add_command(commands: Commands) -> None:
     add("--json", "print the result as JSON")
 
 
+def _number(text: str) -> int:
+    """Read a number for argparse, as 7B or 1.5T."""
+    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a number as 7B, got {text!r}")
+    unit = " KMBT".index(match[2].upper() or " ")
+    return round(float(re.sub("[_,]", "", match[1])) * 1000**unit)
+
+
 def _size_and_tokens(text: str) -> tuple[int, int]:
     """Read N:D for argparse."""
     parameters, colon, tokens = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"expected N:D as 7B:160B, got {text!r}")
-    return token_count(parameters), token_count(tokens)
+    return _number(parameters), _number(tokens)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -176,9 +185,9 @@ def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[P
             missing.append(f"{rung.name} was not started, since its trunk {rung.trunk} is not done")
         elif one.state != "done":
             missing.append(f"{rung.name}: {one.state}. {one.reason}".rstrip(". "))
-        elif one.validation_loss is not None:
+        elif one.loss is not None:
             trunk = rung.trunk or rung.name
-            loss = one.validation_loss
+            loss = one.loss
             points.append(Point(rung.parameters, rung.tokens, loss, rung.name, trunk))
     return points, missing
 
