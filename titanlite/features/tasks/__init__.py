@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
+from titanlite.features.tasks.harness import HARNESS, KEY, HarnessTask, load_tasks
 from titanlite.run.features import Feature, Row
 from titanlite.utils import pip_install
 
@@ -26,14 +27,9 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.text import Share
-    from titanlite.features.tasks.harness import HarnessTask
     from titanlite.features.tasks.run import TaskRun
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
-
-KEY = "eval.tasks"
-#: The harness's package.
-HARNESS = "lm_eval"
 
 
 class TaskEvaluation(Feature):
@@ -70,8 +66,6 @@ class TaskEvaluation(Feature):
 
     def _loaded(self) -> Iterable[HarnessTask]:
         import datasets
-
-        from titanlite.features.tasks.harness import load_tasks
 
         logging.getLogger(HARNESS).setLevel(logging.ERROR)
         datasets.disable_progress_bars()

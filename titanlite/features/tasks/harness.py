@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse, unfit
-from titanlite.features.tasks import HARNESS, KEY
 from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.ranks import RankScorer
     from titanlite.features.tasks.scoring import Scorer
 
+KEY = "eval.tasks"
+#: The harness's package.
+HARNESS = "lm_eval"
 #: Seeds of the harness's own command, for the examples before a question.
 _SEED, _FEWSHOT_SEED = 0, 1234
 #: Of results that are no figures.
