@@ -21,7 +21,7 @@ from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
-from titanlite.data.connectivity import fetch_remedy, reach
+from titanlite.data.connectivity import COPY, reach
 from titanlite.data.empty_files import watched
 from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file
@@ -175,7 +175,7 @@ def _check_url(url: str, key: str) -> None:
     if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
-    reach(url, f"{key}: {public_name(url)} cannot be read", fetch_remedy(url, key))
+    reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
 
 
 def _is_one_file(url: str) -> bool:
@@ -273,7 +273,7 @@ def hub_files(
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
     failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
-    reach("hf://", failed, fetch_remedy(text.repository, key))
+    reach("hf://", failed, COPY)
 
     def ask() -> Any:
         try:

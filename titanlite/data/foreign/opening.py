@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.connectivity import fetch_remedy
+from titanlite.data.connectivity import COPY
 from titanlite.data.foreign.find import Found, beside, find_tokens
 from titanlite.data.foreign.headers import (
     DATATROVE,
@@ -164,8 +164,8 @@ def _examine(place: Place, tokenizer: Tokenizer, vocab_size: int, keys: TokenKey
         if is_url(place.path):
             raise DataError(
                 f"{place.key}: Megatron-LM's files are read from a local disk, and "
-                f"{public_name(place.path)} is a URL; {fetch_remedy(place.path, place.key)}. Fetch "
-                ".bin and .idx, each by its URL or both by that of their folder"
+                f"{public_name(place.path)} is a URL; {COPY}. Fetch .bin and .idx, each by its "
+                "URL or both by that of their folder"
             )
         return _Examined(found.listing)
     facts = _all_facts(found, keys.patience)
