@@ -94,7 +94,7 @@ def test_code_in_an_index_never_runs(
     folder = _changed(tmp_path / "bad", ".metadata", payload)
     said = pool(1).run(_refusal, folder.parent)
     said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
-    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "torch"]):
+    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "hf"]):
         assert main(["checkpoint", *map(str, command)]) == exit_codes.CHECKPOINT
         said.append("".join(capsys.readouterr()))
     for text in said:

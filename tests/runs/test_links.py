@@ -64,7 +64,6 @@ BY_NAME = Counter(
         "main.py": 2,
         "runs/lock.py": 6,
         "assembly/rank_checks.py": 1,
-        "cli/hub/torch_file.py": 1,
         "cli/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,
