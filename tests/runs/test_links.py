@@ -39,7 +39,6 @@ MORE = (
     "git-1.diff",
     "memory_snapshot/iteration_5/rank0_memory_snapshot.pickle",
     "metrics-1.jsonl",
-    "run.json",
     "run.lock",
     "samples.jsonl",
     "wandb",
@@ -52,7 +51,7 @@ MORE = (
 #: guessed, to a store, or below a place that the user's environment names.
 BY_NAME = Counter(
     {
-        "checkpoint/hf_save.py": 2,
+        "checkpoint/hf_save.py": 4,
         "checkpoint/paths.py": 2,
         "checkpoint/retention.py": 3,
         "data/tokenizer/files.py": 1,

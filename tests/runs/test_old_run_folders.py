@@ -117,9 +117,9 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
         for name, run in found.items()
     }
     assert shown == {
-        "finished": ["done", 8, 8, 1, []],
-        "killed": ["died", 7, 8, 2, []],
-        "stopped": ["preempted", 5, 8, 1, []],
+        "finished": ["done", 8, None, 1, []],
+        "killed": ["died", 7, None, 2, []],
+        "stopped": ["preempted", 5, None, 1, []],
     }
     assert [found[name]["loss"] for name in shown] == [
         _rows(runs / name / UNDISTURBED)[step, "training"]["loss"]

@@ -397,7 +397,7 @@ def _write_hf(
     beside = hf_files(source.tokenizer) if source.tokenizer else {}
     with new_folder(final) as folder:
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
-        problem = write_files(folder, files, entries, source.read)
+        problem = write_files(folder, files, source.read)
         if problem:
             raise CheckpointError(f"{final} cannot be written: {problem}")
         write_configs(folder, config, files, entries, beside)
