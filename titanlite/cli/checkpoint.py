@@ -119,7 +119,7 @@ def _add_convert(actions: Commands) -> None:
         "SOURCE: a checkpoint (or the newest valid one of a folder), a folder of Hugging Face's "
         "layout, or step-N of torchtitan with --config; checkpoints "
         "are compared with their hashes first. TARGET appears when it is whole, and nothing is "
-        "overwritten. It needs no GPU, and memory for a few tensors."
+        "overwritten. It needs no GPU, and memory for one file of 4 GB."
     )
     help = "write the weights in SOURCE to TARGET, in another format"
     add = add_to_group(actions, _convert, help, more, _CODES).add

@@ -1,6 +1,6 @@
 """`titanlite checkpoint convert`: weights between checkpoints and Hugging Face folders.
 
-A few tensors are in memory at a time.
+A few tensors are in memory at a time, or one file of Hugging Face's.
 """
 
 from __future__ import annotations
