@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from titanlite import exit_codes
 from titanlite.dist.process import raise_file_limit
-from titanlite.dist.signals import exit_on_signals, line_break
+from titanlite.dist.signals import exit_on_signals
 from titanlite.utils import escape, say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -128,15 +128,8 @@ class _Stops(logging.Filter):
     )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown; break the line behind the terminal's ^C where the ranks
-        cannot.
-        """
-        if not str(record.msg).startswith(self._ROUTINE):
-            return True
-        is_ctrl_c = record.args == (signal.SIGINT,)
-        if is_ctrl_c and "--tee" in sys.argv:
-            os.write(2, line_break(signal.SIGINT).encode())
-        return False
+        """Return whether a record is shown."""
+        return not str(record.msg).startswith(self._ROUTINE)
 
 
 def _quiet_stops() -> None:

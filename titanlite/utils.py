@@ -489,7 +489,6 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
-    "argcomplete": "completion",
     "comet-ml": "comet",
     "lm_eval": "eval",
     "mlflow-skinny": "mlflow",

@@ -31,7 +31,7 @@ from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
-from titanlite.models.rope_scaling import DynamicScaling, YarnScaling
+from titanlite.models.rope_scaling import LinearScaling, YarnScaling
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5
@@ -42,7 +42,7 @@ SHAPES = {
     "tied": replace(ARGS, tied=True),
     "scaled": replace(ARGS, rope_scaling=SCALED),
     "yarn": replace(ARGS, rope_scaling=YarnScaling(8.0, 16, mscale=0.5, mscale_all_dim=1.0)),
-    "dynamic": replace(ARGS, rope_scaling=DynamicScaling(4.0, 16)),
+    "linear": replace(ARGS, rope_scaling=LinearScaling(4.0)),
 }
 
 

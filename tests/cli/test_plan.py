@@ -43,28 +43,12 @@ def test_the_exit_code_says_whether_it_fits(plan: Any) -> None:
     assert "does not fit" in out.splitlines()[0]
 
 
-def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
-    _, out, _ = plan(
-        "llama3_8b.toml",
-        "--instance",
-        "p5.48xlarge",
-        "--nodes",
-        "2",
-        "--price",
-        "98.32",
-        "--tokens",
-        "1B",
-    )
+def test_the_report_names_parts_and_time(plan: Any) -> None:
+    words = ["llama3_8b.toml", "--instance", "p5.48xlarge", "--nodes", "2"]
+    _, out, _ = plan(*words)
     assert re.search(r"^activations +\d+\.\d\d +\d+\.\d%  █+$", out, re.MULTILINE)
-    found = json.loads(
-        plan("llama3_8b.toml", "--instance=p5.48xlarge", "--nodes=2", "--tokens=1B", "--json")[1]
-    )
-    assert found["steps"] == -(-(10**9) // found["tokens_per_step"]) == 1908
-    cost = f"{2 * 98.32 * found['hours']:,.0f} ("
-    assert f"1,908 steps, 1.0B tokens in {found['hours']:.1f} hours (" in out
-    assert f", for {cost}" in out
-    assert ") at 98.32 per machine and hour" in out
-    assert found["cost"] is None
+    found = json.loads(plan(*words, "--json")[1])
+    assert f"50,000 steps, 26.2B tokens in {found['hours'] / 24:.1f} days (" in out
 
 
 @pytest.mark.slow
@@ -80,10 +64,10 @@ def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> No
             half == "0"
             or plan("llama3_8b.toml", "--gpus", half, "--gpu", name)[0] == exit_codes.OUT_OF_MEMORY
         )
-    assert re.search(r"^l4-24g .* none ", plan("llama3_8b.toml")[1], re.MULTILINE)
+    assert "not on l4-24g: too little memory, of 52.6 GiB at least" in plan("llama3_8b.toml")[1]
     assert plan("llama3_8b.toml", "--gpu", "l4-24g")[0] == exit_codes.OUT_OF_MEMORY
     rows = plan("llama3_8b_level3_float8.toml", "--gpus", "8")[1]
-    assert re.search(r"^a100-80g .* a100-80g has no float8$", rows, re.MULTILINE)
+    assert "not on a100-80g: a100-80g has no float8" in rows
 
 
 def test_the_section_launch_is_the_hardware(plan: Any) -> None:
@@ -107,12 +91,11 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
             ["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"],
             "12 GPUs are no whole machines of 8",
         ),
-        (["llama3_8b.toml", "--price", "3"], "give --gpu NAME"),
-        (["llama3_8b.toml", *H100, "--search", "--tokens", "1B"], "is not for a search"),
+        (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),
         (["llama3_8b.toml", *H100, "--write", "x.toml"], "give --search"),
         (
-            ["llama3_8b.toml", *H100, "--html", "/nonexistent/x.html"],
-            "--html: cannot write /nonexistent/x.html",
+            ["llama3_8b.toml", *H100, "--search", "--write", "/nonexistent/x.toml"],
+            "--write: cannot write /nonexistent/x.toml",
         ),
         (["hf_debug.toml"], "`titanlite plan CONFIG --gpus 1 --gpu NAME --exact` traces a step"),
         (
@@ -133,43 +116,21 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("words", "said"),
     [
-        ("--tokens=many", "a number of tokens as 15T"),
-        ("--price=nan", "a price"),
-        ("--price=-1", "a price"),
+        (["--html", "x.html"], "--html is gone: the text and --json have the memory by part"),
+        (["--price=3"], "--price is gone: multiply the hours"),
+        (["--tokens", "1T"], "--tokens is gone: give the key --training.tokens N"),
+        (["--search", "--allow=float8"], "--allow is gone: give --float8.enable_float8_linear"),
+        (["--htm", "x.html"], "unknown option --htm"),
     ],
 )
-def test_a_flag_that_is_no_number_is_refused(
-    plan: Any, capsys: pytest.CaptureFixture[str], flag: str, said: str
+def test_an_option_that_is_gone_says_the_other_way(
+    plan: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        plan("llama3_8b.toml", *H100, flag)
-    assert f"expected {said}, got '{flag.partition('=')[2]}'" in capsys.readouterr().err
-
-
-def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
-    found = json.loads(plan("llama3_8b.toml", *H100, "--html", str(file), "--json")[1])
-    page = file.read_text()
-    assert not re.search(r"https?://|<link|src=", page)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
-    sums = [sum(values) for _, values in data["moments"]]
-    assert max(sums) == pytest.approx(found["peak_gib"], abs=0.01)
-    assert f">peak {max(sums):.2f} GiB<" in page
-    assert data["moments"][sums.index(max(sums))][0] == f"{found['phase']} {found['module']}"
-    # The highest point of all areas is the peak, on the scale of the marked memory of the GPU.
-    heights = [
-        float(y)
-        for points in re.findall(r'<polygon [^>]*points="([^"]+)"', page)
-        for y in re.findall(r",(\S+)", points)
-    ]
-    limit = float(re.search(r'class="limit" d="M70 (\S+)H', page)[1])  # type: ignore[index]
-    share = (found["usable_gib"] - found["overhead_gib"]) / found["peak_gib"]
-    assert (max(heights) - limit) / (max(heights) - min(heights)) == pytest.approx(share, abs=0.01)
-    bars = dict(re.findall(r'<tr><th>([a-z ]+)</th><td class="number">([\d.]+)<', page))
-    assert float(bars["activations"]) == pytest.approx(found["parts"]["activations"], abs=0.006)
-    assert float(bars["allocator overhead"]) == pytest.approx(found["overhead_gib"], abs=0.006)
+        plan("llama3_8b.toml", *H100, *words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_plan_needs_no_torch() -> None:
@@ -202,4 +163,4 @@ def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several(
 ) -> None:
     run = check_config(["--job.config_file=llama3_8b.toml"], 16, training=False)[1]
     print_plan(run, gpus_per_node=16)
-    assert "for each machine of 8 GPUs" in capsys.readouterr().out
+    assert "network 3200 Gbit/s for each machine" in capsys.readouterr().out

@@ -4,19 +4,17 @@ often.
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Command
 from tests.support.texts import CLONE, TOKENIZER, write_files
-from titanlite.assembly.report_rows import file_rows, text_warnings
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
+from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.resolve.load import load_config
 
 
@@ -50,7 +48,6 @@ def test_configs_and_commands_refuse_before_any_work(
     assert main(["config", "check", "debug_model.toml", keys[0]]) == 2
     assert capfd.readouterr().err.count("of several splits") == 3
     for words in (
-        ["stats", keys[0]],
         ["peek", keys[0]],
         ["prepare", clone, "--out", tmp_path / "out"],
     ):
@@ -67,23 +64,15 @@ def test_configs_and_commands_refuse_before_any_work(
     assert "2 documents" in printed
 
 
-def test_peek_and_stats_say_what_was_found_and_passed_over(
-    tmp_path: Path, command: Command
-) -> None:
+def test_peek_says_what_was_found_and_passed_over(tmp_path: Path, command: Command) -> None:
     clone = write_files(tmp_path / "clone", *CLONE)
     words = ["--training.dataset_path", clone, "--data.split", "train", "--training.seq_len", 8]
-    found = json.loads(command("stats", "--json", *words)[1])
-    assert found["files"] == {"parquet": 2}
-    assert found["documents"] == 2
-    assert found["passed_over"]["documentation"] == ["LICENSE.txt", "README.md"]
-    printed = command("stats", *words)[1]
-    assert re.search(r"files +2 of parquet\n", printed)
-    assert re.search(r"passed over +data/test-00000-of-00001.parquet \(split test\)\n", printed)
     code, printed = command("peek", *words)
     assert code == 0
     assert "2 files of parquet" in printed
     assert "LICENSE.txt, README.md (documentation)" in printed
-    assert "2 documents, " in printed
+    assert "data/test-00000-of-00001.parquet (split test)" in printed
+    assert "2 documents of " in printed
     mixed = f"--data.source=[{{name='a', path='{clone}', split='train'}}, {{name='c4_test'}}]"
     assert "a: 2 files of parquet" in command("peek", mixed, "--training.seq_len", 8)[1]
 
@@ -100,16 +89,16 @@ def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     reader = TextReader(run.data, TOKENIZER, 2304)
     train = reader.train(run.training)
     held_out = reader.held_out(run.validation, 8)
-    found = dict(enumerate(text for _, text in file_rows(train, held_out)))
+    found = [*file_lines(train), *file_lines(held_out[""], "validation")]
     assert found[0].startswith("3 files of parquet (")
     assert found[1].startswith("validation: 1 file of parquet (")
     assert (
         "data/train-00000-of-00002.parquet, data/train-00001-of-00002.parquet (split train)"
         in found[1]
     )
-    warnings = list(text_warnings(train, held_out, "mine", 1000))
+    warnings = [*file_warnings(train, "mine"), *pass_warnings(train, "mine", 1000)]
     assert warnings[0].startswith("mine: the pattern finds files of several splits")
     assert "test (1 file)" in warnings[0]
     assert warnings[1].startswith("mine: the run reads this text ")
     assert len(warnings) == 2
-    assert list(text_warnings(train, held_out, "mine", 8 * train.sequences_per_epoch))[1:] == []
+    assert list(pass_warnings(train, "mine", 8 * train.sequences_per_epoch)) == []

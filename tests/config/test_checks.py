@@ -591,3 +591,18 @@ def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path
 def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
     sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
     assert sizes == {BUNDLED_IDS}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["training.loss", "optimizer.name", "training.dataset", "validation.dataset", "job.callbacks"],
+)
+def test_a_dotted_path_without_its_file_or_package_is_refused(key: str) -> None:
+    for path, reason in (
+        ("./gone.py:loss", "there is no file"),
+        ("nowhere_at_all.x:y", "No module named 'nowhere_at_all'"),
+        ("here.py:", "names no object"),
+    ):
+        found = refusal([f"--{key}={path}"])
+        assert (found.key, found.code) == (key, "unresolved")
+        assert reason in found.message

@@ -125,6 +125,14 @@ def test_quotes_within_a_field_are_where_pyarrow_sees_them(tmp_path: Path) -> No
     assert [one.text for one in iter_records([path])] == expected
 
 
+def test_lines_may_end_with_a_carriage_return_as_in_pyarrow(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    for content in ("text,id\ra,1\rb,2\r", "text,id\na,1\rb,2\r\n"):
+        path.write_bytes(content.encode())
+        expected = pyarrow.csv.read_csv(path)["text"].to_pylist()
+        assert [one.text for one in iter_records([path])] == expected == ["a", "b"]
+
+
 def test_a_row_may_be_longer_than_blocks_and_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,24 +143,21 @@ def test_a_row_may_be_longer_than_blocks_and_has_a_limit(
     monkeypatch.setattr("titanlite.data.delimited._LONGEST", 1 << 20)
     with pytest.raises(DataError, match=r"a\.csv, row 2: field larger .*fields of more than 1 MB"):
         list(iter_records([path]))
-    path.write_text("text\n" + "a" * (2 << 20))
-    with pytest.raises(DataError, match=r"a\.csv, row 1: a line is too long; .* more than 1 MB"):
-        list(iter_records([path]))
 
 
 BAD = [
-    ('5" size,text\n1,a\n2,b\n', r"a quote in the header has no end: .*5.* size,text"),
-    ('5" size,text\n1,a "\n2,b\n', r"a quote in the header has no end: .*5.* size,text"),
+    ('5" size,words\n1,a\n2,b\n', r"the header: no column 'text' \(5\" size, words\); name"),
     ("Hello world,3\nb,4\n", r": the header: no column 'text' \(Hello world, 3\); name the field"),
     ("text,id\na,1\nb\nc,3\n", r', row 2: 1 fields, and the header has 2: "b"; put a field'),
     ("text,id\na,1\n\nb,2,more\n", r', row 2: 3 fields, .*: "b,2,more"; put a field that holds'),
-    ('text,id\na,1\n"b,2\nc,3\n', r'ends within a quoted field of this row: "b,2\\nc,3'),
+    ('text,id\na,1\n"b,2\nc,3\n', r', row 2: the file ends within a quoted field of \["b,2\\nc,3'),
     ("text,id,text\na,1,b\n", r"the header names two columns 'text'"),
-    (b"text,id\na,1\ncaf\xe9,2\n", r", row 2: the field 'text' is not UTF-8 .*iconv"),
-    (b"t\xe9xt,id\na,1\n", r", header: not UTF-8 .*iconv"),
-    ("text,id\na,1\n".encode("utf-16"), r"is text in UTF-16: iconv -f UTF-16 -t UTF-8"),
-    ("text,id\na,1\nb,2\rc,3\n", r", row 2: new-line character .*lines that end with"),
-    ("text,id\ra,1\rb,2\r", r"lines end with a carriage return alone: tr"),
+    (
+        b"text,id\na,1\ncaf\xe9,2\n",
+        r", row 2: the field text holds \\udce9 at .*of CSV: a byte that is not",
+    ),
+    (b"t\xe9xt,id\na,1\n", r"the header: no column 'text' \(t\?xt, id\)"),
+    ("text,id\na,1\n".encode("utf-16"), r"is a file of another kind; .* in UTF-8"),
     ("", r"no records in .*: the files are empty"),
     ("\n\r\n", r"no records in .*: the files are empty"),
     ("text,id\n", r"no records in .*: the files are empty"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -280,9 +279,8 @@ def test_what_was_recognised_is_said_before_the_rows(
         "; records: sharegpt, recognised by the field conversations (data.record says otherwise), "
         "rendered by the plain chat template"
     )
-    assert head[1] == f"12 documents, {characters:,} characters"
-    assert cli.main(["data", "at-step", "1", *flags]) == 0
-    assert re.search(r"a\.jsonl, record \d+, .*: User: What is", capsys.readouterr().out)
+    assert head[1].startswith("12 documents of ")
+    assert head[1].endswith(f", {characters:,} characters")
 
 
 def test_a_text_beside_other_fields_stays_the_text_and_that_is_said(tmp_path: Path) -> None:
@@ -390,7 +388,7 @@ def test_a_table_without_the_columns_of_a_form_and_a_plain_text_are_refused(tmp_
     with pytest.raises(DataError, match=r"no column 'output' \(prompt, completion\); data\.record"):
         read(path, record="alpaca")
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"a plain text holds no records; leave data\.record out"):
+    with pytest.raises(DataError, match="holds no records; leave data.messages_key and"):
         read(tmp_path / "a.txt", record="alpaca")
 
 

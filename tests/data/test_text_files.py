@@ -219,7 +219,7 @@ def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -
         parts = [pa.array([one]) for one in ("user", "x", "y")]
         turn = pa.StructArray.from_arrays(parts, names=["role", "content", "content"])
         make(path, pa.table({"chat": pa.ListArray.from_arrays([0, 1], turn)}))
-        with pytest.raises(DataError, match=f"{name}: fields within a column have one name"):
+        with pytest.raises(DataError, match=f"{name}, rows 1 to 1: .*duplicate field names"):
             list(iter_records([path], Columns("chat", chat=ChatTemplate(""))))
 
 
@@ -232,7 +232,10 @@ def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -
             ", row 1: the key 'text' must be a string, found int: 1; name the field by "
             "data.text_key",
         ),
-        (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", rows 1 to 2: not UTF-8"),
+        (
+            pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()),
+            ", rows 1 to 2: 'utf-8' codec can't decode",
+        ),
     ],
 )
 def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: str) -> None:
@@ -244,11 +247,11 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b' [\n{"text": "a"}, {"text": "b"', ", record 2: not valid JSON"),
+        ("a.json", b' [\n{"text": "a"}, {"text": "b"', "a.json: not valid JSON"),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         ("a.csv", b"text\na\0b\n", "is a file of another kind"),
-        ("a.csv", "text\na\n".encode("utf-16"), "is text in UTF-16: iconv -f UTF-16"),
+        ("a.csv", "text\na\n".encode("utf-16"), "is a file of another kind"),
         ("a.txt", b"a\ncaf\xe9\n", ", line 2: not UTF-8"),
         ("a.txt", b"", "the files are empty"),
     ],

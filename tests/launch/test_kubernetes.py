@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.launch import sagemaker as launch_sagemaker
-from titanlite.launch.pod_resources import pod_resources
 from titanlite.resolve.load import check_config
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
@@ -202,17 +200,6 @@ def test_the_kind_that_went_is_refused_with_the_one_to_take(
     assert "take PyTorchJob, which HyperPod's clusters run, too" in said
 
 
-@pytest.mark.parametrize("key", ["min_nodes", "spare_nodes"])
-def test_fewer_and_spare_pods_that_no_operator_has_are_refused(
-    key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*EXAMPLES["llama3_1_8b"].flags(), f"--launch.{key}=1", "--dry-run"]
-    words += ["--training.global_batch_size=64", "--job.dump_folder=/fsx/run"]
-    assert cli.main(["launch", "kubernetes", *words]) == exit_codes.CONFIG
-    said = capsys.readouterr().err
-    assert f"launch.{key}: kubernetes has no such jobs, only Slurm has" in said
-
-
 def test_the_config_map_holds_the_resolved_config() -> None:
     _skip_without("PyTorchJob")
     flags = [
@@ -276,33 +263,6 @@ def _resources(value: Any) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_ask_for_the_memory_of_the_plan_and_shm_is_bounded(kind: str) -> None:
-    _skip_without(kind)
-    flags = [f"--launch.kind={kind}", "--checkpoint.enable_checkpoint"]
-    sizes = {}
-    for mode in ("disabled", "async"):
-        text = render("llama3_1_8b", *flags, f"--checkpoint.async_mode={mode}")
-        assert problems(text) == []
-        requests = [one["requests"] for one in _resources(yaml.safe_load_all(text))]
-        assert {one["cpu"] for one in requests} == {"16"}
-        (memory,) = {_gib(one["memory"]) for one in requests}
-        (shm,) = {_gib(one["sizeLimit"]) for one in _values(text, "emptyDir")}
-        sizes[mode] = (memory, shm)
-    # 3 GiB for each process, and batches of less than 1 GiB; 2 GiB of shared memory for each rank.
-    assert sizes["disabled"] == (8 * 3 + 1 + 8 * 2, 8 * 2)
-    # Of 8.03 billion parameters half are on this node, with 12 bytes each: a copy of them.
-    copy = math.ceil(8_030_261_248 * 12 / 2 / 2**30)
-    assert [sizes["async"][i] - sizes["disabled"][i] for i in (0, 1)] == pytest.approx(
-        [copy, copy], abs=1
-    )
-
-
-def _gib(amount: str) -> int:
-    assert amount.endswith("Gi")
-    return int(amount.removesuffix("Gi"))
-
-
 def _values(text: str, name: str) -> list[Any]:
     """Return the values of a field of this name in all documents."""
 
@@ -318,7 +278,7 @@ def _values(text: str, name: str) -> list[Any]:
     return [one for document in yaml.safe_load_all(text) for one in found(document)]
 
 
-def test_keys_win_over_the_plan_and_zero_asks_for_nothing() -> None:
+def test_zero_asks_for_nothing() -> None:
     def pod(*flags: str) -> tuple[Any, Any]:
         text = render("llama3_2_1b", *flags)
         (container,) = _pod(text)["containers"]
@@ -329,25 +289,6 @@ def test_keys_win_over_the_plan_and_zero_asks_for_nothing() -> None:
     given = ["--launch.memory_request=7Gi", "--launch.shm_size=3Gi"]
     assert pod(*given)[0] == {"cpu": "2", "memory": "7Gi"}
     assert pod(*given)[1] == {"medium": "Memory", "sizeLimit": "3Gi"}
-
-
-def test_pods_ask_for_no_more_than_the_machine_has_and_a_warning_says_so() -> None:
-    flags = [*EXAMPLES["llama3_1_8b"].flags(), "--job.dump_folder=/fsx/run", "--launch.image=i"]
-    flags += ['--launch.volumes={"fsx-claim" = "/fsx"}', "--launch.instance_type=g5.xlarge"]
-    offload = ["--training.enable_cpu_offload", "--launch.nodes=1"]
-    job = prepare([*flags, *offload])
-    text = launch_kubernetes.files(job)[launch_kubernetes.FILE]
-    assert _resources(yaml.safe_load_all(text))[0]["requests"]["memory"] == "14Gi"
-    (warning,) = [one for one in launch_kubernetes.warnings(job) if "the plan has" in one]
-    assert warning.endswith("g5.xlarge has 14 GiB for pods: it asks for these")
-
-
-def test_memory_that_no_formula_has_is_left_open_and_a_warning_says_so() -> None:
-    flags = ["--job.config_file=llama3_2_1b.toml", "--launch.cpu", "--launch.gpus_per_node=2"]
-    job = prepare([*flags, "--job.dump_folder=/fsx/run"])
-    asked = pod_resources(job)
-    assert (asked.requests, asked.shm) == ({"cpu": "2"}, "")
-    assert "set launch.memory_request" in asked.warnings[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,10 +31,8 @@ from tests.launch.slurm_jobs import (
     write,
 )
 from tests.support.processes import ROOT
-from tests.support.run_results import checkpoint
 from tests.support.train_runs import rows
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main as cli
 from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
@@ -236,30 +234,6 @@ def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
 
 
 @pytest.mark.slow
-def test_a_job_runs_on_fewer_nodes_with_the_same_batches_and_refuses_what_does_not_fit(
-    slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    batch = ["--training.global_batch_size=4", "--launch.environment.STEP_SECONDS=0"]
-    write(slurm, folder, *batch, "--launch.min_nodes=1", "--launch.queue=spares")
-    script = str(folder / "launch" / "job.sbatch")
-    job, wrong = (
-        slurm.run("sbatch", "--parsable", f"--nodes={nodes}", script).strip() for nodes in (1, 3)
-    )
-    assert slurm.wait(wrong, *ENDS) == "FAILED"
-    assert "this job is for 2 or 1 nodes, and Slurm gave it 3" in read_log(folder, wrong)
-    assert slurm.field(wrong, "ExitCode") == f"{exit_codes.CONFIG}:0"
-    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
-    assert "== start 0: 1 nodes with ranks" in read_log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
-    states = [read_manifest(checkpoint(run, STEPS)).train for run in (undisturbed, folder)]
-    batches = [state["resume"]["next_batch"] for state in states]
-    assert batches[0] == batches[1]
-    losses = [[row[1] for row in rows(run)] for run in (undisturbed, folder)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.slow
 def test_a_job_near_its_time_limit_saves_and_goes_on(
     slurm: Cluster, undisturbed: Path, limited: tuple[Path, str]
 ) -> None:
@@ -299,7 +273,7 @@ def _render(*flags: str) -> str:
 
 def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Render an example as on a cluster whose shared folder has a checkout and its virtual
-    environment. A name may end with _spare: with one spare node, and fewer where they fit.
+    environment. A name may end with _spare: with one spare node.
     """
     model = name.removesuffix("_spare")
     monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
@@ -310,11 +284,7 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         "--launch.time_limit=2-0",
     ]
     if name != model:
-        flags += [
-            "--launch.spare_nodes=1",
-            "--launch.min_nodes=1",
-            "--training.global_batch_size=32",
-        ]
+        flags.append("--launch.spare_nodes=1")
     return _render(*EXAMPLES[model].flags(), *flags)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
 from titanlite.models.llama_args import AttentionKind, LlamaArgs, Rotary
 from titanlite.models.rope import Rope
-from titanlite.models.rope_scaling import DynamicScaling, Scaling
 
 
 @dataclass(frozen=True)
@@ -137,23 +135,6 @@ def test_documents_in_a_row_are_as_in_rows_of_their_own() -> None:
         torch.testing.assert_close(logits[:, part], model(tokens[:, part]), atol=1e-5, rtol=1e-5)
 
 
-def test_tables_for_each_length_are_known_from_the_model() -> None:
-    def varies(scaling: Scaling | None) -> Any:
-        return built(replace(ARGS, rope_scaling=scaling)).rope.varies_above
-
-    assert varies(DynamicScaling(factor=2.0, original_max_position_embeddings=24)) == 24
-    assert varies(SCALED) is None
-
-
-def test_ranks_and_errors_reach_every_table() -> None:
-    rope = built(ARGS).rope
-    rope.sharing_ranks = 2
-    tables: Sequence[Any] = list(rope.tables)
-    assert [table.sharing_ranks for table in tables] == [2, 2]
-    assert rope.sharing_ranks == 2
+def test_a_sequence_longer_than_the_tables_is_an_error() -> None:
     with pytest.raises(ValueError, match="65 tokens is longer than the model's RoPE tables"):
-        rope(65)
-    dynamic = DynamicScaling(factor=2.0, original_max_position_embeddings=8)
-    varying = built(replace(ARGS, rope_scaling=dynamic)).rope
-    with pytest.raises(ValueError, match="Its documents have no common tables"):
-        varying.check_documents(16)
+        built(ARGS).rope(65)

@@ -82,7 +82,6 @@ MODELS: dict[str, tuple[str, LlamaArgs]] = {
             query_scalar=24,
             local_theta=9.0,
             tied=True,
-            final_softcap=0.9,
         ),
     ),
     "deepseek_v3": ("deepseek_v3", DeepSeekV3Args(**LATENT)),
@@ -148,7 +147,6 @@ ROPE: list[dict[str, Any]] = [
     {"partial_rotary_factor": 0.5},
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-    {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     {
         "rope_type": "llama3",

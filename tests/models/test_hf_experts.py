@@ -441,8 +441,7 @@ def test_experts_that_cannot_be_computed_are_refused(
             4,
             {**TWO, "training__tensor_parallel_degree": 2},
             "training.tensor_parallel_degree",
-            "experts of transformers are shared by parallelism.expert_parallel_degree alone (its "
-            "plan divides the parameter model.layers.0.mlp.experts.gate_up_proj",
+            "is not supported by the model hf: its ModelSpec has no tensor_plan",
         ),
         (
             "mixtral",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -28,35 +26,19 @@ from titanlite.models.mistral import MistralArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.rope import Rope
-from titanlite.models.rope_scaling import KINDS, Scaling
+from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ShapeError
 from titanlite.resolve.load import check_config
 
 #: The original length of all scalings here.
 ORIGINAL = 64
-SHORT = [1.0, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0]
-LONG = [1.0, 1.2, 1.5, 2.0, 2.6, 3.1, 4.5, 8.0]
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": SHORT,
-    "long_factor": LONG,
-    "original_max_position_embeddings": ORIGINAL,
-}
 TABLES: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "original_max_position_embeddings": ORIGINAL},
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
-    "dynamic": {
-        "rope_type": "dynamic",
-        "factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
     "yarn": YARN,
     "yarn, mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False},
     "yarn, its own": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0},
-    "longrope": {**LONGROPE, "factor": 8.0},
-    "longrope, its own": {**LONGROPE, "attention_factor": 1.4},
 }
 #: Heads of 16 numbers: 8 pairs.
 ARGS = LlamaArgs(64, 2, 4, n_kv_heads=2, vocab_size=96, rope_theta=5e3, max_seq_len=512)
@@ -64,14 +46,6 @@ ARGS = LlamaArgs(64, 2, 4, n_kv_heads=2, vocab_size=96, rope_theta=5e3, max_seq_
 
 def args_of(name: str, base: LlamaArgs = ARGS) -> LlamaArgs:
     return replace(base, rope_scaling=Scaling.parse(TABLES[name]))
-
-
-def test_there_is_a_scaling_for_each_of_transformers() -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    assert set(KINDS) == set(ROPE_INIT_FUNCTIONS)
-    named = {table.get("rope_type", "llama3") for table in TABLES.values()}
-    assert named == set(KINDS)
 
 
 @pytest.mark.parametrize("length", [30, ORIGINAL, ORIGINAL + 1, 300, 512])
@@ -98,8 +72,7 @@ def test_logits_are_those_of_transformers_up_to_the_original_length_and_beyond(n
     args = args_of(name)
     ours = built(args)
     spec = get_spec("llama3")
-    # Down, up and down again: nothing is left of the length before.
-    for length in (400, 40, ORIGINAL + 1, 512, ORIGINAL):
+    for length in (ORIGINAL, 400):
         theirs = theirs_of("llama3", args)
         theirs.load_state_dict(spec.to_hf(ours.state_dict(), args))
         tokens = tokens_of(args, seq=length)
@@ -120,10 +93,9 @@ OTHERS: dict[str, LlamaArgs] = {
 }
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families_have_them_too(family: str, name: str) -> None:
-    args = args_of(name, OTHERS[family])
+def test_other_families_have_them_too(family: str) -> None:
+    args = args_of("yarn", OTHERS[family])
     spec = get_spec(family)
     torch.manual_seed(0)
     ours = spec.build(args)
@@ -163,29 +135,16 @@ def test_a_config_json_of_either_version_gives_the_scaling_back(name: str) -> No
 
 
 def test_positions_of_config_json_are_those_that_transformers_computes_with() -> None:
-    """4 takes the factor of YaRN and LongRoPE from them, and both the original length of dynamic
-    NTK.
-    """
+    """Version 4 takes the factor of YaRN from them."""
     spec = get_spec("llama3")
     positions = {name: spec.hf_config(args_of(name))["max_position_embeddings"] for name in TABLES}
-    assert positions["dynamic"] == ORIGINAL
-    assert positions["yarn"] == positions["longrope"] == 8 * ORIGINAL
-    assert positions["linear"] == positions["longrope, its own"] == 512
-    assert spec.hf_config(args_of("longrope"))["original_max_position_embeddings"] == ORIGINAL
+    assert positions["yarn"] == 8 * ORIGINAL
+    assert positions["linear"] == 512
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # Phi's form: the original length outside of the table, and no factor.
-        (
-            {
-                "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
-                "original_max_position_embeddings": 64,
-                "max_position_embeddings": 256,
-            },
-            {**LONGROPE, "factor": 4.0},
-        ),
         # Without an original length it is `max_position_embeddings`.
         (
             {"rope_scaling": {"type": "yarn", "factor": 8.0}, "max_position_embeddings": 64},
@@ -228,10 +187,9 @@ def test_other_forms_of_config_json(changes: dict[str, Any], expected: dict[str,
             "rope_parameters has a table for 'full_attention'",
         ),
         (
-            {"rope_scaling": {**TABLES["dynamic"], "original_max_position_embeddings": 32}},
-            "transformers takes max_position_embeddings = 4096 for it",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type is 'dynamic'; there is 'default'",
         ),
-        ({"rope_scaling": {**LONGROPE, "factor": 2.0, "long_factor": [1.0]}}, "has 1 numbers"),
     ],
 )
 def test_a_scaling_that_is_not_the_same_here_is_refused(
@@ -254,9 +212,8 @@ def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
     }
     same = {**TABLES["llama3"], "rope_type": "llama3"}
     assert Scaling.parse(same) == Scaling.parse(TABLES["llama3"]) == RopeScaling(8.0, 1.0, 4.0, 64)
-    linear, dynamic = (asdict(args_of(name)) for name in ("linear", "dynamic"))
+    linear = asdict(args_of("linear"))
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    assert linear != dynamic
 
 
 # Configs
@@ -273,22 +230,6 @@ def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
         ({**YARN, "beta_slow": 40.0}, "rope_scaling.beta_slow", "more than beta_fast = 32.0"),
         ({**YARN, "attention_factor": 0.0}, "rope_scaling.attention_factor", "must be positive"),
         ({**YARN, "truncate": 1}, "rope_scaling.truncate", "expected true or false, got 1"),
-        (LONGROPE, "rope_scaling", 'needs a "factor" or an "attention_factor"'),
-        (
-            {**LONGROPE, "factor": 4.0, "short_factor": [1.0, "2"]},
-            "rope_scaling",
-            'lists of positive numbers, and one holds "2"',
-        ),
-        (
-            {**LONGROPE, "factor": 4.0, "short_factor": SHORT[:-1]},
-            "rope_scaling.short_factor",
-            "has 7 numbers, and a head of 16 has 8 pairs",
-        ),
-        (
-            {"rope_type": "proportional", "partial_rotary_factor": 1.5},
-            "rope_scaling.partial_rotary_factor",
-            "must be between 0 and 1",
-        ),
         (
             {**TABLES["llama3"], "original_context": 64},
             "rope_scaling.original_max_position_embeddings",
@@ -309,9 +250,6 @@ def _flags(table: str, *more: str) -> list[str]:
     return ["--job.config_file=debug_model.toml", f"--model.rope_scaling={table}", *more]
 
 
-DYNAMIC_64 = '{rope_type = "dynamic", factor = 4, original_max_position_embeddings = 64}'
-
-
 def test_a_config_that_cannot_be_exact_is_refused_before_any_work() -> None:
     yarn = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 64}'
     found = refusal(_flags(yarn, "--training.seq_len=512"))
@@ -319,17 +257,9 @@ def test_a_config_that_cannot_be_exact_is_refused_before_any_work() -> None:
     assert "serves 256 tokens" in found.message and "sequences have 512" in found.message
     found = refusal(_flags(yarn.replace("factor", "facter")))
     assert found.key in ("model.rope_scaling", "model.rope_scaling.facter")
-    documents = "--data.mask_documents"
-    found = refusal(_flags(DYNAMIC_64, documents))
-    assert found.key == "data.mask_documents"
-    assert "above 64 tokens the RoPE tables of dynamic depend on the length" in found.message
-    found = refusal(
-        _flags(DYNAMIC_64, '--sample.prompts=["a"]', "--training.tensor_parallel_degree=2"), 2
-    )
-    assert (found.key, "pad or divide a text" in found.message) == ("sample.prompts", True)
 
 
-@pytest.mark.parametrize("name", ["yarn", "longrope", "llama3"])
+@pytest.mark.parametrize("name", ["yarn", "llama3"])
 def test_a_shape_from_a_folder_has_the_scaling_and_so_has_the_config_that_is_kept(
     tmp_path: Path, name: str
 ) -> None:
@@ -351,7 +281,8 @@ def test_the_plan_takes_a_scaling_and_its_tables_are_as_large(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = []
-    for table in ("none", DYNAMIC_64):
+    linear = '{rope_type = "linear", factor = 4}'
+    for table in ("none", linear):
         flags = ["--gpus", "1", "--gpu", "a100-80g", f"--model.rope_scaling={table}"]
         assert main(["plan", "debug_model.toml", *flags]) == 0
         found.append(capsys.readouterr().out)
@@ -360,51 +291,19 @@ def test_the_plan_takes_a_scaling_and_its_tables_are_as_large(
     assert 'the table of yarn needs a "factor" and a "original_max' in capsys.readouterr().err
 
 
-def test_documents_of_rows_up_to_the_original_length_have_the_same_tables() -> None:
-    model = built(args_of("dynamic"))
-    tokens = tokens_of(ARGS, seq=ORIGINAL)
-    documents = torch.zeros_like(tokens)
-    documents[:, 20:] = 1
-    with torch.no_grad():
-        whole = model(tokens, doc_ids=documents)
-        torch.testing.assert_close(whole[:, 20:], model(tokens[:, 20:]), atol=1e-5, rtol=1e-5)
-    longer = tokens_of(ARGS, seq=ORIGINAL + 1)
-    with pytest.raises(ValueError, match="a row has 65 tokens, and above 64 the RoPE tables"):
-        model(longer, doc_ids=torch.zeros_like(longer))
-
-
 # A length in use
 
 
-def test_a_backward_pass_keeps_the_tables_of_its_forward_pass() -> None:
-    model = built(args_of("dynamic"))
-    tokens = tokens_of(ARGS, seq=200)
-    loss = model(tokens).logsumexp(-1).sum()
-    loss.backward()
-    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    loss = model(tokens).logsumexp(-1).sum()
-    model(tokens[:, :32])
-    loss.backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_tables_after_the_meta_device_and_in_bf16_are_the_same(name: str) -> None:
-    args = args_of(name)
+def test_tables_after_the_meta_device_and_in_bf16_are_the_same() -> None:
+    args = args_of("yarn")
     plain = Rope(16, 512, args.rope_theta, args.rope_scaling)
     with torch.device("meta"):
         late = Llama(args)
     late.to_empty(device="cpu")
     late.init_buffers()
     coarse = built(args).to(torch.bfloat16)
-    for length in (512, 50, 100, 300):
-        expected = plain(length)
-        for rope in (late.rope, coarse.rope):
-            assert torch.equal(rope(length).cos, expected.cos)
-    with pytest.raises(IndexError):
-        plain(32, torch.tensor([[ORIGINAL] * 32]) + 500)
+    for rope in (late.rope, coarse.rope):
+        assert torch.equal(rope(300).cos, plain(300).cos)
 
 
 def _whole(model: Any, prompt: list[int], count: int) -> Iterator[int]:
@@ -417,9 +316,8 @@ def _whole(model: Any, prompt: list[int], count: int) -> Iterator[int]:
         yield ids[-1]
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
-def test_text_over_the_border_is_that_of_transformers_without_a_cache(name: str) -> None:
-    args = args_of(name)
+def test_text_over_the_border_is_that_of_transformers_without_a_cache() -> None:
+    args = args_of("yarn")
     ours = built(args)
     theirs = theirs_of("llama3", args).eval()
     theirs.load_state_dict(get_spec("llama3").to_hf(ours.state_dict(), args))
@@ -431,23 +329,3 @@ def test_text_over_the_border_is_that_of_transformers_without_a_cache(name: str)
     for prompt, row in zip(prompts, rows, strict=True):
         assert list(row) == list(_whole(theirs, prompt, 14))
     assert len({*rows[0], *rows[1]}) > 6
-
-
-def test_ranks_that_pad_a_text_do_not_write_over_the_border() -> None:
-    model = built(args_of("dynamic"))
-    with pytest.raises(ValueError, match="its RoPE depends on the length"):
-        list(generate(model, [[1] * 60], max_tokens=14, limit=512, multiple=2))
-    assert list(generate(model, [[1] * 40], max_tokens=14, limit=512, multiple=2))
-
-
-@pytest.mark.slow
-def test_a_run_without_a_scaling_imports_no_formulas() -> None:
-    code = (
-        "import sys\n"
-        "from titanlite.models import get_spec, resolve_args\n"
-        "args = resolve_args('llama3', '3.1-debugmodel', vocab_size=96)\n"
-        "get_spec('llama3').build(args)\n"
-        "print('titanlite.models.rope_formulas' in sys.modules)\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"

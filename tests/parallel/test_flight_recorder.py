@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from titanlite.dist import flight_recorder
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.flight_recorder import recording
 
@@ -85,33 +81,3 @@ def test_only_errors_of_collectives_leave_a_record(
 ) -> None:
     pool(2).run(_fail, str(tmp_path), text)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def _fail_beside_an_ended_rank(world: DistEnv, folder: Path) -> float:
-    """Return how long a rank waits for the record of a process that has ended, its own record
-    aside: that of a long history takes a second.
-    """
-    slept: list[float] = []
-    sleep = time.sleep
-
-    def note(seconds: float) -> None:
-        slept.append(seconds)
-        sleep(seconds)
-
-    traces = str(folder / str(world.rank))
-    with subprocess.Popen(["true"]) as other:
-        other.wait()
-    record = recording(traces, 20_000, torch.device("cpu"), 2)
-    with patch.object(time, "sleep", note), pytest.raises(RuntimeError), record as near:
-        near[1 - world.rank] = other.pid
-        raise RuntimeError("Connection closed by peer")
-    for name in NAMES:
-        os.environ.pop(name, None)
-    return sum(slept)
-
-
-def test_nobody_waits_for_the_record_of_a_rank_that_has_ended(pool: Pools, tmp_path: Path) -> None:
-    waits = pool(2).run(_fail_beside_an_ended_rank, tmp_path)
-    assert max(waits) < flight_recorder._QUIET_SECONDS
-    assert (tmp_path / "0" / "rank_0").exists()
-    assert (tmp_path / "1" / "rank_1").exists()

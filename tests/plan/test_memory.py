@@ -4,7 +4,7 @@ import pytest
 
 from tests.plan.measured import config_of
 from titanlite.cli.plan.trace import trace
-from titanlite.plan.memory import NoFormula, estimate, worst_rank
+from titanlite.plan.memory import NoFormula, estimate
 from titanlite.resolve.load import check_config
 
 GIB = 2**30
@@ -174,7 +174,7 @@ def test_the_worst_pipeline_rank_has_the_logits():
     run = read(
         "llama3_1_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full"
     )
-    assert worst_rank(run) == 24
+    assert estimate(run).rank == 24
     assert estimate(run).peak.total > estimate(run, rank=0).peak.total
 
 

@@ -51,9 +51,8 @@ def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan: Any) -> N
 
 def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
     _, out = plan(RAMP, STEPS)
-    assert "step 101     16 sequences of 8,192 = 131,072 tokens: " in out
+    assert "step 101     16 sequences of 8,192 tokens: " in out
     assert "for 300 steps; " in out
-    assert out.count("the most of all phases") == 1
     tokens = (100 * 8 + 300 * 16 + 600 * 64) * 8192
     assert f"1,000 steps, {tokens / 1e6:.1f}M tokens in " in out
 
@@ -71,7 +70,7 @@ def test_a_run_needs_the_memory_of_its_largest_phase() -> None:
 
 
 def test_the_length_in_tokens_counts_the_ramp(plan: Any) -> None:
-    found = json.loads(plan(RAMP, "--tokens", "100M", "--json")[1])
+    found = json.loads(plan(RAMP, "--training.tokens=100000000", "--json")[1])
     # 100 steps of 65,536 tokens, 300 of 131,072, and the rest of 524,288.
     rest = 100_000_000 - 100 * 65_536 - 300 * 131_072
     assert found["steps"] == 400 + -(-rest // 524_288)

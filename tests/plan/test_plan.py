@@ -1,4 +1,4 @@
-"""The needs of a run besides the memory of a step: checkpoints, disk, host memory, time, cost."""
+"""The needs of a run besides the memory of a step: checkpoints, disk, host memory, time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan
-from titanlite.plan.text import verdict
+from titanlite.plan.text import plan_text, verdict
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
+from titanlite.utils import Style
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:
@@ -112,7 +113,6 @@ def most_at_once(root: Path, section: Checkpoint, losses: dict[int, float]) -> i
     [
         ({"keep_latest_k": 1, "keep_best": 3, "interval": 1000}, 5),
         ({"keep_latest_k": 2, "keep_best": 2, "interval": 8}, 5),
-        ({"keep_latest_k": 0, "keep_best": 1, "interval": 1000}, 5),
         ({"keep_latest_k": 1, "interval": 7}, 5),
         ({"keep_latest_k": 1, "interval": 10}, 5),
         ({"keep_latest_k": 1, "keep_best": 2, "keep_every": 20, "interval": 4}, 10),
@@ -131,7 +131,9 @@ def test_saves_of_the_best_validations_count(
     for name, losses in (("a", falling), ("b", best_first), ("c", middle)):
         found.append(most_at_once(tmp_path / name, section, losses))
     # The losses that keep most are not known: it is a bound.
-    assert max(found) <= kept_at_once(section, 40, 1.0, every) <= max(found) + 1
+    kept = kept_at_once(section, 40, 1.0)
+    assert kept is not None
+    assert max(found) <= kept <= max(found) + 1
 
 
 def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path: Path) -> None:
@@ -165,12 +167,12 @@ def test_a_run_in_seconds_saves_by_its_speed_and_one_in_epochs_is_bounded_by_the
     section = options(tmp_path, interval=60, interval_type="seconds", keep_latest_k=0)
     assert kept_at_once(section, 100, 2.0) == 4  # after 30, 60, 90 and 100 steps
     assert kept_at_once(section, None, 2.0) is None
-    assert kept_at_once(options(tmp_path, keep_latest_k=3), None, 2.0, 10) == 4
+    assert kept_at_once(options(tmp_path, keep_latest_k=3), None, 2.0) == 4
 
 
 def test_numbers_of_a_plan_agree() -> None:
     run = planned("llama3_1_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
-    cluster = replace(cluster_of(run, instance="p5.48xlarge"), price=98.32)
+    cluster = cluster_of(run, instance="p5.48xlarge")
     plan = make_plan(run, cluster)
     found = plan.as_json()
     assert found["fits"]
@@ -182,9 +184,8 @@ def test_numbers_of_a_plan_agree() -> None:
     assert found["step_seconds"] * found["tokens_per_second"] * 16 == pytest.approx(
         found["tokens_per_step"]
     )
-    assert found["cost"] == pytest.approx(2 * 98.32 * found["hours"])
-    low, high = found["mfu_range"]
-    assert 0 < low < found["mfu"] < high < 1
+    low, high = found["tokens_per_second_range"]
+    assert low < found["tokens_per_second"] < high
     # Eight ranks of a machine copy their part of a checkpoint: half of it.
     copy = found["host_parts"]["copy of an asynchronous save"]
     assert copy == pytest.approx(found["checkpoint_gib"] / 2, rel=0.01)
@@ -204,12 +205,10 @@ def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
     plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
     assert plan.margin > 0
     assert not plan.fits
-    assert verdict(plan).endswith(
-        "does not fit: a machine needs 6,072 GiB of host memory, and has 2,048"
-    )
+    assert verdict(plan).endswith("does not fit: a machine needs more host memory than it has")
+    assert " of 2,048 GiB on each machine: " in plan_text(plan, Style(False))
     plan = make_plan(run, cluster_of(run, gpu="h200-141g"))
     assert plan.fits
-    assert verdict(plan).endswith("and needs a host of 6,072 GiB")
     barely = replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(plan.needed * 1.04)))
     assert "fits barely, with " in verdict(replace(plan, cluster=barely))
 

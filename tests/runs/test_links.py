@@ -18,7 +18,6 @@ from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
-from titanlite.checkpoint.pin import pinned
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers import TrackedRun, Tracker
@@ -53,10 +52,8 @@ BY_NAME = Counter(
     {
         "checkpoint/hf_save.py": 4,
         "checkpoint/paths.py": 2,
-        "checkpoint/retention.py": 3,
-        "data/tokenizer/files.py": 1,
+        "checkpoint/retention.py": 2,
         "data/tokenizer/hf_export.py": 1,
-        "data/tokenizer/urls.py": 2,
         "exit_codes.py": 1,
         "features/local_saves/write.py": 1,
         "features/lora/peft.py": 2,
@@ -167,8 +164,8 @@ def _part(link: Path) -> None:
 
 
 def _pin(link: Path) -> None:
-    link.rename(link.parent / f"{PIN}.{os.getpid()}.part")
-    with pinned(link.parent):
+    link.rename(link.parent / f"{PIN}.part")
+    with retention.pinned(link.parent):
         assert (link.parent / PIN).is_file()
 
 

@@ -46,7 +46,6 @@ OFF = [
     "config/claims",
     "config/descriptions",
     "config/dialect",
-    "config/dotted_names",
     "config/unknown_keys",
     "resolve/folder_shape",
     "checkpoint/async_save",

@@ -275,7 +275,6 @@ GEMMA3 = {
     "model.overrides.head_dim": 32,
     "model.overrides.query_scalar": 24,
     "model.overrides.local_theta": 100.0,
-    "model.overrides.final_softcap": 5.0,
 }
 MORE |= {
     "olmo2, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **OLMO2, **GRAPH}), 1),
@@ -388,22 +387,14 @@ MORE |= {
 }
 #: Scalings of RoPE for sequences of SEQ tokens, twice the original length.
 YARN = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'
-DYNAMIC = '{rope_type = "dynamic", factor = 4, original_max_position_embeddings = 16}'
-LONGROPE = (
-    '{rope_type = "longrope", factor = 4, original_max_position_embeddings = 16, '
-    "short_factor = [1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 2], "
-    "long_factor = [1, 1.2, 1.5, 2, 2.5, 3, 4, 6]}"
-)
 SCALING = "model.rope_scaling"
 MORE |= {
     "yarn, tp 2": (Row(2, {TP: 2, SCALING: YARN}), 1),
-    "dynamic, cp 2": (Row(2, {CP: 2, SCALING: DYNAMIC}), 1),
-    "dynamic, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, SCALING: DYNAMIC, **FOUR}), 2),
-    "longrope, pp 2, compiled": (
-        Row(2, {PP: 2, SCALING: LONGROPE, "training.compile": "true", **FOUR}),
+    "yarn, cp 2, tp 2": (Row(4, {CP: 2, TP: 2, SCALING: YARN}), 1),
+    "yarn, pp 2, compiled": (
+        Row(2, {PP: 2, SCALING: YARN, "training.compile": "true", **FOUR}),
         2,
     ),
-    "longrope, cp 2, tp 2": (Row(4, {CP: 2, TP: 2, SCALING: LONGROPE}), 1),
 }
 #: Those of `./run_tests.sh`.
 QUICK_MORE = {

@@ -15,12 +15,11 @@ from typing import Any, Literal
 from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.checks import broken, closed_urls
-from titanlite.config.errors import ConfigError, Problem, nearest, refuse
+from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
 from titanlite.config.run_sections import Launch
 from titanlite.launch.job import CONFIG, Job, LaunchError
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.resolve.load import check_config, unnamed_tokenizer
-from titanlite.run.config import RunConfig
 from titanlite.utils import REMOVED
 
 How = Literal["print", "write", "submit"]
@@ -75,7 +74,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
     argv: flags of `train.py`. Raises ConfigError.
     """
     job = prepare(argv)
-    _refuse_flexible(name, job)
+    _refuse_spares(name, job)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     warnings = list(getattr(system, "warnings", lambda _: [])(job))
@@ -93,19 +92,11 @@ def launch(name: str, argv: list[str], how: How) -> str:
     return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}"
 
 
-def _refuse_flexible(name: str, job: Job) -> None:
-    """Raise ConfigError for keys of spare or fewer machines where the system has none."""
-    launch = job.launch
-    given = {"min_nodes": launch.min_nodes, "spare_nodes": launch.spare_nodes}
-    message = f"{name} has no such jobs, only Slurm has"
-    hint = "leave the key out; what the system itself does with a lost machine is in docs/launch"
-    if name == "slurm":
-        return
-    problems = [
-        Problem("does-not-fit", f"launch.{key}", message, hint) for key in given if given[key]
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _refuse_spares(name: str, job: Job) -> None:
+    """Raise ConfigError for spare machines where the system has none."""
+    if name != "slurm" and job.launch.spare_nodes:
+        hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
+        raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)
 
 
 def prepare(argv: list[str]) -> Job:
@@ -130,7 +121,7 @@ def prepare(argv: list[str]) -> Job:
     if not ranks:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
-        raise ConfigError([Problem("does-not-fit", "launch.gpus_per_node", message, advice)])
+        raise unfit("launch.gpus_per_node", message, advice)
     if instance and ranks > instance.gpus and not launch.cpu:
         message = (
             f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
@@ -140,42 +131,8 @@ def prepare(argv: list[str]) -> Job:
         raise ConfigError([Problem("does-not-fit", key, message, where=loaded.place(key))])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     refuse(unnamed_tokenizer(loaded, run))
-    sizes = _sizes(argv, run, ranks)
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
-    return Job(run, instance, ranks, folder, sizes=sizes)
-
-
-def _sizes(argv: list[str], run: RunConfig, ranks: int) -> tuple[int, ...]:
-    """Return the numbers of machines on which the run has the same batches, most first.
-
-    ranks: those of a machine. Raises ConfigError if the fewest that are asked for do not fit.
-    """
-    most = run.launch.nodes
-    fewest = run.launch.min_nodes or most
-    if fewest > most:
-        message = f"{fewest} are more than launch.nodes, {most}"
-        raise ConfigError([Problem("does-not-fit", "launch.min_nodes", message)])
-    if fewest < most and run.training.global_batch_size == -1:
-        message = "is not set: a step on fewer machines would have fewer sequences"
-        hint = f"set it to {run.batch.global_batch_size}, which is that of launch.nodes"
-        raise ConfigError([Problem("does-not-fit", "training.global_batch_size", message, hint)])
-    sizes = [most]
-    for nodes in range(most - 1, fewest - 1, -1):
-        try:
-            other = check_config(argv, nodes * ranks, training=False, defer=True)[1]
-        except ConfigError as error:
-            if nodes == fewest:
-                raise ConfigError([*error.problems, _misfit(nodes, ranks)]) from None
-            continue
-        if other.batch.global_batch_size == run.batch.global_batch_size:
-            sizes.append(nodes)
-    return tuple(sizes)
-
-
-def _misfit(nodes: int, ranks: int) -> Problem:
-    message = f"the run does not fit on {nodes} x {ranks} ranks"
-    hint = "raise it, or leave a degree of parallelism at -1, which takes the ranks that are left"
-    return Problem("does-not-fit", "launch.min_nodes", message, hint)
+    return Job(run, instance, ranks, folder)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:

@@ -30,11 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         say(f"error: {problem}")
         return exit_codes.CONFIG
-    # A shell asks what a word may become.
-    if "_ARGCOMPLETE" in os.environ:
-        from titanlite.cli.completion import complete
-
-        complete()
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:

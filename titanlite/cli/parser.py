@@ -81,14 +81,27 @@ def add_to_group(
     return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
-#: Commands of earlier versions → what does their work now.
+#: Commands and options of earlier versions → what does their work now.
 GONE = {
+    "completion": "editors complete keys by `titanlite config schema` (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
     "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
+    "data fetch": (
+        "`hf download ID --repo-type dataset --local-dir FOLDER` copies a data set; other URLs are "
+        "copied by the client of their store"
+    ),
+    "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
+    "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
+    "plan --html": "the text and --json have the memory by part",
+    "plan --price": "multiply the hours by the number of machines and your price",
+    "plan --tokens": "give the key --training.tokens N",
+    "plan --mtbf": "docs/plan.md has the formula of the best save interval",
+    "plan --allow": "give --float8.enable_float8_linear to plan --search",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
+    "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
 
@@ -100,8 +113,6 @@ class Parser(argparse.ArgumentParser):
     command itself.
     """
 
-    #: Parse words in their order, which is all that argcomplete understands.
-    in_order = False
     _inside = False
 
     def add(
@@ -126,13 +137,13 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._inside = True
         try:
-            if self.in_order or self.commands():
+            if self.commands():
                 known, rest = super().parse_known_args(args, namespace)
             else:
                 known, rest = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._inside = False
-        if rest and not self.in_order:
+        if rest:
             self._refuse(rest)
         return known, rest
 
@@ -174,6 +185,8 @@ class Parser(argparse.ArgumentParser):
 
     def _about_option(self, word: str) -> str:
         option = word.partition("=")[0]
+        if instead := GONE.get(f"{self.prog} {option}".removeprefix("titanlite ")):
+            return f"{option} is gone: {instead}"
         name = option.lstrip("-").replace("-", "_")
         keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)
         if self.takes_keys and keys:

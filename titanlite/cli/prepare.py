@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
+from titanlite.checkpoint.manifest import digest_of, new_hash
 from titanlite.cli.prepare_tasks import (
     Options,
     Task,
@@ -42,7 +42,13 @@ from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.connectivity import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
-from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
+from titanlite.data.prepared_tokens import (
+    VERSION,
+    checksum_of,
+    fingerprint_of,
+    hashes_of,
+    read_index,
+)
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -218,15 +224,9 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
 
 def _is_whole(folder: Path, part: dict[str, Any]) -> bool:
     """Return whether the files of a part have their checksums."""
-    paths = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
     try:
-        for suffix, path in paths.items():
-            if path.stat().st_size != part["bytes"][suffix]:
-                return False
-        for suffix, path in paths.items():
-            if file_digest(path, _HASH) != part["checksums"][suffix]:
-                return False
-    except OSError:
+        hashes_of(folder, part).compare()
+    except (DataError, OSError):
         return False
     return True
 

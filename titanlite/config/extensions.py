@@ -8,8 +8,10 @@ starts.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,14 +58,20 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: LoadedConfig) -> Iterator[Problem]:
-    """Find dotted paths that surely lead nowhere, without an import."""
-    foreign = {claim.key for claim in config.claims}  # such a file is not even read
+    """Find dotted paths whose file or package is not there. `load_functions` finds all others."""
+    foreign = {claim.key for claim in config.claims}  # such a file is not even looked for
     for key, path in dotted_paths(config):
-        if key == "model.name" or key in foreign:
-            continue
-        from titanlite.config.dotted_names import unresolved
-
-        if reason := unresolved(path):
+        module, _, name = path.partition(":")
+        package = module.partition(".")[0]
+        reason = ""
+        if not (module and name):
+            reason = "names no object: a colon comes before its name"
+        elif module.startswith((".", "/")):
+            if not os.path.isfile(module):
+                reason = f"cannot be imported: there is no file {os.path.realpath(module)}"
+        elif package not in sys.modules and importlib.util.find_spec(package) is None:
+            reason = f"cannot be imported: No module named {package!r}"
+        if reason and key != "model.name" and key not in foreign:
             yield Problem("unresolved", key, f"{path!r} {reason}", HINT)
 
 

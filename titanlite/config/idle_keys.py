@@ -54,7 +54,7 @@ _FOR_SYSTEM = {
         "trainer_version",
         "token_secret",
     ),
-    "slurm": ("min_nodes", "spare_nodes"),
+    "slurm": ("spare_nodes",),
     "sagemaker": ("role", "channels", "checkpoint_s3", "spot_wait"),
 }
 _LOCAL = tuple(f"checkpoint.local_{name}" for name in ("interval", "keep_latest_k", "copies"))

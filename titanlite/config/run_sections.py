@@ -129,10 +129,7 @@ class Eval(Section, frozen=True):
     """Tasks that measure the model while it trains."""
 
     tasks: list[str] = []
-    """Tasks of lm-evaluation-harness by name (package lm-eval), and files of your own: texts, for
-    bits per byte, or multiple-choice questions. Files have a slash or an end like .jsonl. None:
-    off.
-    """
+    """Tasks, groups and tags of lm-evaluation-harness by name (package lm-eval). None: off."""
     freq: Count = 1000
     """Run the tasks every freq steps."""
     at_end: bool = True
@@ -144,9 +141,9 @@ class Eval(Section, frozen=True):
     ema: bool = False
     """Measure the average of the weights (optimizer.ema_decay)."""
     num_fewshot: Natural | None = None
-    """Examples before each question of the harness's tasks. None: the task's own number."""
+    """Examples before each question. None: the task's own number."""
     include_path: Location | None = None
-    """Folder with task files (YAML) for the harness. The code that they name runs."""
+    """Folder with task files (YAML) of your own. The code that they name runs."""
 
 
 class Debug(Section, frozen=True):
@@ -219,10 +216,6 @@ class Launch(Section, frozen=True):
     """Where `titanlite train` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
-    min_nodes: Count | None = None
-    """Slurm: fewest machines with which the job may run, where the degrees of parallelism fit on
-    them; it takes what it gets, up to `nodes`. None: `nodes`.
-    """
     spare_nodes: Natural = 0
     """Slurm: machines beyond `nodes` that replace lost ones in the same job."""
     gpus_per_node: Count | None = None
@@ -258,14 +251,11 @@ class Launch(Section, frozen=True):
     without GPUs. 0: none, so other pods may take them.
     """
     memory_request: Amount = ""
-    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: that of the
-    plan with /dev/shm, at most 90 % of the machine's. 0: none; pods without a request are the first
-    to be evicted.
+    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; such
+    pods are the first to be evicted.
     """
     shm_size: Amount = ""
-    """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: 2 GiB for each rank, and the copy of an
-    asynchronous save. 0: all memory of the node.
-    """
+    """Kubernetes: largest size of /dev/shm, as 16Gi. Empty: all memory of the node."""
     labels: dict[str, str] = {}
     """Kubernetes: table of labels for the job and its pods, as "kueue.x-k8s.io/priority-class"."""
     annotations: dict[str, str] = {}

@@ -36,11 +36,6 @@ def decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
     return whole
 
 
-def was_compressed(content: io.BufferedReader[Any]) -> bool:
-    """Return whether `decompressed` had something to do."""
-    return isinstance(content.raw, (gzip.GzipFile, _Zstd))
-
-
 class _Zstd(io.RawIOBase):
     """Frames of zstd, one after the other.
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.compression import DamagedError, decompressed, is_compressed, was_compressed
+from titanlite.data.compression import DamagedError, decompressed, is_compressed
 from titanlite.data.kinds import WHOLE, Format, kind_of_name
 from titanlite.data.records import Columns, Record, strings_of
 
@@ -27,8 +27,9 @@ _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xf
 #: First bytes of a file that tell its kind.
 _HEAD = 4096
 _ARRAY = re.compile(rb"\[\s*[{\]]")
-#: Bytes of the longest plain text or line, which is read whole.
+#: Bytes of the longest plain text or line, and of the longest array. They are read whole.
 _LONGEST = 256 << 20
+_LONGEST_ARRAY = 2 << 30
 _EXPECTED = "JSON lines, parquet, arrow, CSV or text in UTF-8, plain or compressed by gzip or zstd"
 
 #: Number of a row, its text and perhaps its prompt.
@@ -82,8 +83,6 @@ def _rows_of(
 ) -> _Rows:
     """Return the rows of a file of this kind."""
     if kind in ("parquet", "arrow"):
-        if was_compressed(content):
-            raise DataError(f"{name} is a compressed {kind} file; decompress it")
         from titanlite.data.tables import table_rows
 
         return table_rows(content, kind, name, columns, start)
@@ -92,18 +91,13 @@ def _rows_of(
 
         return csv_rows(content, name, columns, start)
     if kind not in WHOLE and is_array(content.peek(_HEAD)):
-        from titanlite.data.json_array import array_rows
-
-        return array_rows(content, name, columns, start)
+        return _array_rows(content, name, columns, start)
     if kind not in WHOLE:
         return _json_rows(content, name, columns, start)
-    if columns.chat is not None:
+    if columns.chat is not None or columns.form is not None:
         raise DataError(
-            f"{name}: a plain text holds no messages; leave {columns.section}.messages_key out"
-        )
-    if columns.form is not None:
-        raise DataError(
-            f"{name}: a plain text holds no records; leave {columns.section}.record out"
+            f"{name}: a plain text holds no records; leave {columns.section}.messages_key and "
+            f"{columns.section}.record out"
         )
     return _text_rows(content, name, start)
 
@@ -169,8 +163,6 @@ def _kind_of(head: bytes, name: str) -> Format:
         )
     if named in ("parquet", "arrow") and head:
         raise DataError(f"{name} is no {named} file; copy it again")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{name} is text in UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW")
     if b"\0" in head:
         raise DataError(f"{name} is a file of another kind; expected {_EXPECTED}")
     if named not in ("csv", *WHOLE) and _ARRAY.match(start):
@@ -210,15 +202,29 @@ def json_lines(
         yield number, where, record
 
 
+def _array_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
+    """Iterate over the records of one JSON array."""
+    try:
+        records = json.loads(_whole(content, name, _LONGEST_ARRAY))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{name}: not valid JSON ({error}); expected one array, or a record per line"
+        ) from error
+    for number, record in enumerate(records[start:], start + 1):
+        yield number, strings_of(record, columns, f"{name}, record {number}")
+
+
+def _whole(content: BinaryIO, name: Path | str, most: int) -> bytes:
+    """Return all of a file."""
+    found = content.read(most + 1)
+    if len(found) > most:
+        raise DataError(f"{name} is read whole, and has more than {most >> 20} MB; cut it up")
+    return found
+
+
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
     """Iterate over the one document of a file."""
-    text = content.read(_LONGEST + 1)
-    if len(text) > _LONGEST:
-        size = f"{_LONGEST >> 20} MB"
-        raise DataError(
-            f"{name}: a text file is one document, of {size} at most; cut it up, or write JSON "
-            "lines"
-        )
+    text = _whole(content, name, _LONGEST)
     try:
         if text.strip() and not start:
             yield 1, [text.decode("utf-8-sig")]

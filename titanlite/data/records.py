@@ -167,8 +167,8 @@ def refuse_surrogates(value: Any, field: str, where: str) -> None:
             code = ord(text[error.start])
             raise DataError(
                 f"{where}: the field {path} holds \\u{code:04x} at character {error.start + 1}, "
-                "half of a surrogate pair, which is no character; write the whole pair, or leave "
-                "it out"
+                "half of a surrogate pair (of CSV: a byte that is not UTF-8), which is no "
+                "character; write the whole pair, or leave it out"
             ) from None
 
 

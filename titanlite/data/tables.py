@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,27 +49,13 @@ def _rows_of(
     """Iterate over the rows of a part of a batch. begin: number of the first."""
     wanted = [column for column in columns.fields if column in part.schema.names]
     try:
-        values = [part.column(column).to_pylist() for column in wanted]
-    except UnicodeDecodeError as error:
-        rows = f"rows {begin} to {begin + part.num_rows - 1}"
-        raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
+        records = part.select(wanted).to_pylist()
     except ValueError as error:
-        if "duplicate field names" not in str(error):
-            raise
-        raise DataError(f"{name}: fields within a column have one name; rename one") from error
-    found: Iterable[tuple[Any, ...]] = zip(*values, strict=True)
-    if not wanted:
-        found = [()] * part.num_rows
-    for number, row in enumerate(found, begin):
-        if (
-            columns.chat is None
-            and columns.form is None
-            and all(isinstance(value, str) for value in row)
-        ):
-            yield number, row
-        else:
-            record = dict(zip(wanted, row, strict=True))
-            yield number, strings_of(record, columns, f"{name}, row {number}")
+        # Bytes that are not UTF-8, or fields within a column of one name.
+        rows = f"rows {begin} to {begin + part.num_rows - 1}"
+        raise DataError(f"{name}, {rows}: {error}") from error
+    for number, record in enumerate(records, begin):
+        yield number, strings_of(record, columns, f"{name}, row {number}")
 
 
 def _batches(

@@ -153,17 +153,18 @@ class DistEnv:
             return
         timeout = timedelta(seconds=init_timeout_seconds)
         record = recording(trace_folder, trace_buf_size, device, size)
-        with record as near, kernel_order(device_type):
+        with record, kernel_order(device_type):
             store = store or connect_store(rendezvous_seconds) or dist.HashStore()
             barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
             # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs
             # too.
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             connect(backend, store, rank, size, rendezvous_seconds)
+            near = {}
             if size > 1:
                 from titanlite.dist.run_store import near_processes
 
-                near |= near_processes(store, env)
+                near = near_processes(store, env)
             store.set_timeout(timeout)
             _set_timeout(timeout)
             try:

@@ -41,9 +41,6 @@ class Job(NamedTuple):
     ranks: int
     #: Folder of the job's files.
     folder: Path
-    #: Numbers of machines on which the degrees of parallelism fit, from launch.nodes down to
-    #: launch.min_nodes.
-    sizes: tuple[int, ...] = ()
 
     @property
     def launch(self) -> Launch:

@@ -19,7 +19,6 @@ from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.launch.pod_resources import pod_resources
 from titanlite.launch.remote import (
     checkpoint_folder,
     relative_paths,
@@ -43,6 +42,9 @@ _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
 }
+#: CPUs of a rank with a GPU: its main thread, and those that load data, launch collectives and
+#: write checkpoints.
+_CPUS = 2
 #: The label by which Kueue finds the queue of a job.
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -54,7 +56,6 @@ def files(job: Job) -> dict[str, str]:
     refuse(list(_problems(job)))
     kind = launch.kind
     gpus = not launch.cpu
-    resources = pod_resources(job)
     fabric = job.instance if launch.nodes > 1 and gpus else None
     values = {
         "name": name,
@@ -76,8 +77,8 @@ def files(job: Job) -> dict[str, str]:
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
-        "requests": resources.requests,
-        "shm_size": resources.shm,
+        "requests": _requests(job),
+        "shm_size": launch.shm_size.removeprefix("0"),
         "labels": launch.labels,
         "annotations": launch.annotations,
         "job_deadline": _has_deadline(job),
@@ -112,6 +113,14 @@ def _name(job: Job) -> str:
         name = f"run-{name}"
     start = name[:33].strip("-")
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
+
+
+def _requests(job: Job) -> dict[str, str]:
+    """Return what a pod asks for beside GPUs and network devices, as Kubernetes writes it."""
+    launch = job.launch
+    cpus = job.ranks if launch.cpu else _CPUS * job.ranks
+    asked = {"cpu": launch.cpu_request or str(cpus), "memory": launch.memory_request}
+    return {name: amount for name, amount in asked.items() if amount not in ("", "0")}
 
 
 def _has_deadline(job: Job) -> bool:
@@ -181,10 +190,8 @@ def _unmounted(job: Job) -> Iterator[tuple[str, str, str]]:
 
 
 def warnings(job: Job) -> list[str]:
-    """Return warnings of paths and of memory."""
-    return pod_resources(job).warnings + relative_paths(
-        job.run.toml, "pods look for it below /workspace, not on a volume"
-    )
+    """Return warnings of paths."""
+    return relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume")
 
 
 def advice(job: Job) -> str:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
@@ -34,7 +33,9 @@ def files(job: Job) -> dict[str, str]:
         network = network_environment(job.instance, efa=launch.nodes > 1)
     values = {
         "name": job.name,
-        **_allocation(job),
+        "nodes": launch.nodes,
+        "spare": launch.spare_nodes,
+        "most": launch.nodes + launch.spare_nodes,
         "gpus": not launch.cpu,
         "ranks": job.ranks,
         "folder": str(here),
@@ -55,21 +56,6 @@ def files(job: Job) -> dict[str, str]:
     for name in ("queue", "time_limit", "notice_seconds", "image", "max_restarts"):
         values[name] = getattr(launch, name)
     return {FILE: render("slurm.sbatch.jinja", job, values)}
-
-
-def _allocation(job: Job) -> dict[str, Any]:
-    """Return the values of the template that say on how many nodes the job runs."""
-    launch = job.launch
-    most = launch.nodes + launch.spare_nodes
-    fewest = min(job.sizes)
-    return {
-        "nodes": launch.nodes,
-        "spare": launch.spare_nodes,
-        "most": most,
-        "asked": f"{fewest}-{most}" if fewest < launch.nodes else str(most),
-        "sizes": job.sizes,
-        "flexible": launch.spare_nodes > 0 or fewest < launch.nodes,
-    }
 
 
 def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -17,7 +16,6 @@ from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import grace_warning
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import (
     Reading,
@@ -84,8 +82,8 @@ class MetricsLogger(Callback):
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
         self._logs = 0
-        #: It was warned of data, or of a save, that takes long.
-        self._slow_data = self._slow_save = False
+        #: It was warned of data that takes long.
+        self._slow_data = False
         self._first_step = 1
 
     def on_start(self, trainer: Trainer) -> None:
@@ -161,10 +159,6 @@ class MetricsLogger(Callback):
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
-        warning = grace_warning(seconds, f"the save of step {step}", os.environ)
-        if warning and not self._slow_save and self._world.rank == 0:
-            self._slow_save = True
-            logger.warning(warning)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Close all records.

@@ -51,33 +51,10 @@ class BlockRopes(nn.Module):
         self.ropes = dict(ropes)
         self.tables = nn.ModuleList(self.ropes.values())
 
-    @property
-    def varies_above(self) -> int | None:
-        """The longest sequence whose tables are those of all shorter ones; None: of any length."""
-        limits = [
-            rope.varies_above for rope in self.ropes.values() if rope.varies_above is not None
-        ]
-        return min(limits, default=None)
-
-    @property
-    def sharing_ranks(self) -> int:
-        """Ranks that share each sequence."""
-        return max((rope.sharing_ranks for rope in self.ropes.values()), default=1)
-
-    @sharing_ranks.setter
-    def sharing_ranks(self, ranks: int) -> None:
-        for rope in self.ropes.values():
-            rope.sharing_ranks = ranks
-
     def init_buffers(self) -> None:
         """Fill the tables, as `Rope.init_buffers`."""
         for rope in self.ropes.values():
             rope.init_buffers()
-
-    def check_documents(self, row: int) -> None:
-        """Raise ValueError as `Rope.check_documents`."""
-        for rope in self.ropes.values():
-            rope.check_documents(row)
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotations:
         """Return the rotations of positions; arguments and errors are those of `Rope.forward`."""

@@ -202,8 +202,7 @@ class Llama(nn.Module):
         doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
         one document. labels, loss: for a head that computes the loss itself
         (`titanlite.features.loss_chunks`), which is then returned.
-        Raises ValueError if the sequence is longer than the RoPE tables, or if they depend on the
-        lengths of its documents.
+        Raises ValueError if the sequence is longer than the RoPE tables.
 
         A pipeline stage is a model whose other modules are None or gone. Without an embedding it
         takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
@@ -213,10 +212,8 @@ class Llama(nn.Module):
         if self.tok_embeddings is not None and self.args.embedding_scale != 1:
             x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype)
         if self.layers:
-            if doc_ids is not None:
-                self.rope.check_documents(doc_ids.size(1))
-                if positions is None:
-                    positions = document_positions(doc_ids)
+            if doc_ids is not None and positions is None:
+                positions = document_positions(doc_ids)
             rotations = self.rope(tokens.size(1), positions)
             masks: dict[AttentionKind, Any] = {}
             for name, block in self.layers.items():
@@ -229,10 +226,6 @@ class Llama(nn.Module):
             x = self.norm(x)
         if self.output is None:
             return x
-        if self.args.final_softcap:
-            from titanlite.models.softcap import capped
-
-            return capped(self, x, labels, loss)
         if labels is None:
             return self.output(x)
         return self.output(x, labels, loss)

@@ -1,7 +1,4 @@
-"""Rotary positions (Su et al. 2021), with Llama 3.1's longer wavelengths.
-
-`titanlite.models.rope_formulas` has the other scalings.
-"""
+"""Rotary positions (Su et al. 2021), and the frequencies of each scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from titanlite.models.rope_scaling import RopeScaling, Scaling
+from titanlite.models.rope_scaling import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 if TYPE_CHECKING:
     from titanlite.models.llama_args import LlamaArgs, Rotary
@@ -87,9 +84,6 @@ class Rope(nn.Module):
 
     The tables are non-persistent buffers: a checkpoint does not carry them. After `to_empty` they
     are garbage until `init_buffers` has run.
-
-    With a scaling whose frequencies depend on the length of the sequence, the tables are those of
-    one length. A forward pass with another length makes new ones.
     """
 
     cos: Tensor
@@ -103,12 +97,6 @@ class Rope(nn.Module):
         self.max_seq_len = max_seq_len
         self.theta = theta
         self.scaling = scaling
-        #: The longest sequence whose tables are those of all shorter ones; None: of any length.
-        self.varies_above = None if scaling is None else scaling.varies_above
-        #: Ranks that share each sequence: it has this many times the positions of a call.
-        self.sharing_ranks = 1
-        #: Tokens of the sequence that the tables are for.
-        self._length = max_seq_len
         for name in ("cos", "sin"):
             table = torch.empty(max_seq_len, head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
@@ -131,10 +119,8 @@ class Rope(nn.Module):
         # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):
             position = torch.arange(self.cos.size(0), dtype=torch.float32)
-            angles = torch.outer(
-                position,
-                rope_frequencies(self.head_dim, self.theta, self.scaling, self._length),
-            )
+            frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling)
+            angles = torch.outer(position, frequencies)
         cos = angles.cos()
         sin = angles.sin()
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
@@ -146,11 +132,8 @@ class Rope(nn.Module):
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotation:
         """Return the rotation of positions 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
 
-        Where the tables depend on the length of the sequence, `positions` are all of it, or this
-        rank's part of it. Raises ValueError if the sequence is longer than the tables.
+        Raises ValueError if the sequence is longer than the tables.
         """
-        if self.varies_above is not None:
-            self._fit(seq_len if positions is None else positions.size(-1), self.varies_above)
         if positions is not None:
             return Rotation(self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
         if seq_len > self.max_seq_len:
@@ -159,34 +142,6 @@ class Rope(nn.Module):
                 f"({self.max_seq_len}). Build it with max_seq_len of at least {seq_len}"
             )
         return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
-
-    @torch.no_grad()
-    def _fit(self, count: int, varies_above: int) -> None:
-        """Make the tables those of the sequence that a call's `count` positions are of."""
-        assert self.scaling is not None
-        same = self.scaling.same_frequencies
-        length = min(count * self.sharing_ranks, self.max_seq_len)
-        if same(length) == same(self._length) and length <= self.cos.size(0):
-            return
-        rows = self.max_seq_len
-        if same(rows) != same(length):
-            # The tables end where they are no longer right: a position beyond is an error.
-            rows = max(length, min(varies_above, rows))
-        self._length = length
-        # Others in their place: a backward pass may still need the old ones.
-        self.cos = self.cos.new_empty(rows, self.cos.size(1))
-        self.sin = self.sin.new_empty(rows, self.sin.size(1))
-        self.init_buffers()
-
-    def check_documents(self, row: int) -> None:
-        """Raise ValueError where documents, shorter than their row of tokens, have other tables."""
-        if self.varies_above is None or row <= self.varies_above:
-            return
-        assert self.scaling is not None
-        raise ValueError(
-            f"a row has {row} tokens, and above {self.varies_above} the RoPE tables of "
-            f"{self.scaling.kind} depend on the length. Its documents have no common tables"
-        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to
@@ -198,30 +153,50 @@ class Rope(nn.Module):
         return self
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: Scaling | None, length: int = 1
-) -> Tensor:
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
     """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i /
-    head_dim).
+    head_dim), changed by the scaling.
 
-    With `scaling`, its own; length: tokens of the sequence, for those that depend on it. Llama
-    3.1's stretches wavelengths longer than original_context / low_freq_factor by `factor`. Those
-    shorter than original_context / high_freq_factor stay. Those between are blended linearly in 1 /
-    wavelength.
+    The order of operations is that of the reference implementations, since published weights were
+    trained with these roundings.
     """
-    if scaling is not None and not isinstance(scaling, RopeScaling):
-        from titanlite.models.rope_formulas import scaled_frequencies
+    periods: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / periods
+    match scaling:
+        case LinearScaling():
+            return plain / scaling.factor
+        case YarnScaling():
+            keep = _kept_by_yarn(head_dim, theta, scaling)
+            return 1.0 / (scaling.factor * periods) * (1 - keep) + plain * keep
+        case RopeScaling():
+            turns_in_context = scaling.original_context / (2 * math.pi / plain)
+            keep = (turns_in_context - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            keep = keep.clamp(0.0, 1.0).nan_to_num(0.0)
+            return (1.0 - keep) * plain / scaling.factor + keep * plain
+    return plain
 
-        return scaled_frequencies(head_dim, theta, scaling, length)
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return plain
-    turns_in_context = scaling.original_context / (2 * math.pi / plain)
-    keep = (turns_in_context - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    keep = keep.clamp(0.0, 1.0).nan_to_num(0.0)
-    return (1.0 - keep) * plain / scaling.factor + keep * plain
+
+def _kept_by_yarn(head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
+    """Return the share of each pair's frequency that YaRN keeps (appendix A.2): [head_dim / 2]."""
+
+    def pair_of(turns: float) -> float:
+        """Return the pair, not rounded, that turns so often in the original context."""
+        period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(period) / (2 * math.log(theta))
+
+    first = pair_of(scaling.beta_fast)
+    last = pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
 def build_rope(args: LlamaArgs) -> nn.Module:

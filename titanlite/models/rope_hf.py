@@ -12,9 +12,6 @@ from typing import Any
 from titanlite.models.hf_names import entry_of
 from titanlite.models.rope_scaling import (
     KINDS,
-    DynamicScaling,
-    LongRopeScaling,
-    ProportionalScaling,
     RopeScaling,
     Scaling,
     YarnScaling,
@@ -24,7 +21,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 #: Scalings whose original length is an entry of the table, or of config.json itself.
-_WITH_ORIGINAL = (RopeScaling, YarnScaling, LongRopeScaling)
+_WITH_ORIGINAL = (RopeScaling, YarnScaling)
 #: Entries of a table that are left out where they have these values, the defaults.
 _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
@@ -60,12 +57,12 @@ def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
         raise ValueError(f"rope_type is {name!r}; there is 'default', {known} here")
     kind = KINDS[name]
     partial = rope.get(_PARTIAL, config.get(_PARTIAL))
-    if kind is not ProportionalScaling and partial not in (None, 1):
+    if partial not in (None, 1):
         raise ValueError(f"{_PARTIAL} is {partial!r}; all of a head's pairs rotate here")
     if kind is RopeScaling:
         for needed in ("factor", "low_freq_factor", "high_freq_factor"):
             entry_of(rope, needed, float)
-    return kind.of_table(_table_of(kind, config, {**rope, _PARTIAL: partial}))
+    return kind.of_table(_table_of(kind, config, rope))
 
 
 def _table_of(
@@ -78,21 +75,10 @@ def _table_of(
             table[one.name] = rope[one.name]
     if kind in _WITH_ORIGINAL:
         table[_ORIGINAL] = _original(config, rope)
-    if kind is DynamicScaling:
-        table[_ORIGINAL] = _dynamic_original(config, rope)
     tells_original = rope.get(_ORIGINAL) is not None or config.get(_ORIGINAL) is not None
-    if tells_original and _lacks_factor(kind, table):
+    if kind is YarnScaling and tells_original and "factor" not in table:
         table["factor"] = entry_of(config, _POSITIONS, int) / table[_ORIGINAL]
     return table
-
-
-def _lacks_factor(kind: type[Scaling], table: Mapping[str, Any]) -> bool:
-    """Whether `transformers` takes the factor from the two lengths."""
-    if "factor" in table:
-        return False
-    if kind is LongRopeScaling:
-        return "attention_factor" not in table
-    return kind is YarnScaling
 
 
 def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
@@ -103,19 +89,6 @@ def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     return int(entry_of(config, _POSITIONS, int))
 
 
-def _dynamic_original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return `max_position_embeddings`, the original length to `transformers`."""
-    positions = int(entry_of(config, _POSITIONS, int))
-    for place in (config, rope):
-        given = entry_of(place, _ORIGINAL, int, positions)
-        if given != positions:
-            raise ValueError(
-                f"{_ORIGINAL} of a dynamic scaling is {given}, and transformers takes "
-                f"{_POSITIONS} = {positions} for it: make them equal"
-            )
-    return positions
-
-
 def written_rope(scaling: Scaling | None, theta: float) -> dict[str, Any]:
     """Return the entries of config.json: for `transformers` 5 and, beside it, for 4."""
     table: dict[str, Any] = {"rope_type": "default"}
@@ -123,9 +96,6 @@ def written_rope(scaling: Scaling | None, theta: float) -> dict[str, Any]:
     if scaling is not None:
         table = _written(scaling)
         entries["rope_scaling"] = table
-    if isinstance(scaling, LongRopeScaling):
-        # Where `transformers` 4 looks for it, and 5 too.
-        entries[_ORIGINAL] = scaling.original_max_position_embeddings
     return {
         "rope_parameters": {**table, "rope_theta": theta},
         # Without it `transformers` 4 would take 10,000 without a word.
@@ -138,9 +108,6 @@ def _written(scaling: Scaling) -> dict[str, Any]:
     table = {"rope_type": scaling.kind, **scaling.as_table()}
     if isinstance(scaling, RopeScaling):
         table[_ORIGINAL] = table.pop("original_context")
-    if isinstance(scaling, DynamicScaling):
-        # It is `max_position_embeddings`.
-        table.pop(_ORIGINAL)
     for name, default in _DEFAULTS.items():
         if table.get(name) == default:
             table.pop(name)

@@ -1,8 +1,8 @@
 """How rotary frequencies are scaled for sequences longer than those a model was first trained with.
 
-A scaling is a table in a config, with the names of `transformers`; `rope_type` tells its kind. Each
-kind is a dataclass. `titanlite.models.rope_formulas` computes the frequencies, and
-`titanlite.models.rope_hf` reads and writes config.json. No torch here.
+A scaling is a table in a config, with the names of `transformers`; `rope_type` tells its kind.
+`titanlite.models.rope` computes the frequencies, and `titanlite.models.rope_hf` reads and writes
+config.json. No torch here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError, names_like, shown
 
 _TABLE = "rope_scaling"
+#: `original_context`, as `transformers` names it.
+_THEIRS = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,7 @@ class Scaling:
 
     def as_table(self) -> dict[str, Any]:
         """Return the table that `parse` reads, without fields that are None."""
-        found: dict[str, Any] = {}
-        for name, value in asdict(self).items():
-            if value is not None:
-                found[name] = list(value) if isinstance(value, tuple) else value
-        return found
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def amplitude(self) -> float:
@@ -76,28 +74,9 @@ class Scaling:
         """
         return 1.0
 
-    @property
-    def varies_above(self) -> int | None:
-        """The longest sequence in tokens whose frequencies are those of all shorter ones; None: of
-        any length.
-        """
-        return None
-
-    @property
-    def serves(self) -> int | None:
-        """The tokens of context that the scaling is made for; None: it does not say."""
-        return None
-
-    def same_frequencies(self, length: int) -> int:
-        """Return the shortest sequence with the frequencies of one of `length` tokens."""
-        return 1
-
     def positions(self, context: int) -> int:
         """Return `max_position_embeddings` of config.json. context: that without a scaling."""
         return context
-
-    def check(self, head_dim: int) -> None:
-        """Raise ShapeError if the scaling does not fit heads of this width."""
 
 
 def _error(message: str, name: str = "") -> ShapeError:
@@ -142,11 +121,10 @@ class RopeScaling(Scaling):
     def of_table(cls, table: Mapping[str, object]) -> Scaling:
         """Return the scaling; the name of `transformers` for `original_context` is taken too."""
         given = dict(table)
-        theirs = "original_max_position_embeddings"
-        if theirs in given:
+        if _THEIRS in given:
             if "original_context" in given:
-                raise _error("is a second name of original_context: give one of the two", theirs)
-            given["original_context"] = given.pop(theirs)
+                raise _error("is a second name of original_context: give one of the two", _THEIRS)
+            given["original_context"] = given.pop(_THEIRS)
         return super().of_table(given)
 
 
@@ -161,54 +139,6 @@ class LinearScaling(Scaling):
 
     def __post_init__(self) -> None:
         _at_least_one(self, "factor")
-
-
-@dataclass(frozen=True)
-class ProportionalScaling(Scaling):
-    """Positions divided by a factor, and a share of the pairs of each head that does not rotate."""
-
-    kind: ClassVar[str] = "proportional"
-
-    rope_type: str = field(default="proportional", init=False)
-    factor: float = 1.0
-    #: Share of a head's pairs that rotate, those with the shortest wavelengths.
-    partial_rotary_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "factor")
-        if not 0 <= self.partial_rotary_factor <= 1:
-            message = f"must be between 0 and 1, got {self.partial_rotary_factor}"
-            raise _error(message, "partial_rotary_factor")
-
-
-@dataclass(frozen=True)
-class DynamicScaling(Scaling):
-    """A larger theta for each length above the original one ("dynamic NTK")."""
-
-    kind: ClassVar[str] = "dynamic"
-
-    rope_type: str = field(default="dynamic", init=False)
-    factor: float
-    #: Tokens of context the model was first trained with.
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "factor", "original_max_position_embeddings")
-
-    @property
-    def varies_above(self) -> int:
-        return self.original_max_position_embeddings
-
-    def same_frequencies(self, length: int) -> int:
-        return length if length > self.original_max_position_embeddings else 1
-
-    def positions(self, context: int) -> int:
-        # `transformers` takes it for the original length.
-        return self.original_max_position_embeddings
-
-    def check(self, head_dim: int) -> None:
-        if head_dim < 4:
-            raise _error(f"dynamic needs heads of 4 and more numbers, got head_dim = {head_dim}")
 
 
 @dataclass(frozen=True)
@@ -262,6 +192,7 @@ class YarnScaling(Scaling):
 
     @property
     def serves(self) -> int:
+        """The tokens of context that the scaling is made for."""
         return round(self.factor * self.original_max_position_embeddings)
 
     def positions(self, context: int) -> int:
@@ -269,98 +200,7 @@ class YarnScaling(Scaling):
         return self.serves
 
 
-class Factors(tuple[float, ...]):
-    """A number for each pair of a head."""
-
-    __slots__ = ()
-
-    @classmethod
-    def parse(cls, value: object) -> Factors:
-        """Return the numbers of a list. Raises ShapeError unless all are finite and positive."""
-        expected = "short_factor and long_factor are lists of positive numbers"
-        if not isinstance(value, (list, tuple)):
-            raise _error(f"{expected}, got {shown(value)}")
-        for item in value:
-            is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
-            if not is_number or not 0 < item < math.inf:
-                raise _error(f"{expected}, and one holds {shown(item)}")
-        return cls(map(float, value))
-
-
-@dataclass(frozen=True)
-class LongRopeScaling(Scaling):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each pair's wavelength has a factor of its
-    own, one for sequences up to the original length and one for longer ones.
-    """
-
-    kind: ClassVar[str] = "longrope"
-
-    rope_type: str = field(default="longrope", init=False)
-    #: For each pair of a head, shortest wavelength first: [head_dim / 2].
-    short_factor: Factors
-    long_factor: Factors
-    #: Tokens of context the model was first trained with.
-    original_max_position_embeddings: int
-    #: How many times longer the context is.
-    factor: float | None = None
-    #: Of cosines and sines; None: by `factor`.
-    attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        original = self.original_max_position_embeddings
-        if original < 2:
-            raise _error(f"must be at least 2, got {original}", "original_max_position_embeddings")
-        _positive(self, "attention_factor")
-        if self.factor is not None:
-            _at_least_one(self, "factor")
-        elif self.attention_factor is None:
-            raise _error('the table of longrope needs a "factor" or an "attention_factor"')
-
-    @property
-    def amplitude(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        factor = self.factor or 1.0
-        if factor <= 1.0:
-            return 1.0
-        original = self.original_max_position_embeddings
-        return math.sqrt(1 + math.log(factor) / math.log(original))
-
-    @property
-    def varies_above(self) -> int:
-        return self.original_max_position_embeddings
-
-    @property
-    def serves(self) -> int | None:
-        if self.factor is None:
-            return None
-        return round(self.factor * self.original_max_position_embeddings)
-
-    def same_frequencies(self, length: int) -> int:
-        original = self.original_max_position_embeddings
-        return original + 1 if length > original else 1
-
-    def positions(self, context: int) -> int:
-        # `transformers` takes the factor from this number where it is not given.
-        return self.serves or context
-
-    def check(self, head_dim: int) -> None:
-        for name in ("short_factor", "long_factor"):
-            count = len(getattr(self, name))
-            if count != head_dim // 2:
-                message = f"has {count} numbers, and a head of {head_dim} has {head_dim // 2} pairs"
-                raise _error(message, name)
-
-
 #: Value of `rope_type` → its class.
 KINDS: Mapping[str, type[Scaling]] = {
-    kind.kind: kind
-    for kind in (
-        RopeScaling,
-        LinearScaling,
-        DynamicScaling,
-        YarnScaling,
-        LongRopeScaling,
-        ProportionalScaling,
-    )
+    kind.kind: kind for kind in (RopeScaling, LinearScaling, YarnScaling)
 }

@@ -169,8 +169,6 @@ class Cluster:
     network: float
     #: AWS instance type; empty: none is named.
     instance: str = ""
-    #: Price of one machine for an hour, in any currency.
-    price: float | None = None
 
     @property
     def gpus(self) -> int:

@@ -48,11 +48,6 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     return max(memories, key=lambda memory: memory.peak.total)
 
 
-def worst_rank(run: RunConfig, device: str = "cuda") -> int:
-    """Return the rank with the largest peak by formulas. Raises NoFormula as `estimate`."""
-    return estimate(run, None, device).rank
-
-
 def _known_args(run: RunConfig) -> LlamaArgs:
     """Return the model's arguments, with a vocabulary. Raises NoFormula."""
     args = run.model_args()

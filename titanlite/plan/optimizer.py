@@ -22,8 +22,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
     """Return bytes of optimizer state per number of a weight.
 
-    It counts as `titanlite.optim.state_bytes`. An optimizer by a dotted path counts as
-    AdamW.
+    An optimizer by a dotted path counts as AdamW.
 
     master: bytes of a number of the weights.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 GIB = 1024**3
 #: Entries of a vocabulary that a model's flavor leaves to the tokenizer, where there is none.
@@ -77,31 +76,3 @@ def needed_bytes(memory: RankMemory) -> int:
     take.
     """
     return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT
-
-
-class Reserved(NamedTuple):
-    """What the allocator holds at the most where memory is not short: freed blocks too."""
-
-    typical: float
-    low: float
-    high: float
-
-    def times(self, size: int, more: int = 0) -> Reserved:
-        """Return these shares of `size`, and `more` bytes each."""
-        return Reserved(*(share * size + more for share in self))
-
-
-#: Reserved over live tensors: median, least and most of the runs on the null GPU
-#: (tests/nullgpu/expected.json). Buffers of FSDP's streams are blocks that the stream of the step
-#: cannot take.
-RESERVED_SHARDED = Reserved(1.2, 1.03, 1.45)
-RESERVED_WHOLE = Reserved(1.03, 1.01, 1.07)
-
-
-def reserved_bytes(memory: RankMemory, sharded: bool) -> Reserved:
-    """Return the bytes that nvidia-smi shows for a rank, if the GPU has the room.
-
-    sharded: FSDP gathers its weights.
-    """
-    shares = RESERVED_SHARDED if sharded else RESERVED_WHOLE
-    return shares.times(memory.peak.total, CONTEXT)

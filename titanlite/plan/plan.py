@@ -1,4 +1,4 @@
-"""The needs of a run: memory, time, disk and money. No torch."""
+"""The needs of a run: memory, time and disk. No torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import bad_flag, unfit
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
+from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.optimizer import state_bytes
 from titanlite.plan.parts import (
-    CONTEXT,
-    FRAGMENTATION,
     GIB,
     RankMemory,
-    Reserved,
     needed_bytes,
-    reserved_bytes,
 )
 from titanlite.plan.speed import Speed, predict
 from titanlite.plan.weights import Weight
@@ -111,21 +107,6 @@ class Plan:
         return needed_bytes(self.memory)
 
     @property
-    def reserved(self) -> Reserved:
-        """Bytes that nvidia-smi shows, if the GPU has the room: needed memory, and blocks that the
-        allocator keeps.
-        """
-        mesh = self.run.mesh
-        return reserved_bytes(self.memory, mesh.weight_shards * mesh.dp_replicate > 1)
-
-    @property
-    def tight(self) -> bool:
-        """Whether the run fits, but the allocator will likely have to give blocks back and ask for
-        others.
-        """
-        return self.margin >= 0 and self.reserved.typical > self.cluster.gpu.memory
-
-    @property
     def margin(self) -> int:
         """Bytes of GPU memory that stay free at the peak; negative: that are missing."""
         return self.cluster.gpu.memory - self.needed
@@ -148,43 +129,14 @@ class Plan:
         seconds = [leg.seconds for leg in self.legs if leg.seconds is not None]
         return sum(seconds) if len(seconds) == len(self.legs) else None
 
-    @property
-    def cost(self) -> float | None:
-        """Price of all machines for that time; None: one of both is not known."""
-        return None if self.seconds is None else self.price_of(self.seconds)
-
-    def price_of(self, seconds: float) -> float | None:
-        """Return the price of all machines for a time; None: that of one is not known."""
-        if self.cluster.price is None:
-            return None
-        return self.cluster.price * self.cluster.nodes * seconds / 3600
-
-    @property
-    def mfu_range(self) -> tuple[float, float]:
-        """Shares of the peak at the low and the high end of the speed."""
-        speed = self.speed
-        low = speed.mfu * speed.low / speed.tokens_per_second
-        high = speed.mfu * speed.high / speed.tokens_per_second
-        return low, high
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """One sentence for each number that neither the config nor the hardware's data
-        sheet gives.
-        """
-        overhead = (
-            f"{FRAGMENTATION:.0%} of the peak for the allocator's gaps, {CONTEXT / GIB:g} GiB for "
-            "CUDA and NCCL"
-        )
-        host = f"{PROCESS / GIB:g} GiB of host memory for each rank's process, text not counted"
-        return (*self.speed.assumptions, overhead, host)
-
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON has it; docs/plan.md explains the names.
 
         Unknown numbers are null, others finite.
         """
-        peak, speed, disk = self.memory.peak, self.speed, self.disk
+        peak = self.memory.peak
+        speed = self.speed
+        disk = self.disk
         phases = {}
         if len(self.legs) > 1:
             phases["phases"] = [leg.as_json() for leg in self.legs]
@@ -202,12 +154,8 @@ class Plan:
             "parts": in_gib(peak.parts),
             "overhead_gib": self.overhead / GIB,
             "needed_gib": self.needed / GIB,
-            "reserved_gib": self.reserved.typical / GIB,
-            "reserved_range_gib": [self.reserved.low / GIB, self.reserved.high / GIB],
-            "tight": self.tight,
             "usable_gib": self.cluster.gpu.memory / GIB,
             "margin_gib": self.margin / GIB,
-            "margin_percent": 100 * self.margin / self.cluster.gpu.memory,
             "host_gib": self.host_needed / GIB,
             "host_usable_gib": self.cluster.host and self.cluster.host / GIB,
             "host_parts": in_gib(self.host),
@@ -219,12 +167,10 @@ class Plan:
             "step_seconds": speed.step_seconds,
             "step_parts": dict(speed.parts),
             "hours": None if self.seconds is None else self.seconds / 3600,
-            "cost": self.cost,
             "tokens_per_second": speed.tokens_per_second,
             "tokens_per_second_range": [speed.low, speed.high],
             "mfu": speed.mfu,
-            "mfu_range": list(self.mfu_range),
-            "assumptions": list(self.assumptions),
+            "assumptions": list(speed.assumptions),
             **phases,
         }
 
@@ -252,9 +198,9 @@ def make_plan(
     if rank is not None and not 0 <= rank < run.mesh.world_size:
         message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
         raise bad_flag("--rank", message)
-    if trace:
+    if trace and rank is None:
         with suppress(NoFormula):
-            rank = worst_rank(run) if rank is None else rank
+            rank = estimate(run).rank
     legs = tuple(_legs(run, cluster, rank, trace))
     memory = max((leg.memory for leg in legs), key=lambda memory: memory.peak.total)
     speed = legs[0].speed
@@ -351,8 +297,7 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     ema = run.features.ema
     if ema is not None:
         size += ema.bytes_each * parameters
-    validated_every = run.validation.freq if run.validation.enable else 0
-    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds, validated_every))
+    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds))
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
@@ -374,38 +319,26 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
     return int(size)
 
 
-def kept_at_once(
-    section: Checkpoint, steps: int | None, step_seconds: float, validated_every: int = 0
-) -> int | None:
-    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: the run's
-    length is not known.
+def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) -> int | None:
+    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: it depends
+    on what is not known.
 
-    step_seconds: turns an interval in seconds into steps. validated_every: steps between
-    validations; 0: there are none. With `keep_best` each may save. A save in a step without one
-    keeps at least two.
+    step_seconds: turns an interval in seconds into steps.
     """
+    # With the one that is being written. A save without a validation keeps at least two.
+    latest = max(section.keep_latest_k, 2) + 1
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
-        latest = max(section.keep_latest_k, 2)
-        return latest + section.keep_best + 1 if bounded else None
+        return latest + section.keep_best if bounded else None
     saved = _saved_steps(section, steps, step_seconds)
-    validated = set()
-    if validated_every:
-        validated = {steps, *range(validated_every, steps + 1, validated_every)}
-    if section.keep_best:
-        saved |= validated
-    latest = section.keep_latest_k
-    if not saved <= validated:
-        latest = max(latest, 2)
     if not section.keep_latest_k:
-        return len(saved)
-    # With the one that is being written.
-    stay = set(sorted(saved)[-latest - 1 :])
+        return None if section.keep_best else len(saved)
+    stay = set(sorted(saved)[-latest:])
     for step in saved:
         is_kept = section.keep_every and step % section.keep_every == 0
         if is_kept or is_milestone(step, section.milestones):
             stay.add(step)
-    return min(len(stay) + section.keep_best, len(saved))
+    return len(stay) + section.keep_best
 
 
 def _saved_steps(section: Checkpoint, steps: int, step_seconds: float) -> set[int]:

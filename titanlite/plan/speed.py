@@ -21,7 +21,6 @@ from titanlite.plan.traffic import (
 )
 from titanlite.run.config import RunConfig
 from titanlite.run.features import features_of
-from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -120,22 +119,8 @@ def _unseen(step: StepSizes) -> tuple[float, float]:
 def _assumptions(step: StepSizes) -> tuple[str, ...]:
     cluster = step.rates.cluster
     gpu = cluster.gpu
-    found = [
-        (
-            f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, of which large products "
-            f"reach {gpu.sustained:.0%}"
-        ),
-        f"memory {gpu.bandwidth / 1e9:.0f} GB/s, links {gpu.link / 1e9:.0f} GB/s",
-    ]
+    links = f"links {gpu.link / 1e9:.0f} GB/s"
     if cluster.nodes > 1:
-        bits = f"{cluster.network * 8 / 1e9:.0f} Gbit/s"
-        machine = counted(cluster.gpus_per_node, "GPUs")
-        found.append(f"network {bits} for each machine of {machine}")
-    found += step.products.assumptions
-    low, high = (f"{100 * (share - 1):+.0f} %" for share in _unseen(step))
-    found.append(
-        f"the range of speeds is {low} to {high}: so far were published runs that no constant "
-        "was fitted on"
-    )
-    found.append("data, checkpoints and validation take no time")
-    return tuple(found)
+        links += f", network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine"
+    peak = f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, {links}"
+    return (peak, *step.products.assumptions)

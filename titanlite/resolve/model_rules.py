@@ -29,28 +29,11 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
             f"vocabulary of {vocabulary:,}"
         )
         remedy = (
-            "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
+            "give the model's own, as `hf download OWNER/NAME --include 'tokenizer*' --local-dir "
+            "FOLDER` fetches it; "
             f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
         )
         yield Problem("needs", "model.tokenizer_path", message, remedy)
-
-
-def _rope(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Check what RoPE tables exclude that depend on the length of the sequence."""
-    scaling = getattr(args, "rope_scaling", None)
-    above = getattr(scaling, "varies_above", None)
-    if scaling is None or above is None or run.max_seq_len <= above:
-        return
-    reason = f"above {above} tokens the RoPE tables of {scaling.kind} depend on the length"
-    if run.data.mask_documents:
-        message = f"cannot be exact: {reason}, and a row has documents of several lengths"
-        remedy = 'set it to false, or take model.rope_scaling with rope_type = "yarn"'
-        yield Problem("conflict", "data.mask_documents", message, remedy)
-    if run.sample.prompts and run.mesh.tensor * run.mesh.context > 1:
-        message = f"cannot be exact: {reason}, and these ranks pad or divide a text"
-        yield Problem(
-            "conflict", "sample.prompts", message, "sample checkpoints by `titanlite sample`"
-        )
 
 
 def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
@@ -58,15 +41,10 @@ def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
-        _TP: run.mesh.tensor > 1,
-        "float8.enable_float8_linear": run.float8.enable_float8_linear,
         "parallelism.expert_parallel_degree": run.mesh.expert > 1,
-        "experimental.enable_async_tensor_parallel": (
-            run.experimental.enable_async_tensor_parallel
-        ),
     }
     for key, is_on in keys.items():
-        reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""
+        reason = run.spec.why_not(args, key) if is_on else ""
         if reason:
             yield Problem("model", key, f"is not possible here: {reason}", "leave the key out")
 
@@ -143,4 +121,4 @@ def _source(run: RunConfig, args: Any) -> Iterable[Problem]:
 
 ModelRule = Callable[[RunConfig, Any], Iterable[Problem]]
 #: Rules of a run and its model's arguments.
-RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _rope, _refused_keys, _source)
+RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _refused_keys, _source)

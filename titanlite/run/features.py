@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
 
     InitRule = Callable[[str], Init]
+
+#: Name and text of a line of the start report.
+Row = tuple[str, str]
 
 
 class Feature:
@@ -123,7 +125,7 @@ class Feature:
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         """Return rows of the start report."""
         return ()
 

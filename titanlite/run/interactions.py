@@ -94,8 +94,6 @@ def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
     """Find sequences that the ranks of tensor parallelism cannot divide: between products they
     divide what context parallelism has left of them.
     """
-    if run.spec.whole_activations:
-        return
     tensor, context = run.mesh.tensor, run.mesh.context
     ranks = tensor * context
     for key, length in run.sequence_lengths.items():
@@ -106,12 +104,3 @@ def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
             by += f" * {_CP} {context}"
         message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
         yield Problem("divide", key, message, f"these work: {around(length, ranks)}")
-
-
-def is_below_bf16(d: Config) -> bool:
-    """Whether products are rounded more than those of bf16.
-
-    Then other losses count as equal in the check of a resume, and the MFU, which is of the peak in
-    bf16, says so.
-    """
-    return d.float8.enable_float8_linear

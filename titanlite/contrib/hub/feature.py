@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.hf_files import hf_form
 from titanlite.config.errors import Problem
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
@@ -63,7 +62,7 @@ class HubFeature(Feature):
 
         return HubUploads(self.section, Path(parts.run.job.dump_folder), parts.run.model.name)
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         every = self.section.hub_every
         which = "each checkpoint"
         if every:

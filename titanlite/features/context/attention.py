@@ -149,8 +149,6 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
     for owner in owners:
         inner = owner.get_submodule(_REPLACED)
         setattr(owner, _REPLACED, ContextAttention(cp_rank, inner))
-    rope: Any = model.get_submodule("rope")
-    rope.sharing_ranks = cp_rank.degree
     model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)
 
 

@@ -25,14 +25,13 @@ from titanlite.features.float8.choice import (
     choose_linears,
     converted_names,
 )
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.features.float8.error import Float8ErrorCheck
@@ -76,12 +75,11 @@ class Float8Feature(Feature):
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
         return checks.machine_problems(self.section)
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         from titanlite.features.float8.report import float8_rows
 
         choices = self.choices(builder.linears)
-        compiled = builder.compiles("model")
-        return float8_rows(self.section, self.numbers, choices, setup, compiled)
+        return float8_rows(self.section, self.numbers, choices, builder)
 
     @property
     def numbers(self) -> str:

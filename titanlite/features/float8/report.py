@@ -10,11 +10,12 @@ from titanlite.features.float8.choice import Float8Choice
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.assembly.report_rows import Row, Setup
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.run.features import Row
 
 
 def float8_rows(
-    float8: Float8, numbers: str, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
+    float8: Float8, numbers: str, choices: Sequence[Float8Choice], builder: ModelBuilder
 ) -> Iterator[Row]:
     """Return one row of all, and one for each kind of linear. numbers: their format in words."""
     total = sum(len(choice.names) for choice in choices)
@@ -23,7 +24,7 @@ def float8_rows(
     if float8.enable_fsdp_float8_all_gather:
         parts.append(f"weights gathered in float8, {_scales(float8)}")
     parts.append(f"{converted:,} of {total:,} linears")
-    parts.append(f"M = {setup.tokens:,} tokens in a product of one rank")
+    parts.append(f"M = {builder.run.tokens_at_once:,} tokens in a product of one rank")
     if float8.drift_check:
         parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
     yield "float8", "; ".join(parts)
@@ -31,7 +32,7 @@ def float8_rows(
         size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
         what = "in float8" if choice.converted else f"kept: {choice.reason}"
         yield f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"
-    if not compiled and not setup.cpu:
+    if builder.device.type != "cpu" and not builder.compiles("model"):
         yield (
             "warning",
             "float8 without training.compile is slower than bf16: scaling and rounding run as "

@@ -1,16 +1,13 @@
 """Local saves: on each node's own disk or in its memory, more often than shared checkpoints.
 
     checks.py    other keys
-    folder.py    names, listing, publishing and deletion on one node; no torch
+    folder.py    what is on one node, and which saves may come back
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks
     copies.py    copies of parts on other nodes
-    abandoned.py saves that must not come back
-    search.py    which local saves there are, seen from all ranks
     reader.py    each rank gets and reads its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
     manager.py   a `Checkpointer` with both
-    listing.py   those on this machine, for people
 
 The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds:
 
@@ -28,12 +25,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from titanlite.features.local_saves import checks
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
@@ -52,7 +48,7 @@ class LocalSaves(Feature):
     def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return checks.findings(config.sections.checkpoint)
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         section = self.section
         yield (
             "local saves",

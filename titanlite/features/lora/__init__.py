@@ -2,8 +2,7 @@
 knows of them, moment by moment.
 
     settings.py  which linears, by what factor           checks.py   other keys, model, ranks
-    modules.py   the linears of a model                  tensor.py   … shared by ranks
-    products.py  what an adapter computes
+    modules.py   the linears of a model                  products.py what an adapter computes
     base.py      the frozen weights of a run, by hash    digests.py  those hashes
     source.py    adapters and their base as one model    peft.py     PEFT's files
     plan_memory.py, plan_speed.py   what its products keep, need and cost
@@ -21,13 +20,12 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import broken_rules
 from titanlite.features.lora import checks
 from titanlite.features.lora.settings import Adapters, adapters_of
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 from titanlite.utils import counted, human_count
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Checkpoint, Config
     from titanlite.dist.dist_env import DistEnv
@@ -119,10 +117,11 @@ class LoraFeature(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         adapters = self.adapters(builder.spec, builder.args)
         trained = adapters.parameters
-        total = sum(setup.parameters.values()) + trained
+        base = builder.spec.build_on_meta(builder.args)
+        total = sum(parameter.numel() for parameter in base.parameters()) + trained
         share = f"{human_count(trained)} of {human_count(total)} parameters ({trained / total:.2%})"
         dropout = f", dropout {self.section.dropout:g}" if self.section.dropout else ""
         text = (

@@ -18,12 +18,11 @@ from titanlite.config.rules import broken_rules
 from titanlite.features.mup import checks
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.models.spec import ModelSpec
@@ -68,7 +67,7 @@ class MupFeature(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         from titanlite.features.mup.table import summary
 
         yield "mup", summary(self.rules(builder.spec, builder.args))

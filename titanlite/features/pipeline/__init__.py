@@ -22,13 +22,12 @@ from titanlite.features.pipeline.cut import Cut, cut_run
 from titanlite.features.pipeline.split import StageLayout, split_stages
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
-from titanlite.run.features import Feature
+from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.assembly.report_rows import Row, Setup
     from titanlite.config.sections import Config
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.loss import LossFunction
@@ -163,7 +162,7 @@ class PipelineParallel(Feature):
 
     # The start report
 
-    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         layout = builder.stage_layout
         parts = []
         for names, rank in zip(layout.stages, layout.ranks, strict=True):
