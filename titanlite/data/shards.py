@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
-from titanlite.data.connectivity import fetch_remedy, reach
+from titanlite.data.connectivity import COPY, reach
 from titanlite.data.empty_files import watched
 from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file
@@ -175,7 +175,7 @@ def _check_url(url: str, key: str) -> None:
     if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
-    reach(url, f"{key}: {public_name(url)} cannot be read", fetch_remedy(url, key))
+    reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
 
 
 def _is_one_file(url: str) -> bool:
@@ -228,31 +228,19 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     return [file for file in shown if file.kind] or shown
 
 
-def remote_tokens(
-    place: Place, companions: Callable[[Sequence[str]], list[str]]
-) -> tuple[list[FoundFile], bool]:
+def remote_tokens(place: Place) -> tuple[list[FoundFile], bool]:
     """Return the files behind the URL of token files, and whether it is a folder.
 
-    companions: returns names that may lie beside files; those of a file and of a pattern are asked
-    for. Raises DataError as `url_text`.
+    Raises DataError as `url_text`.
     """
     url = place.path
     _check_url(url, place.key)
-    if _is_pattern(url):
-        found = _listed(url, place.key)
-        for pattern in companions([url]):
-            found += _listed(pattern, place.key)
-        return found, False
-    if not is_tokens(url):
-        return _listed(url, place.key), True
-    found = []
-    for name in [url, *companions([url])]:
-        size = file_size(name, _LISTING_SECONDS)
-        if size is not None:
-            found.append(FoundFile(name, _base(name), size))
-    if not found or found[0].name != url:
+    if _is_pattern(url) or not is_tokens(url):
+        return _listed(url, place.key), not _is_pattern(url)
+    size = file_size(url, _LISTING_SECONDS)
+    if size is None:
         raise DataError(f"{place.key}: there is no file at {public_name(url)}")
-    return found, False
+    return [FoundFile(url, _base(url), size)], False
 
 
 def hub_files(
@@ -273,7 +261,7 @@ def hub_files(
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
     failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
-    reach("hf://", failed, fetch_remedy(text.repository, key))
+    reach("hf://", failed, COPY)
 
     def ask() -> Any:
         try:

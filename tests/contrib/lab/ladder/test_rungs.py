@@ -128,7 +128,7 @@ def test_each_seed_has_runs_of_its_own(tmp_path: Path) -> None:
 
 def test_what_a_file_leaves_out_of_loads_does_not_touch_branches(tmp_path: Path) -> None:
     own = '--checkpoint.exclude_from_loading=["optimizer"]'
-    for rung in rungs(target(tmp_path, own, '--eval.tasks=["quiz.jsonl"]')):
+    for rung in rungs(target(tmp_path, own, '--eval.tasks=["hellaswag"]')):
         assert values(rung)["checkpoint.exclude_from_loading"] == "[]"
     assert "--eval.tasks=[]" in DEFAULTS
 
