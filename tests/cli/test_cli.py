@@ -131,7 +131,7 @@ def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixtu
             "titanlite config check [-h]",
             "the nearest is --strict",
         ),
-        ("sample nowhere text --gredy", "titanlite sample [-h]", "the nearest is --greedy"),
+        ("sample nowhere text --sed", "titanlite sample [-h]", "the nearest is --seed"),
         (
             "train debug_model.toml --steps 5",
             "titanlite train [-h]",

@@ -127,17 +127,14 @@ def test_only_the_first_contact_is_short(tmp_path: Path) -> None:
             assert contact_problem(server.url) is None
 
 
-def test_commands_and_tokenizers_end_soon_too(
+def test_commands_end_soon_too(
     nowhere: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(tmp_path / "out"))
-    tokenizer = f"--model.tokenizer_path={nowhere}/tokenizer.json"
     for words in (
         ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
         ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
-        ("data", "peek", "debug_model.toml", tokenizer),
-        ("tokenizer", "fetch", "me/small", *out),
     ):
         began = time.monotonic()
         assert cli.main(list(words)) == 2

@@ -514,7 +514,7 @@ def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path)
 def test_commands_take_adapters(
     tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = ["sample", str(trained), "Once upon", "--greedy", "--max-tokens=4"]
+    sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
     assert code == 0 and json.loads(out)
     convert(trained, tmp_path / "merged", "checkpoint")

@@ -163,7 +163,7 @@ class Checkpointer:
     def _clean_up(self) -> None:
         """On rank 0: delete leftovers, and let no local save from before this start come back."""
         self._deleter.delete(leftovers(self.root))
-        if (self.root / LOCAL_PAST).is_file():
+        if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
             write_whole(self.root / LOCAL_PAST, b"")
 
     def load_newest(

@@ -35,7 +35,6 @@ from titanlite.cli.prepare_tasks import (
     divide,
     hash_of,
     list_source,
-    recognised,
     records_of,
 )
 from titanlite.config.urls import public_name
@@ -159,9 +158,6 @@ def _job(
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
     shards = replace(shards, key="SOURCE")
-    if options.is_open:
-        shards = recognised(shards, tokenizer)
-        options = options.of_columns(shards.columns)
     shards = replace(shards, patience=_PATIENCE)
     asked = {
         "source": " ".join(filter(None, (source, subset, split))),

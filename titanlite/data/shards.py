@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -156,31 +156,19 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     return [file for file in shown if file.kind] or shown
 
 
-def remote_tokens(
-    place: Place, companions: Callable[[Sequence[str]], list[str]]
-) -> tuple[list[FoundFile], bool]:
+def remote_tokens(place: Place) -> tuple[list[FoundFile], bool]:
     """Return the files behind the URL of token files, and whether it is a folder.
 
-    companions: returns names that may lie beside files; those of a file and of a pattern are asked
-    for. Raises DataError as `url_text`.
+    Raises DataError as `url_text`.
     """
     url = place.path
     _check_url(url, place.key)
-    if _is_pattern(url):
-        found = _listed(url, place.key)
-        for pattern in companions([url]):
-            found += _listed(pattern, place.key)
-        return found, False
-    if not is_tokens(url):
-        return _listed(url, place.key), True
-    found = []
-    for name in [url, *companions([url])]:
-        size = file_size(name, _LISTING_SECONDS)
-        if size is not None:
-            found.append(FoundFile(name, _base(name), size))
-    if not found or found[0].name != url:
+    if _is_pattern(url) or not is_tokens(url):
+        return _listed(url, place.key), not _is_pattern(url)
+    size = file_size(url, _LISTING_SECONDS)
+    if size is None:
         raise DataError(f"{place.key}: there is no file at {public_name(url)}")
-    return found, False
+    return [FoundFile(url, _base(url), size)], False
 
 
 def hub_files(
