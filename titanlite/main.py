@@ -133,7 +133,7 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return print_error(rank.message(error, code), code, rank.printer())
+            return print_error(rank.message(error, code), code)
     return exit_codes.DONE
 
 
@@ -294,10 +294,6 @@ class _Rank:
             self.watchdog.near = entered.near
             yield entered
 
-    def printer(self) -> int:
-        """Return the process that prints for the ranks here; 0: not known yet."""
-        return self.watchdog.near.get(self.environment.rank - self.environment.local_rank, 0)
-
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
         if code == exit_codes.OUT_OF_MEMORY:
@@ -317,10 +313,13 @@ class _Rank:
         if exit_codes.report_code(code) and _first_here(self.store):
             # There may be no memory even for an import.
             with contextlib.suppress(Exception):
-                from titanlite.plan.runtime import last_words
+                import torch
 
+                from titanlite.plan.runtime import memory_report
+
+                device = "cuda" if torch.cuda.is_available() else "cpu"
                 rank = self.environment.rank
-                return last_words(self.config, error, self.watchdog.where, rank)
+                return memory_report(self.config, error, self.watchdog.where, rank, device)
             return str(error)
         return f"out of memory ({self.watchdog.where}): see the report of another rank here"
 
@@ -359,22 +358,18 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     return str(error)
 
 
-def print_error(message: str, code: int, printer: int = 0) -> int:
+def print_error(message: str, code: int) -> int:
     """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
 
     The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
-    one that does, until it has ended. printer: its process; 0: not known.
+    one that does.
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _tell_sagemaker(message, code)
         say(f"error: {message}")
     else:
-        from titanlite.dist.process import has_ended
-
-        until = time.monotonic() + PRINT_SECONDS
-        while time.monotonic() < until and not (printer and has_ended(printer)):
-            time.sleep(0.05)
+        time.sleep(PRINT_SECONDS)
         # A rank that ended by this code has told why. That of memory is noted before.
         if code == exit_codes.OUT_OF_MEMORY or exit_codes.report_code(code):
             rank = os.environ.get("RANK")

@@ -12,7 +12,6 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import GRACE_VARIABLE, grace_warning
 
 
 def _ask(
@@ -53,12 +52,14 @@ def test_steps_cost_no_communication(pool: Pools) -> None:
 
 def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) -> None:
     config = Checkpoint(interval=100, interval_type="seconds")
-    here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 1000)
-    assert here["due"] == there["due"] == [201, 401, 601, 801, 1001], (
-        "the first interval begins after the first step"
-    )
+    here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 2000)
+    assert here["due"] == there["due"]
+    saved = [60.0, *here["times"]]  # the first interval begins after the first step
+    gaps = [now - before for before, now in zip(saved, saved[1:], strict=False)]
+    assert len(gaps) > 8
+    assert all(100 <= gap <= 100 * 33 / 32 for gap in gaps), "late by a thirty-second at most"
     assert here["met"] == there["met"]
-    assert len(here["met"]) < 1000 / 8
+    assert len(here["met"]) < 1200
 
 
 def test_the_pace_may_change(pool: Pools) -> None:
@@ -89,14 +90,3 @@ def test_a_loss_among_the_lowest_of_this_run_is_saved(pool: Pools, tmp_path: Pat
     assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0][
         "due"
     ] == [2]
-
-
-def test_a_save_that_may_outlast_the_grace_period_is_reported_with_its_seconds() -> None:
-    torchrun = {"TORCHELASTIC_RUN_ID": "x"}
-    said = grace_warning(25.0, "the save of step 8", torchrun)
-    assert said.startswith(
-        "the save of step 8 took 25.0s, and torchrun kills its workers 30.0s after a SIGTERM"
-    )
-    assert f"{GRACE_VARIABLE}=105" in said
-    assert grace_warning(19.0, "x", torchrun) == "" == grace_warning(1e6, "x", {})
-    assert grace_warning(25.0, "x", {**torchrun, GRACE_VARIABLE: "300"}) == ""

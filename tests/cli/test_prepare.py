@@ -154,7 +154,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
         record["a"] + ends for record in records
     )
     config = ["--training.dataset_path", out, "--training.seq_len", 16, "--training.epochs", 1]
-    code, printed = command("peek", *config, "--no-data.shuffle", "--ids", "--rows", 9)
+    code, printed = command("peek", *config, "--no-data.shuffle", "--rows", 9)
     assert code == 0
     assert "[[why ask]]" in printed.replace("<|begin_of_text|>", "")
     assert "say" in printed

@@ -4,8 +4,6 @@ often.
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +48,6 @@ def test_configs_and_commands_refuse_before_any_work(
     assert main(["config", "check", "debug_model.toml", keys[0]]) == 2
     assert capfd.readouterr().err.count("of several splits") == 3
     for words in (
-        ["stats", keys[0]],
         ["peek", keys[0]],
         ["prepare", clone, "--out", tmp_path / "out"],
     ):
@@ -67,23 +64,15 @@ def test_configs_and_commands_refuse_before_any_work(
     assert "2 documents" in printed
 
 
-def test_peek_and_stats_say_what_was_found_and_passed_over(
-    tmp_path: Path, command: Command
-) -> None:
+def test_peek_says_what_was_found_and_passed_over(tmp_path: Path, command: Command) -> None:
     clone = write_files(tmp_path / "clone", *CLONE)
     words = ["--training.dataset_path", clone, "--data.split", "train", "--training.seq_len", 8]
-    found = json.loads(command("stats", "--json", *words)[1])
-    assert found["files"] == {"parquet": 2}
-    assert found["documents"] == 2
-    assert found["passed_over"]["documentation"] == ["LICENSE.txt", "README.md"]
-    printed = command("stats", *words)[1]
-    assert re.search(r"files +2 of parquet\n", printed)
-    assert re.search(r"passed over +data/test-00000-of-00001.parquet \(split test\)\n", printed)
     code, printed = command("peek", *words)
     assert code == 0
     assert "2 files of parquet" in printed
     assert "LICENSE.txt, README.md (documentation)" in printed
-    assert "2 documents, " in printed
+    assert "data/test-00000-of-00001.parquet (split test)" in printed
+    assert "2 documents of " in printed
     mixed = f"--data.source=[{{name='a', path='{clone}', split='train'}}, {{name='c4_test'}}]"
     assert "a: 2 files of parquet" in command("peek", mixed, "--training.seq_len", 8)[1]
 

@@ -1,6 +1,4 @@
-"""The log of each step's documents: as `titanlite data at-step` finds them, and none twice after a
-resume.
-"""
+"""The log of each step's documents: those of its rows, and none twice after a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from tests.support.steps import train_rows
 from tests.support.texts import write_texts
 from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly.datasets import read_training_text
-from titanlite.cli import main as cli
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
@@ -44,8 +41,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_step_is_there_once_after_a_resume_with_the_documents_of_its_rows(
+    pool: Pools, tmp_path: Path
 ) -> None:
     text = write_texts(
         tmp_path / "text.jsonl", [f"record {n} " + "word " * (n % 40) for n in range(300)]
@@ -62,21 +59,13 @@ def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
         list(range(first, first + 8)) for first in (0, 16, 24, 32, 40)
     ]
     assert not list(tmp_path.glob("documents-*"))
-    for row in rows[1:4:2]:
-        capsys.readouterr()
-        assert cli.main(["data", "at-step", str(row["step"]), str(tmp_path), "--json"]) == 0
-        for number, found in json.loads(capsys.readouterr().out)["sequences"].items():
-            logged = row["sequences"][number]
+    run = load_config("debug_model.toml", 2, [*FLAGS, f"--training.dataset_path={text}"])
+    text_rows = read_training_text(run, load_tokenizer())
+    for row in rows:
+        for number, logged in row["sequences"].items():
             assert sum(one["tokens"] for one in logged) == 32
-            assert all(one["file"] == str(text) for one in found)
-            assert any(one["text"] for one in found)
-            keys = ("source", "name", "tokens")
-            assert [[one[key] for key in keys] for one in found] == [
-                [one[key] for key in keys] for one in logged
-            ]
-    write_texts(text, ["another"])
-    assert cli.main(["data", "at-step", "1", str(tmp_path)]) == 2
-    assert "the text has changed since: its fingerprint was " in capsys.readouterr().err
+            found = documents_of(text_rows, int(number), str(text))
+            assert logged == [one._asdict() for one in found]
 
 
 @pytest.mark.slow

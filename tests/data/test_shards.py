@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +20,12 @@ from tests.support.hub_server import HubServer
 from tests.support.processes import python
 from tests.support.s3 import new_bucket, serving
 from tests.support.shards import LINES, TEXTS, write_c4
-from titanlite.cli.main import main
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.listing import Place
 from titanlite.data.records import Columns
-from titanlite.data.shards import Shards, url_files
+from titanlite.data.shards import Shards, url_text
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -142,7 +141,7 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
                 DataError,
                 match=rf"key: {store[0]}://b/x cannot be listed: .*: pip install {store[1]}",
             ):
-                url_files(f"{store[0]}://b/x", "key")
+                url_text(Place(f"{store[0]}://b/x", "key"))
     with pytest.raises(
         DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"
     ):
@@ -170,8 +169,9 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setenv(name, value)
         for file in ("a.jsonl.gz", "c.parquet"):
             bucket.client.upload_file(str(server.root / "files" / file), bucket.name, f"d/{file}")
-        names = url_files(f"s3://{bucket.name}/d/", "key")
-        assert names == [f"s3://{bucket.name}/d/{file}" for file in ("a.jsonl.gz", "c.parquet")]
+        folder = f"s3://{bucket.name}/d/"
+        assert url_text(Place(f"{folder}*.gz", "key")).files == (f"{folder}a.jsonl.gz",)
+        names = [f"{folder}a.jsonl.gz", f"{folder}c.parquet"]
         for name in names:
             server.fail("*/d/*", cut=20_000, times=12)
             server.fail("*/d/*", status=503, times=6)
@@ -252,34 +252,3 @@ def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
         in found["secret"]
     )
     assert [fault.times for fault in hub.faults] == [0, 0, 0]
-
-
-def test_fetched_files_are_whole_and_a_part_is_continued(
-    server: HubServer, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    folder = f"{server.url}/files/"
-    out = tmp_path / "out"
-    assert url_files(folder, "key") == [
-        folder + file for file in ("a.jsonl.gz", "b.jsonl", "c.parquet")
-    ]
-    assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
-    monkeypatch.setattr("titanlite.data.remote._MOST", 50_000)
-    monkeypatch.setattr("titanlite.cli.hub.fetch._PIECE", 10_000)
-    monkeypatch.setattr("titanlite.cli.hub.fetch.PATIENCE", 0.1)
-    command = ["data", "fetch", folder, "--out", str(out)]
-    server.fail("*/b.jsonl", status=503, after=2, times=None)
-    assert main(command) == 2
-    assert "b.jsonl cannot be read at byte 1" in capsys.readouterr().err
-    server.faults.clear()
-    assert main(command) == 0
-    assert "3 files in" in capsys.readouterr().out
-    for file in ("a.jsonl.gz", "b.jsonl", "c.parquet"):
-        content = (server.root / "files" / file).read_bytes()
-        assert (out / file).read_bytes() == content
-        assert sum(r.sent for r in server.of(f"*/{file}") if r.status != 503) == len(content), (
-            "each byte came once"
-        )
-    assert len(os.listdir(out)) == 3
-    assert main([*command, "--files", "1"]) == 0
-    assert main([*command, "--files", "3"]) == 2
-    assert "0 to 2" in capsys.readouterr().err

@@ -140,22 +140,6 @@ def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
     assert state["cursors"][0][4] in [row for _, row in opened]
 
 
-def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monkeypatch) -> None:
-    rows = make_stream(names)
-    wanted = [rows.documents_in(i) for i in range(SIZE * STEPS)]
-    reads = sorted(opened)
-    opened.clear()
-    monkeypatch.setattr("titanlite.data.stream._KEPT_BYTES", 1)
-    late = make_stream(names)
-    found = []
-    for step in range(STEPS):  # a step is logged while those after it are prepared
-        for i in range(SIZE * (step + 3 if step else 0), SIZE * min(step + 4, STEPS)):
-            late.sequence(i)
-        found += [late.documents_in(i) for i in range(SIZE * step, SIZE * (step + 1))]
-    assert found == wanted
-    assert sorted(opened) == reads
-
-
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
     row = make_stream(names, mask_documents=True).sequence(0)
     assert row.documents is not None

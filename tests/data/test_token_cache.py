@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,43 +186,6 @@ def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_
     folder.symlink_to(theirs)  # others may put a link into a shared folder
     assert not is_mapped(load(text, "auto"))
     assert "belongs to another user" in logged()
-
-
-def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(
-    tmp_path: Path, cache: Path
-) -> None:
-    texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
-    kept = load(texts[0], cache)
-    before = kept.tokens.tolist()
-    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab12cd34.partial"]
-    theirs = {"notes.txt", "uv.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
-    for name in (*ours, *theirs):
-        (cache / name).touch()
-    for path in cache.iterdir():
-        os.utime(path, (0, 0))
-    (cache / f"{'1' * 32}-ab12cd34.partial").touch()  # somebody writes it
-    load(texts[1], cache)
-    left = {path.name for path in cache.iterdir()}
-    assert theirs < left and len(left - theirs) == 2  # the new one and the partial one
-    assert kept.tokens.tolist() == before
-    load(texts[2], cache)
-    assert len({path.name for path in cache.iterdir()} - theirs) == 3  # used within 30 days
-
-
-def test_nobody_waits_forever_for_the_owner_of_the_lock(
-    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]
-) -> None:
-    monkeypatch.setattr(token_cache, "PATIENCE", 0.3)
-    cache.mkdir()
-    asked = token_cache._Text([text], TOKENIZER, TOKENIZER.vocab_size, None, "auto")
-    stamp = asked.stamp()
-    with open(cache / f"{stamp}.lock", "wb") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        began = time.monotonic()
-        assert not is_mapped(load(text, cache))
-        assert 0.3 <= time.monotonic() - began < 120
-    assert counted == [0]
-    assert is_mapped(load(text, cache))  # the owner is gone
 
 
 def test_threads_follow_cores_and_ranks(

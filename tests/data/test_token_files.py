@@ -285,6 +285,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         build()
     (folder / INDEX).unlink()
     with pytest.raises(
-        DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"
+        DataError,
+        match="a is no finished folder of prepared tokens: it has no index.json",
     ):
         build()

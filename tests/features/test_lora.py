@@ -55,7 +55,6 @@ def global_batch(found: list[dict[str, Any]], copies: int) -> list[Any]:
     return [batch for one in found[::copies] for batch in one["batches"]]
 
 
-TP = "--training.tensor_parallel_degree=2"
 PP = "--experimental.pipeline_parallel_degree=2"
 ONE_EACH = "--training.batch_size=1"
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
@@ -63,7 +62,6 @@ BY_OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.sele
 WAYS: dict[str, tuple[int, int, list[str]]] = {
     "one rank": (1, 1, []),
     "FSDP 2": (2, 1, []),
-    "TP 2": (2, 2, [TP]),
     "PP 2": (2, 2, [PP]),
     "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
     "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
@@ -77,20 +75,12 @@ WAYS: dict[str, tuple[int, int, list[str]]] = {
     ),
     "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
     "micro-batches": (2, 1, ["--training.batch_size=1"]),
-    "TP 2, recomputed, micro-batches": (
-        2,
-        2,
-        [TP, "--activation_checkpoint.mode=full", "--training.batch_size=1"],
-    ),
     "compiled": (1, 1, COMPILED),
-    "TP 2, compiled": (2, 2, [TP, *COMPILED]),
     "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
 }
 #: On four ranks.
 MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
     "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
-    "TP 2, FSDP 2": (4, 2, [TP]),
-    "PP 2, TP 2": (4, 4, [PP, TP]),
     "PP 2, FSDP 2": (4, 1, [PP]),
 }
 
@@ -139,32 +129,12 @@ def compare(
 
 
 @pytest.mark.slow
-def test_ranks_of_tensor_parallelism_drop_what_one_rank_drops(
-    pool: Pools, tmp_path: Path, base: Path, adapters: Path
-) -> None:
-    flags = run_flags(
-        base,
-        f"--lora.adapter={adapters}",
-        "--lora.dropout=0.3",
-        "--training.batch_size=4",
-        "--training.steps=1",
-    )
-    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
-    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, TP)[0]
-    plain = pool(1).run(train_seen, str(tmp_path / "plain"), *flags, "--lora.dropout=0")[0]
-    for name, gradient in one["gradients"].items():
-        assert relative(two["gradients"][name], gradient) < 2e-6, name
-        assert relative(plain["gradients"][name], gradient) > 0.05, name
-
-
-@pytest.mark.slow
 def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(base, "--training.steps=4")
     found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
     assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
     assert found["rows"][3]["loss"] != whole["rows"][3]["loss"]
-    assert not [line for line in found["said"] if "no gradient has reached" in line]
     assert sorted(found["without"]) == sorted(set(found["start"]) - found["adapters"])
     again = pool(1).run(train_seen, str(tmp_path / "c"), *flags, "--training.batch_size=4")[0]
     for name in found["adapters"]:
@@ -211,7 +181,7 @@ RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], [TP], ["--activation_checkpoint.mode=full"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["--activation_checkpoint.mode=full"]], ids=str)
 def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
     flags = run_flags(base, *RESUMED, *more)
     straight = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
@@ -491,7 +461,6 @@ FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
         [],
         ["--float8.enable_fsdp_float8_all_gather"],
         ["--float8.recipe_name=mxfp8"],
-        ["--float8.recipe_name=mxfp8", TP],
     ],
     ids=str,
 )
@@ -545,7 +514,7 @@ def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path)
 def test_commands_take_adapters(
     tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = ["sample", str(trained), "Once upon", "--greedy", "--max-tokens=4"]
+    sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
     assert code == 0 and json.loads(out)
     convert(trained, tmp_path / "merged", "checkpoint")
@@ -580,7 +549,7 @@ SMALL_FAMILIES = {
         ],
         ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
     ),
-    "deepseek_v3": ([], [TP]),
+    "deepseek_v3": ([], []),
 }
 
 

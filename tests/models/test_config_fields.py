@@ -82,7 +82,6 @@ MODELS: dict[str, tuple[str, LlamaArgs]] = {
             query_scalar=24,
             local_theta=9.0,
             tied=True,
-            final_softcap=0.9,
         ),
     ),
     "deepseek_v3": ("deepseek_v3", DeepSeekV3Args(**LATENT)),

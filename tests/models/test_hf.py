@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.hf import FAMILIES, FLAGS, TOML, config_flags, content, train_losses, written
+from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
 from tests.support.processes import python
-from tests.support.words import listening
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
@@ -26,7 +25,6 @@ from titanlite.models import Init, ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
 from titanlite.parallel.init import materialize
 from titanlite.resolve.load import check_config
-from titanlite.trainer import Trainer
 
 SPEC = get_spec("hf")
 TIED = {"qwen2", "gemma", "opt", "gpt2"}
@@ -150,13 +148,13 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
             1e-6,
         ),
         (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
-        (["--training.tensor_parallel_degree=2", "--training.loss_chunks=2"], 1e-5),
+        (["--training.loss_chunks=2"], 1e-5),
         (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
         pytest.param(
             ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
         ),
     ],
-    ids=["full", "op", "classes", "tensor", "float8", "compile"],
+    ids=["full", "op", "classes", "chunks", "float8", "compile"],
 )
 def test_features_work_on_its_blocks(
     pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
@@ -167,20 +165,6 @@ def test_features_work_on_its_blocks(
         [row[0] for row in straight[:2]], rel=tolerance
     )
     assert rows != straight[:2] or tolerance < 1e-3
-
-
-@pytest.mark.slow
-def test_ranks_that_shard_resume_what_tensor_parallel_ranks_saved(
-    pool: Pools, straight: Any, tmp_path: Path
-) -> None:
-    flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
-    divided = [*flags, "--training.steps=2", "--training.tensor_parallel_degree=2"]
-    pool(2).run(train_losses, divided)
-    resumed = [*flags, "--training.steps=4", "--checkpoint.start=resume"]
-    rows = pool(2).run(train_losses, resumed)[0]
-    assert [x for row in rows for x in row] == pytest.approx(
-        [x for row in straight for x in row], rel=2e-5
-    )
 
 
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
@@ -195,36 +179,6 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
         ]
         rows.append(pool(1).run(train_losses, config_flags(tmp_path / mode, *flags))[0])
     assert rows[1] == rows[0]
-
-
-def _norms(world: DistEnv, folder: str, flags: list[str]) -> list[list[float]]:
-    """What this rank has of the whole weights after a run of a process that drew other numbers."""
-    torch.seed()
-    trainer = Trainer(build(load_config(f"{folder}/own.toml", world.size, flags), world))
-    with listening() as said:
-        trainer.train()
-    assert not [line for line in said if "WEIGHTS DIFFER" in line]
-    weights = dict(trainer.parts.model.named_parameters())
-    return [w.to_local().tolist() for n, w in weights.items() if n.endswith("layernorm.weight")]
-
-
-def test_tensor_parallel_ranks_drop_the_same_activations_without_a_seed(
-    pool: Pools, tmp_path: Path
-) -> None:
-    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
-    (tmp_path / "config.json").write_text(json.dumps({**content("phi"), **dropout}))
-    flags = [
-        f"--job.dump_folder={tmp_path}/run",
-        f"--model.hf_config={tmp_path}",
-        "--training.tensor_parallel_degree=2",
-        *FLAGS,
-        "--training.steps=2",
-    ]
-    (tmp_path / "own.toml").write_text('[model]\nname = "hf"\n')
-    first, second = pool(2).run(_norms, str(tmp_path), flags)
-    assert first == second
-    assert len(first) == 3
-    assert pool(2).run(_norms, str(tmp_path), flags)[0] == first, "another run draws them again"
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied", "all"])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from titanlite.dist import flight_recorder
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.flight_recorder import recording
 
@@ -29,28 +25,26 @@ OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
 
 
 @pytest.mark.parametrize(
-    ("own", "size", "ranks", "expected"),
+    ("own", "size", "expected"),
     [
-        ({}, 7, 2, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
-        ({}, 0, 2, {SIZE: "0"}),  # without it torch keeps 2,000
-        (OWN, 7, 2, OWN),
-        ({}, 7, 1, {}),
+        ({}, 7, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
+        ({}, 0, {SIZE: "0"}),  # without it torch keeps 2,000
+        (OWN, 7, OWN),
     ],
-    ids=["nccl", "off", "the user's", "one rank"],
+    ids=["nccl", "off", "the user's"],
 )
 def test_torch_gets_its_settings_unless_the_user_set_them(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     own: Any,
     size: int,
-    ranks: int,
     expected: dict[str, str],
 ) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    with recording(f"{tmp_path}/traces", size, torch.device("cuda"), ranks):
+    with recording(f"{tmp_path}/traces", size, torch.device("cuda")):
         seen = {
             name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
             for name in NAMES
@@ -58,14 +52,14 @@ def test_torch_gets_its_settings_unless_the_user_set_them(
         }
         assert seen == expected
         # NCCL's watchdog opens the file, and makes no folder.
-        assert (tmp_path / "traces").is_dir() is (size > 0 and ranks > 1)
+        assert (tmp_path / "traces").is_dir() is (size > 0)
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
         "a later run is not affected"
     )
 
 
 def _fail(world: DistEnv, folder: str, text: str) -> None:
-    with pytest.raises(RuntimeError), recording(folder, 20_000, torch.device("cpu"), 2):
+    with pytest.raises(RuntimeError), recording(folder, 20_000, torch.device("cpu")):
         dist.barrier()  # the other record must be newer than the beginning here
         raise RuntimeError(text)
     for name in NAMES:
@@ -85,33 +79,3 @@ def test_only_errors_of_collectives_leave_a_record(
 ) -> None:
     pool(2).run(_fail, str(tmp_path), text)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def _fail_beside_an_ended_rank(world: DistEnv, folder: Path) -> float:
-    """Return how long a rank waits for the record of a process that has ended, its own record
-    aside: that of a long history takes a second.
-    """
-    slept: list[float] = []
-    sleep = time.sleep
-
-    def note(seconds: float) -> None:
-        slept.append(seconds)
-        sleep(seconds)
-
-    traces = str(folder / str(world.rank))
-    with subprocess.Popen(["true"]) as other:
-        other.wait()
-    record = recording(traces, 20_000, torch.device("cpu"), 2)
-    with patch.object(time, "sleep", note), pytest.raises(RuntimeError), record as near:
-        near[1 - world.rank] = other.pid
-        raise RuntimeError("Connection closed by peer")
-    for name in NAMES:
-        os.environ.pop(name, None)
-    return sum(slept)
-
-
-def test_nobody_waits_for_the_record_of_a_rank_that_has_ended(pool: Pools, tmp_path: Path) -> None:
-    waits = pool(2).run(_fail_beside_an_ended_rank, tmp_path)
-    assert max(waits) < flight_recorder._QUIET_SECONDS
-    assert (tmp_path / "0" / "rank_0").exists()
-    assert (tmp_path / "1" / "rank_1").exists()

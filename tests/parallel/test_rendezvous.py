@@ -80,7 +80,7 @@ def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
     )
     with pytest.raises(RendezvousError) as error:
         barrier(_register(2, 0, 1)[0], 0, 2, patience=1.0, limit=0.3)
-    who = f"rank 1 is not ready ({HOST}, process {os.getpid()}) after 1 s (init_timeout_seconds)"
+    who = f"rank 1 not ready ({HOST}, process {os.getpid()}) after 1 s (init_timeout_seconds)"
     assert str(error.value).startswith(who)
 
 
@@ -177,47 +177,3 @@ def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_text(tmp_path: P
     assert errors[1].startswith(
         f"error: rank 0 ({HOST}, process {processes[0].pid}) has ended: {refused}"
     )
-
-
-#: A rank that waits for the others, and says why it ends.
-WAITS = """
-import sys
-from titanlite.dist.rendezvous import barrier, share_from_rank_0
-from titanlite.dist.run_store import register
-rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = register(rank, 3, ("127.0.0.1", port), is_master=rank == 0)
-print("up", flush=True)
-if rank == 1:
-    sys.stdin.read()
-elif rank == 2 and how == "share":
-    share_from_rank_0(store, rank, 3, "text", lambda: 0, 900)
-else:
-    barrier(store, rank, 3, 900)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["barrier", "share"])
-def test_a_rank_that_is_killed_before_the_process_group_ends_those_that_wait(how: str) -> None:
-    """Without a launcher: nobody waits for the killed process, which stays a zombie."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WAITS, str(rank), str(port), how],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    assert [one.stdout and one.stdout.readline() for one in ranks] == ["up\n"] * 3
-    ranks[1].kill()
-    for rank in (0, 2):
-        _, said = ranks[rank].communicate(timeout=300)
-        assert ranks[rank].returncode == 1
-        who = f"rank 1 ({HOST}, process {ranks[1].pid}) has ended without a word"
-        # Rank 0 serves the store, and may have left.
-        assert who in said or (rank == 2 and "lost the store of the run" in said), said
-    ranks[1].communicate()

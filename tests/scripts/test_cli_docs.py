@@ -127,14 +127,11 @@ def test_what_is_not_there_ends_with_a_documented_code(
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],
-        "eval": ["/no.toml", "--nproc-per-node=2"],
         "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
         "sample": ["/no.toml", "text"],
-        "data at-step": ["3", "/no.toml"],
-        "data fetch": ["/no.toml", "--out=/no"],
         "data prepare": ["/no.toml", "--out=/no", "--tokenizer=bundled"],
         "push": ["/no.toml", "ada/tiny"],
     }.get(command, ["/no.toml"])

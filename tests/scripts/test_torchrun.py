@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
 import socket
 import subprocess
 import sys
@@ -406,46 +403,6 @@ print("working", flush=True)
 while True:
     time.sleep(0.1)
 """
-#: Stops as a rank does that has the terminal to itself.
-RANK = """
-import time
-from titanlite.dist.signals import StopSignal
-with StopSignal() as stop:
-    print("working", flush=True)
-    while not stop.requested:
-        time.sleep(0.1)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launched", [True, False])
-def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool) -> None:
-    """The terminal echoes ^C; no line of ours or of torchrun stands behind it."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER if launched else RANK)
-    words = ["-m", "titanlite.torchrun", "--nproc_per_node=1", "--tee", "3", "--log-dir", tmp_path]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execve(
-            sys.executable,
-            [sys.executable, *(map(str, words) if launched else ()), str(script)],
-            environment(),
-        )
-    shown = b""
-    while b"working\r\n" not in shown:
-        shown += os.read(terminal, 1024)
-    os.write(terminal, b"\x03")
-    with contextlib.suppress(OSError):  # the terminal is gone with its last process
-        while new := os.read(terminal, 1024):
-            shown += new
-    os.waitpid(child, 0)
-    os.close(terminal)
-    lines = shown.decode().replace("\r", "").split("\n")
-    assert "^C" in lines, lines
-    assert launched or not [line for line in lines if "signal" in line], lines
-    assert (
-        "[default0]:stopped" if launched else "SIGINT: stopping as soon as this step is done"
-    ) in lines
 
 
 @pytest.mark.slow

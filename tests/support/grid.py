@@ -275,7 +275,6 @@ GEMMA3 = {
     "model.overrides.head_dim": 32,
     "model.overrides.query_scalar": 24,
     "model.overrides.local_theta": 100.0,
-    "model.overrides.final_softcap": 5.0,
 }
 MORE |= {
     "olmo2, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **OLMO2, **GRAPH}), 1),

@@ -34,9 +34,6 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     # Of an MoE layer's router, they change no output.
     for name in ("aux_loss", "z_loss"):
         shape.pop(name, None)
-    # Older checkpoints know no cap.
-    if shape.get("final_softcap") == 0:
-        del shape["final_softcap"]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()

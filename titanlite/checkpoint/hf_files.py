@@ -30,7 +30,7 @@ def hf_form(spec: ModelSpec, args: Any) -> tuple[Mapping[str, Any], dict[str, An
     """
     names = spec.hf_names(args)
     config = spec.hf_config(args)
-    reason = spec.why_not(args, "checkpoint.last_save_in_hf", 1)
+    reason = spec.why_not(args, "checkpoint.last_save_in_hf")
     if reason:
         raise ValueError(reason)
     return names, config

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -363,8 +363,8 @@ Difference = tuple[str, Shown, Shown]
 def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
     style = arguments.style
     trust_code = arguments.trust_code
-    left = side(arguments.left, trust_code=trust_code)
-    right = side(arguments.right, trust_code=trust_code)
+    left = side(arguments.left, trust_code)
+    right = side(arguments.right, trust_code)
     found = differences(left, right)
     if not found:
         return "no difference in effect", exit_codes.DONE
@@ -386,17 +386,16 @@ class Side(NamedTuple):
     config: LoadedConfig
 
 
-def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
+def side(name: str, trust_code: bool = False) -> Side:
     """Return the config of a TOML file, of a run's folder or of a checkpoint's folder.
 
     Raises ConfigError.
 
-    over: flags to lay over it. trust_code: let a folder's config name code and variables
-    (`titanlite.config.trust`).
+    trust_code: let a folder's config name code and variables (`titanlite.config.trust`).
     """
     path = Path(name)
     if not path.is_dir():
-        return Side(name, load_file(name, over))
+        return Side(name, load_file(name))
     file, text = _config_in(path)
     if not isinstance(text, str):
         hint = (
@@ -405,7 +404,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
         raise ConfigError(
             [Problem("no-file", "", f"no config in {quote(name)}", hint, "command line")]
         )
-    config, problems = read_text(text, file, over, trust.foreign(trust_code))
+    config, problems = read_text(text, file, (), trust.foreign(trust_code))
     check_alone(config, problems)
     return Side(name, config)
 

@@ -89,12 +89,19 @@ GONE = {
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
+    "data fetch": (
+        "`hf download ID --repo-type dataset --local-dir FOLDER` copies a data set; other URLs are "
+        "copied by the client of their store"
+    ),
+    "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
+    "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
     "plan --html": "the text and --json have the memory by part",
     "plan --price": "multiply the hours by the number of machines and your price",
     "plan --tokens": "give the key --training.tokens N",
     "plan --mtbf": "docs/plan.md has the formula of the best save interval",
     "plan --allow": "give --float8.enable_float8_linear to plan --search",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
+    "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
 

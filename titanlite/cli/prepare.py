@@ -28,21 +28,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
+from titanlite.checkpoint.manifest import digest_of, new_hash
 from titanlite.cli.prepare_tasks import (
     Options,
     Task,
     divide,
     hash_of,
     list_source,
-    recognised,
     records_of,
 )
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.connectivity import reach
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
-from titanlite.data.prepared_tokens import VERSION, checksum_of, fingerprint_of, read_index
+from titanlite.data.prepared_tokens import (
+    VERSION,
+    checksum_of,
+    fingerprint_of,
+    hashes_of,
+    read_index,
+)
 from titanlite.data.shards import Shards
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -151,9 +156,6 @@ def _job(
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
     shards = replace(shards, key="SOURCE")
-    if options.is_open:
-        shards = recognised(shards, tokenizer)
-        options = options.of_columns(shards.columns)
     shards = replace(shards, patience=_PATIENCE)
     asked = {
         "source": " ".join(filter(None, (source, subset, split))),
@@ -218,15 +220,9 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
 
 def _is_whole(folder: Path, part: dict[str, Any]) -> bool:
     """Return whether the files of a part have their checksums."""
-    paths = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
     try:
-        for suffix, path in paths.items():
-            if path.stat().st_size != part["bytes"][suffix]:
-                return False
-        for suffix, path in paths.items():
-            if file_digest(path, _HASH) != part["checksums"][suffix]:
-                return False
-    except OSError:
+        hashes_of(folder, part).compare()
+    except (DataError, OSError):
         return False
     return True
 

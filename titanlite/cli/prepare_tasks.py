@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.data_sections import Data
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
-from titanlite.data.kinds import WHOLE, Format
+from titanlite.data.kinds import Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
@@ -82,11 +82,6 @@ class Options:
 
             form = form_of(self.record)
         return Columns(text, self.prompt_key, chat=self.chat, form=form)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no fields are named, so that those of the records decide."""
-        return self.columns == Columns() and self.format not in WHOLE
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON has them.
@@ -149,13 +144,6 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
         kind=options.format or "auto",
         listing=None if bundled else listing,
     )
-
-
-def recognised(shards: Shards, tokenizer: Tokenizer) -> Shards:
-    """Return the files with the fields of the form that their first record has."""
-    from titanlite.data.record_forms.recognition import with_form
-
-    return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
 
 
 def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:

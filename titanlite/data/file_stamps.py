@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.urls import is_url, public_name
+from titanlite.data.listing import some_of
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 TEXT_FILES = "text_files"
 #: Stands for what is not known.
 _UNKNOWN = "-"
-#: Files that a message names.
-_SHOWN = 3
-
-
-class _Stamp(NamedTuple):
-    """Size in bytes, a server's tag of the content, and the time of the last change, as text."""
-
-    size: str
-    tag: str
-    time: str
 
 
 @dataclass(frozen=True)
@@ -97,8 +88,6 @@ def difference(saved: Any, rows: Rows) -> str:
     have been copied get a warning.
     """
     known = saved if isinstance(saved, Mapping) else {}
-    # Older checkpoints have the whole URL of a source without a name.
-    known = {public_name(name): entry for name, entry in known.items()}
     replaced: list[str] = []
     touched: list[str] = []
     for source, text in _texts(rows):
@@ -109,21 +98,25 @@ def difference(saved: Any, rows: Rows) -> str:
         assert text.stamps is not None
         if text.stamps.is_proven and before.get("fingerprint") == text.fingerprint:
             continue
-        for name, then, now in _pairs(entries, text.stamps):
-            change = _change(then, now)
-            if change:
-                replaced.append(f"{public_name(name)} {change}")
-            elif now.tag == _UNKNOWN and then.time != now.time:
-                touched.append(public_name(name))
-        if text.stamps.is_proven:
-            replaced += [f"{name} was written again" for name in touched]
-            touched = []
+        for entry, name, stamp in zip(entries, text.stamps.names, text.stamps.stamps, strict=False):
+            then = str(entry).split(" ", 3)
+            if len(then) < 4 or then[3] != _base(name):
+                continue
+            now = stamp.split(" ")
+            shown = public_name(name)
+            for what, old, new in zip(("size", "tag"), then, now, strict=False):
+                if _UNKNOWN not in (old, new) and old != new:
+                    replaced.append(f"{shown} has another {what} ({old}, now {new})")
+                    break
+            else:
+                if now[1] == _UNKNOWN and then[2] != now[2]:
+                    touched.append(shown)
     if touched:
         logger.warning(
-            f"{_some(touched)} were written again since the checkpoint, and have the same size. "
+            f"{some_of(touched)} were written again since the checkpoint, and have the same size. "
             "If their text is another one, the resume is not exact"
         )
-    return _some(replaced)
+    return some_of(replaced)
 
 
 def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:
@@ -131,29 +124,6 @@ def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:
     for source, text in rows.texts().items():
         if text.stamps is not None:
             yield source, text
-
-
-def _pairs(entries: Sequence[Any], here: FileStamps) -> Iterator[tuple[str, _Stamp, _Stamp]]:
-    """Yield name, saved stamp and stamp of the files that are there still, in their order."""
-    for entry, name, stamp in zip(entries, here.names, here.stamps, strict=False):
-        parts = str(entry).split(" ", 3)
-        if len(parts) == 4 and parts[3] == _base(name):
-            yield name, _Stamp(*parts[:3]), _Stamp(*stamp.split(" "))
-
-
-def _change(then: _Stamp, now: _Stamp) -> str:
-    """Return how a file differs by what cannot differ between copies; "": in nothing."""
-    if _UNKNOWN not in (then.size, now.size) and then.size != now.size:
-        return f"had {then.size} bytes, and has {now.size}"
-    if _UNKNOWN not in (then.tag, now.tag) and then.tag != now.tag:
-        return f"had the tag {then.tag}, and has {now.tag}"
-    return ""
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = len(lines) - _SHOWN
-    shown = "; ".join(lines[:_SHOWN])
-    return f"{shown}; and {more:,} more" if more > 0 else shown
 
 
 def _base(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -260,62 +259,60 @@ class LaneReader:
         return epoch_order(count, seed, epoch, self.text.shuffle).tolist()
 
 
-class Lane(ABC):
-    """The rows of a lane, in order."""
+class Lane:
+    """The rows of a lane, in order, from a place on; `count` rows were served before."""
 
     def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
         self.reader = reader
         #: Rows of the lane before the next one.
         self.count = count
+        #: The place of the next row.
+        self.place = start
         #: Counts and places before the latest rows, to go back to.
         self.passed: deque[tuple[int, Place]] = deque(maxlen=_PASSED)
-        #: The place while the queue is empty.
-        self._start = start
-
-    @property
-    @abstractmethod
-    def place(self) -> Place:
-        """The place of the next row."""
+        rows_from = _packed_rows if reader.text.best_fit else _split_rows
+        self._rows = rows_from(reader, start)
 
     def next_row(self) -> ServedRow:
         """Return the next row."""
         self.passed.append((self.count, self.place))
-        row = self._next_row()
+        row, self.place = next(self._rows)
         self.count += 1
         return row
 
-    @abstractmethod
-    def _next_row(self) -> ServedRow: ...
 
-
-def open_lane(reader: LaneReader, count: int, start: Place) -> Lane:
-    """Return a lane that has served `count` rows and stands at `start`."""
-    if reader.text.best_fit:
-        return _PackedLane(reader, count, start)
-    return _SplitLane(reader, count, start)
-
-
-class _SplitLane(Lane):
-    """The tokens of a lane, cut into rows. The last target of a row begins the next one."""
-
-    def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
-        super().__init__(reader, count, start)
-        self._chunks = _Ahead(reader.documents(start), reader.encoders)
-        #: Documents that are not served to the end.
-        self._queue: deque[_Document] = deque()
-        #: Tokens of the first of them that are served.
-        self._served = start.offset
-
-    @property
-    def place(self) -> Place:
-        if not self._queue:
-            return self._start
-        return self._queue[0].place._replace(offset=self._served)
-
-    def _next_row(self) -> ServedRow:
-        text = self.reader.text
-        self._fill(text.seq_len + 1)
-        parts = self._take(text.seq_len + 1)
+def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
+    """Yield the tokens of a lane, cut into rows, and the place after each. The last target of a row
+    begins the next one.
+    """
+    text = reader.text
+    chunks = _Ahead(reader.documents(start), reader.encoders)
+    #: Documents that are not served to the end, and tokens of the first of them that are served.
+    queue: deque[_Document] = deque()
+    served = start.offset
+    while True:
+        while not queue:
+            queue += chunks.take()
+        first = len(queue[0].ids)
+        if served >= first:
+            # The text has changed, or the checkpoint is damaged.
+            reader.warn(f"token {served} of a document of {first}", "the document's begin")
+            served = 0
+        left = text.seq_len + 1
+        while sum(len(document.ids) for document in queue) - served < left:
+            queue += chunks.take()
+        parts: list[_Document] = []
+        while True:
+            document = queue[0]
+            end = min(len(document.ids), served + left)
+            ids = document.ids[served:end]
+            parts.append(document._replace(ids=ids, targets=document.targets[served:end]))
+            left -= len(ids)
+            if not left:
+                break
+            queue.popleft()
+            served = 0
+        served = end - 1
         lengths = np.array([len(part.ids) for part in parts])
         window = Window(
             ids=np.concatenate([part.ids for part in parts]),
@@ -323,106 +320,55 @@ class _SplitLane(Lane):
             begins=np.cumsum(lengths) - lengths,
         )
         row = make_row([window], text.seq_len, text.pad_id, text.mask_documents)
-        return ServedRow(row, [(part.name, len(part.ids)) for part in parts])
-
-    def _fill(self, tokens: int) -> None:
-        """Fetch documents until this many tokens are not served."""
-        while not self._queue:
-            self._queue += self._chunks.take()
-        first = len(self._queue[0].ids)
-        if self._served >= first:
-            # The text has changed, or the checkpoint is damaged.
-            place = f"token {self._served} of a document of {first}"
-            self.reader.warn(place, "the document's begin")
-            self._served = 0
-        there = sum(len(document.ids) for document in self._queue) - self._served
-        while there < tokens:
-            chunk = self._chunks.take()
-            self._queue += chunk
-            there += sum(len(document.ids) for document in chunk)
-
-    def _take(self, tokens: int) -> list[_Document]:
-        """Return the parts of documents that hold the next tokens. The last token stays."""
-        parts: list[_Document] = []
-        begin = self._served
-        while True:
-            document = self._queue[0]
-            end = min(len(document.ids), begin + tokens)
-            ids = document.ids[begin:end]
-            parts.append(document._replace(ids=ids, targets=document.targets[begin:end]))
-            tokens -= end - begin
-            if tokens == 0:
-                self._served = end - 1
-                return parts
-            self._queue.popleft()
-            begin = 0
+        documents = [(part.name, len(part.ids)) for part in parts]
+        yield ServedRow(row, documents), document.place._replace(offset=served)
 
 
-class _PackedRow(NamedTuple):
-    """A row of a block that is packed. `place.document` counts these rows."""
+def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
+    """Yield rows of whole documents, those of each block fitted together, and the place after each.
+    `Place.document` counts the rows of a block.
+    """
+    blocks = _Ahead(_packed_blocks(reader, start), reader.encoders)
+    while True:
+        for number, place, row in blocks.take():
+            yield row, place._replace(document=number + 1)
 
-    served: ServedRow
-    place: Place
+
+def _packed_blocks(
+    reader: LaneReader, start: Place
+) -> Iterator[list[tuple[int, Place, ServedRow]]]:
+    """Yield the rows of a block, block after block; of the first one those from the start on."""
+    first = start.document
+    block: list[_Document] = []
+    for chunk in reader.documents(start._replace(document=0)):
+        block += chunk
+        if not chunk:
+            # The end of a block.
+            rows = _pack(reader.text, block)
+            if first > len(rows):
+                reader.warn(f"row {first} of a block of {len(rows)}", "the block behind it")
+            yield [(number, block[0].place, row) for number, row in enumerate(rows)][first:]
+            first = 0
+            block = []
 
 
-class _PackedLane(Lane):
-    """The documents of a lane, those of each block fitted whole into rows."""
+def _pack(text: StreamText, block: list[_Document]) -> list[ServedRow]:
+    """Return the rows of a block."""
+    from titanlite.data.best_fit import BestFitDataset
 
-    def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
-        super().__init__(reader, count, start)
-        self._blocks = _Ahead(self._packed_blocks(start), reader.encoders)
-        #: Rows of the block that are not served.
-        self._queue: deque[_PackedRow] = deque()
-
-    @property
-    def place(self) -> Place:
-        return self._queue[0].place if self._queue else self._start
-
-    def _next_row(self) -> ServedRow:
-        while not self._queue:
-            self._queue += self._blocks.take()
-        served, place = self._queue.popleft()
-        self._start = place._replace(document=place.document + 1)
-        return served
-
-    def _packed_blocks(self, start: Place) -> Iterator[list[_PackedRow]]:
-        """Yield the rows of a block, block after block."""
-        first = start.document
-        block: list[_Document] = []
-        for chunk in self.reader.documents(start._replace(document=0)):
-            block += chunk
-            if not chunk:
-                # The end of a block.
-                yield self._pack(block, first)
-                first = 0
-                block = []
-
-    def _pack(self, block: list[_Document], first: int) -> list[_PackedRow]:
-        """Return the rows of a block from number `first` on."""
-        from titanlite.data.best_fit import BestFitDataset
-
-        text = self.reader.text
-        corpus = Corpus(
-            tokens=np.concatenate([document.ids for document in block]),
-            offsets=np.concatenate([[0], np.cumsum([len(document.ids) for document in block])]),
-            pad_id=text.pad_id,
-            fingerprint="",
-            files=(),
-            targets=np.concatenate([document.targets for document in block]),
-        )
-        fitted = BestFitDataset(
-            corpus,
-            seq_len=text.seq_len,
-            shuffle=False,
-            epochs=1,
-            mask_documents=text.mask_documents,
-        )
-        count = fitted.sequences_per_epoch
-        if first > count:
-            self.reader.warn(f"row {first} of a block of {count}", "the block behind it")
-        rows: list[_PackedRow] = []
-        for number in range(first, count):
-            documents = [(block[one].name, tokens) for one, tokens in fitted.documents_in(number)]
-            served = ServedRow(fitted.sequence(number), documents)
-            rows.append(_PackedRow(served, block[0].place._replace(document=number)))
-        return rows
+    corpus = Corpus(
+        tokens=np.concatenate([document.ids for document in block]),
+        offsets=np.concatenate([[0], np.cumsum([len(document.ids) for document in block])]),
+        pad_id=text.pad_id,
+        fingerprint="",
+        files=(),
+        targets=np.concatenate([document.targets for document in block]),
+    )
+    fitted = BestFitDataset(
+        corpus, seq_len=text.seq_len, shuffle=False, epochs=1, mask_documents=text.mask_documents
+    )
+    rows = []
+    for number in range(fitted.sequences_per_epoch):
+        documents = [(block[one].name, tokens) for one, tokens in fitted.documents_in(number)]
+        rows.append(ServedRow(fitted.sequence(number), documents))
+    return rows

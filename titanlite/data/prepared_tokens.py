@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data import DataError
-from titanlite.data.token_checks import PartHashes, check_part
+from titanlite.data.token_checks import PartHashes, check_sizes
 from titanlite.data.token_parts import ORDER, Part, SourceSpan, map_array
 from titanlite.data.token_paths import INDEX
 from titanlite.utils import parse_json
@@ -50,9 +50,11 @@ def read_index(folder: Path) -> dict[str, Any]:
             # Nothing outside of the folder.
             if not re.fullmatch(r"part-[\w-]+", name) or not {*part["bytes"]} <= {*SUFFIXES}:
                 raise ValueError(f"it names {name!r}, which is no part of this folder")
-    except FileNotFoundError:
-        again = f"run `titanlite data prepare ... --out {folder}` again"
-        raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{folder} is no finished folder of prepared tokens: it has no {INDEX}; run `titanlite "
+            f"data prepare ... --out {folder}`, again if it was interrupted"
+        ) from None
     except DataError:
         raise
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -78,35 +80,27 @@ def checksum_of(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def parts_of(folder: Path, index: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a prepared folder.
-
-    Raises DataError for an index or sizes that do not fit, OSError for files that are not there.
-    """
-    item = np.dtype(index["dtype"]).itemsize
-    parts: list[Part] = []
-    for record in index["parts"]:
-        try:
-            check_part(folder, record, item)
-            parts.append(part_of(folder, index, record))
-        except (LookupError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{folder / INDEX} is damaged ({error!r}); prepare the folder again"
-            ) from None
-    return parts
-
-
 def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -> Part:
-    """Return a part of a prepared folder from its record in the index."""
+    """Return a part of a prepared folder from its record in the index.
+
+    Raises DataError for a record or sizes that do not fit, OSError for files that are not there.
+    """
+    dtype = np.dtype(index["dtype"])
+    try:
+        check_sizes(folder, record, dtype.itemsize)
+        documents = record["documents"]
+        sources = [
+            SourceSpan(index["files"][source], first, number)
+            for source, first, number in record["sources"]
+        ]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder / INDEX} is damaged ({error!r}); prepare the folder again"
+        ) from None
     file = folder / f"{record['name']}.tokens"
-    documents = record["documents"]
-    sources = [
-        SourceSpan(index["files"][source], first, number)
-        for source, first, number in record["sources"]
-    ]
     return Part(
         file,
-        np.dtype(index["dtype"]),
+        dtype,
         record["tokens"],
         documents,
         partial(map_array, file.with_suffix(".offsets"), "<i8", documents + 1),
@@ -115,14 +109,10 @@ def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -
     )
 
 
-def part_hashes(folder: Path, index: Mapping[str, Any], records: Path | None) -> list[PartHashes]:
-    """Return the hashes of each part of a prepared folder.
+def hashes_of(folder: Path, record: Mapping[str, Any], records: Path | None = None) -> PartHashes:
+    """Return the hashes of a part's files.
 
     records: folder of the records of whole parts.
     """
-    found: list[PartHashes] = []
-    for part in index["parts"]:
-        checksums = part["checksums"]
-        of_files = {folder / f"{part['name']}.{suffix}": checksums[suffix] for suffix in checksums}
-        found.append(PartHashes(of_files, records))
-    return found
+    hashes = record["checksums"].items()
+    return PartHashes({folder / f"{record['name']}.{end}": one for end, one in hashes}, records)

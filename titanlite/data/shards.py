@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
-from titanlite.data.connectivity import fetch_remedy, reach
+from titanlite.data.connectivity import COPY, reach
 from titanlite.data.empty_files import watched
 from titanlite.data.file_stamps import stamp_of
 from titanlite.data.formats import read_file
@@ -150,23 +150,12 @@ def _stamp(url: str, patience: float) -> str:
         return stamp_of(*file.raw.identity)
 
 
-def url_files(url: str, key: str) -> list[str]:
-    """Return the files behind a URL, sorted by name: a file, a glob, or all of a store's folder.
-
-    Files without the name of a kind of text are left out where others have one. Raises DataError,
-    naming the config's `key`, if there are none or the store cannot be asked.
-    """
-    _check_url(url, key)
-    if _is_one_file(url):
-        return [url]
-    return [file.name for file in _known(_listed(url, key), url, key)]
-
-
 def url_text(place: Place) -> Listing:
     """Return the text behind a URL, by the rules of `titanlite.data.choose`.
 
-    Of a folder without any name of a kind of text all files are read. Raises DataError as
-    `url_files`, and where a folder leaves open which files are meant.
+    Of a folder without any name of a kind of text all files are read. Raises
+    DataError, naming the key, if there are none, the store cannot be asked, or a folder leaves open
+    which files are meant.
     """
     url = place.path
     _check_url(url, place.key)
@@ -186,7 +175,7 @@ def _check_url(url: str, key: str) -> None:
     if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
-    reach(url, f"{key}: {public_name(url)} cannot be read", fetch_remedy(url, key))
+    reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
 
 
 def _is_one_file(url: str) -> bool:
@@ -239,31 +228,19 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     return [file for file in shown if file.kind] or shown
 
 
-def remote_tokens(
-    place: Place, companions: Callable[[Sequence[str]], list[str]]
-) -> tuple[list[FoundFile], bool]:
+def remote_tokens(place: Place) -> tuple[list[FoundFile], bool]:
     """Return the files behind the URL of token files, and whether it is a folder.
 
-    companions: returns names that may lie beside files; those of a file and of a pattern are asked
-    for. Raises DataError as `url_files`.
+    Raises DataError as `url_text`.
     """
     url = place.path
     _check_url(url, place.key)
-    if _is_pattern(url):
-        found = _listed(url, place.key)
-        for pattern in companions([url]):
-            found += _listed(pattern, place.key)
-        return found, False
-    if not is_tokens(url):
-        return _listed(url, place.key), True
-    found = []
-    for name in [url, *companions([url])]:
-        size = file_size(name, _LISTING_SECONDS)
-        if size is not None:
-            found.append(FoundFile(name, _base(name), size))
-    if not found or found[0].name != url:
+    if _is_pattern(url) or not is_tokens(url):
+        return _listed(url, place.key), not _is_pattern(url)
+    size = file_size(url, _LISTING_SECONDS)
+    if size is None:
         raise DataError(f"{place.key}: there is no file at {public_name(url)}")
-    return found, False
+    return [FoundFile(url, _base(url), size)], False
 
 
 def hub_files(
@@ -284,12 +261,7 @@ def hub_files(
     split = split or text.split
     of_subset = f", subset {subset}," if subset else ""
     failed = f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed"
-    flags = []
-    if subset:
-        flags += ["--subset", subset]
-    if split != "train":
-        flags += ["--split", split]
-    reach("hf://", failed, fetch_remedy(text.repository, key, *flags))
+    reach("hf://", failed, COPY)
 
     def ask() -> Any:
         try:

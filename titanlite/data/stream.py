@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, encode_record, workers_of
-from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText, open_lane
+from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText
 from titanlite.data.packing import make_row
 from titanlite.data.rows import FilePlace, Row, Rows
 from titanlite.data.shards import Shards
@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 _READERS = 8
 #: Seconds that the end of the process waits for a read.
 _READ_SECONDS = 30.0
-#: Bytes of rows that stay after they were served. A save, and a step that is repeated, ask for them
-#: again.
+#: Bytes of rows that stay after they were served. A save, the log of documents, and a step that is
+#: repeated, ask for them again.
 _KEPT_BYTES = 64 << 20
 #: Bytes of a token of a kept row: token, label, number of its document.
 _TOKEN_BYTES = 20
-#: Tokens of rows whose documents' names stay, for the log of documents.
-_NAMED_TOKENS = 32 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
 #: Sequences that a lane passes over at most: to read more takes days.
@@ -84,9 +82,8 @@ class StreamRows(Rows):
         self._open: dict[int, Lane] = {}
         #: Lane → count of its rows, and its place after them, where the lane is not open.
         self._places: dict[int, tuple[int, Place]] = {}
-        #: The latest rows by index, and the names of the documents of more of them.
+        #: The latest rows by index.
         self._kept: OrderedDict[int, ServedRow] = OrderedDict()
-        self._named: OrderedDict[int, list[tuple[str, int]]] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
 
@@ -135,7 +132,7 @@ class StreamRows(Rows):
 
     def documents_in(self, index: int) -> list[tuple[str, int]]:
         """Return file and record of the documents of sequence `index`, and the tokens of each."""
-        return self._named.get(index) or self._served(index).documents
+        return self._served(index).documents
 
     def place_of(self, document: str) -> FilePlace:
         file, _, record = document.rpartition(":")
@@ -204,7 +201,6 @@ class StreamRows(Rows):
             for number in list(self._open):
                 self._shut(number)
             self._kept.clear()
-            self._named.clear()
 
     def _served(self, index: int) -> ServedRow:
         # Without a wait for the thread that reads ahead.
@@ -226,20 +222,13 @@ class StreamRows(Rows):
                 # Ranks that share a lane leave rows of it out.
                 while lane.count <= count:
                     served = lane.next_row()
-                    self._keep(number + (lane.count - 1) * self.lanes, served)
+                    self._kept[number + (lane.count - 1) * self.lanes] = served
+                    if len(self._kept) > max(_KEPT_BYTES // _TOKEN_BYTES // self.seq_len, 1):
+                        self._kept.popitem(last=False)
             except BaseException:
                 self._shut(number)
                 raise
             return served
-
-    def _keep(self, index: int, served: ServedRow) -> None:
-        """Keep a row and its documents' names, and let the oldest ones go."""
-        self._kept[index] = served
-        self._named[index] = served.documents
-        if len(self._kept) > max(_KEPT_BYTES // _TOKEN_BYTES // self.seq_len, 1):
-            self._kept.popitem(last=False)
-        if len(self._named) > max(_NAMED_TOKENS // self.seq_len, 1):
-            self._named.popitem(last=False)
 
     def _lane_before(self, number: int, count: int) -> Lane:
         """Return a lane that stands at `count` rows or before, at the nearest place that is
@@ -253,7 +242,7 @@ class StreamRows(Rows):
             known += lane.passed
         nearest = max(place for place in known if place[0] <= count)
         reader = LaneReader(self.text, number, self.lanes, self._readers, self._encoders)
-        self._open[number] = open_lane(reader, *nearest)
+        self._open[number] = Lane(reader, *nearest)
         return self._open[number]
 
     def _shut(self, number: int) -> None:

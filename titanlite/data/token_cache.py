@@ -13,16 +13,13 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-import secrets
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +36,7 @@ from titanlite.utils import logger, new_file, not_a_link, parse_json, sync
 #: second.
 AUTO_BYTES = 1 << 20
 
-#: Longest wait for the owner of a lock, in seconds.
-PATIENCE = 3600.0
-
-#: Seconds without use after which a file is removed. A run that has mapped it keeps its content.
-KEEP = 30 * 86400.0
-#: Seconds without a write after which a partial file is removed.
-_WRITING = 3600.0
-
 _HEADER_BYTES = 4096
-_NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|\.checked|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
@@ -78,9 +66,7 @@ def load_corpus(  # noqa: PLR0913
         cache = "off"
     if cache != "off":
         try:
-            found = _from_cache(text, cache_folder(cache), workers)
-            if found is not None:
-                return found
+            return _from_cache(text, cache_folder(cache), workers)
         except OSError as error:
             logger.warning(
                 f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the '
@@ -128,29 +114,25 @@ class _Text:
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
-def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus | None:
+def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus:
     """Map the tokens of a text, which one process of the node tokenizes and keeps.
-
-    None: that process takes too long.
 
     Raises OSError where the folder cannot be used.
     """
     stamp = text.stamp()
     path = folder / f"{stamp}.tokens"
-    found = _load(path, text.files, text.tokenizer)
+    found = _load(path, text)
     if found is not None:
         return found
-    with _lock(folder / f"{stamp}.lock", path) as held:
-        found = _load(path, text.files, text.tokenizer)
-        if found is not None:
-            return found
-        if held:
+    with _lock(folder / f"{stamp}.lock"):
+        found = _load(path, text)
+        if found is None:
             corpus = text.tokenized(workers_of(workers, alone=True), is_shared=False)
             # Another stamp: the text has changed meanwhile.
             if text.stamp() == stamp:
                 _save(corpus, path)
-            return _load(path, text.files, text.tokenizer) or corpus
-    return None
+            found = _load(path, text) or corpus
+    return found
 
 
 def _are_large(files: list[Path]) -> bool:
@@ -187,78 +169,63 @@ def records_folder(cache: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, done: Path) -> Iterator[bool]:
-    """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most
-    (False).
-    """
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock, which ends with its process; wait for its owner before."""
     with open(path, "a+b", opener=not_a_link) as file:
-        waited = 0.0
-        logged = 30.0
-        while not _try_lock(file):
-            if done.exists() or waited > PATIENCE:
-                yield False
-                return
-            time.sleep(0.05)
-            waited += 0.05
-            if waited > logged:
-                logged += 30.0
-                logger.info(f"waiting for another process to tokenize the text ({path})")
         try:
-            yield True
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info(f"waiting for another process to tokenize the text ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
-    """Map the tokens of `path` into memory; None if there is no such file. Removes a
-    damaged file.
+def _load(path: Path, text: _Text) -> Corpus | None:
+    """Map the tokens of `path` into memory; None if there is no such file, or a damaged one, which
+    goes.
     """
     if not path.exists():
         return None
     try:
-        with open(path, "rb") as file:
-            about = parse_json(file.read(_HEADER_BYTES))
-        kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
-        if about.get("targets"):
-            kinds.append(("?", about["tokens"]))
-        size = sum(np.dtype(kind).itemsize * count for kind, count in kinds)
-        if path.stat().st_size != _HEADER_BYTES + size:
-            raise ValueError("it has another length")
-        arrays: list[NDArray[Any]] = []
-        at = _HEADER_BYTES
-        for kind, count in kinds:
-            mapped = np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,))
-            # Plain arrays over the maps: slices of a memmap are slower.
-            arrays.append(mapped.view(np.ndarray))
-            at += mapped.nbytes
-        if about.pop("crc32") != _checksum(about, arrays):
-            raise ValueError("it has another checksum")
+        about, arrays = _mapped(path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning(
             f"{path} is damaged ({error}): it is removed, and the text is tokenized again"
         )
         path.unlink(missing_ok=True)
         return None
-    with contextlib.suppress(OSError):
-        os.utime(path)
     offsets, tokens, *targets = arrays
     return Corpus(
         tokens=tokens,
         offsets=offsets,
-        pad_id=tokenizer.eos_id,
+        pad_id=text.tokenizer.eos_id,
         fingerprint=about["fingerprint"],
-        files=tuple(files),
+        files=tuple(text.files),
         targets=targets[0] if targets else None,
         characters=about.get("characters"),
     )
+
+
+def _mapped(path: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """Return header and arrays of a file. Raises an error of Python for a damaged one."""
+    with open(path, "rb") as file:
+        about = parse_json(file.read(_HEADER_BYTES))
+    kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
+    if about.get("targets"):
+        kinds.append(("?", about["tokens"]))
+    arrays: list[NDArray[Any]] = []
+    at = _HEADER_BYTES
+    for kind, count in kinds:
+        mapped = np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,))
+        # Plain arrays over the maps: slices of a memmap are slower.
+        arrays.append(mapped.view(np.ndarray))
+        at += mapped.nbytes
+    if about.pop("crc32") != _checksum(about, arrays):
+        raise ValueError("it has another checksum")
+    return about, arrays
 
 
 def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
@@ -281,11 +248,10 @@ def _save(corpus: Corpus, path: Path) -> None:
     if corpus.targets is not None:
         about["targets"] = True
         arrays.append(corpus.targets)
-    partial = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.partial")
+    header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
+    partial = path.with_suffix(".partial")
     try:
-        _remove_old(path.parent)
         with new_file(partial) as file:
-            header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
             file.write(header.ljust(_HEADER_BYTES))
             for array in arrays:
                 file.write(array.view(np.uint8).data)
@@ -302,13 +268,3 @@ def _save(corpus: Corpus, path: Path) -> None:
         )
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _remove_old(folder: Path) -> None:
-    """Remove files that were unused for `KEEP` seconds, and partial ones that had no writes."""
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            idle = time.time() - path.stat().st_mtime
-            most = _WRITING if path.suffix == ".partial" else KEEP
-            if _NAMES.fullmatch(path.name) and idle > most:
-                path.unlink()

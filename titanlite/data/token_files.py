@@ -25,11 +25,11 @@ from titanlite.data.listing import Listing
 from titanlite.data.rows import FilePlace
 from titanlite.data.text_keys import key_of
 from titanlite.data.token_cache import records_folder
-from titanlite.data.token_checks import REPAIR, HashCheck, check_offsets
+from titanlite.data.token_checks import REPAIR, HashCheck
 from titanlite.data.token_parts import ORDER, TokenPart
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, logger
+from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
@@ -151,17 +151,14 @@ class TokenFiles:
         """Whether each read asks a server."""
         return self.parts[0].is_remote
 
-    def prepare(self, ranges: Iterable[tuple[int, int]], targets: bool = True) -> None:
-        """Get tokens [begin, end) of each range ready, which are read next.
-
-        targets: also whether they are targets.
-        """
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next."""
         of_parts: dict[int, list[tuple[int, int]]] = {}
         for begin, end in ranges:
             for span in self._spans(begin, end):
                 of_parts.setdefault(span.number, []).append((span.begin, span.end))
         for number, spans in of_parts.items():
-            self.parts[number].prepare(spans, targets)
+            self.parts[number].prepare(spans)
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
@@ -246,7 +243,7 @@ class TokenFiles:
         begins = np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist()
         begins.append(max(self.size - _PIECE, 0))
         ranges = [(begin, min(begin + _PIECE, self.size)) for begin in begins]
-        self.prepare(ranges, targets=False)
+        self.prepare(ranges)
         for begin, end in ranges:
             digest.update(self.read(begin, end).astype("<i8").tobytes())
         return digest.hexdigest()
@@ -354,10 +351,10 @@ def _foreign(
 ) -> TokenFiles:
     from titanlite.data.foreign.opening import open_foreign
 
-    found = open_foreign(path, tokenizer, vocab_size, key, keys)
-    files = TokenFiles(path, found.parts, tokenizer, vocab_size)
-    files.found = found.listing
-    files.cut = str(found.cut or "")
+    parts, files_found, cut = open_foreign(path, tokenizer, vocab_size, key, keys)
+    files = TokenFiles(path, parts, tokenizer, vocab_size)
+    files.found = files_found
+    files.cut = str(cut or "")
     if files.is_remote:
         # One rank asks the server for all.
         files.fingerprint = keys.share(f"samples of {key}", files.sample)
@@ -382,7 +379,7 @@ def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]
 def _prepared(
     folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
 ) -> TokenFiles:
-    from titanlite.data.prepared_tokens import part_hashes, parts_of, read_index
+    from titanlite.data.prepared_tokens import hashes_of, part_of, read_index
 
     index = read_index(folder)
     if keys.dtype != "auto":
@@ -402,16 +399,10 @@ def _prepared(
             f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's "
             f"vocabulary of {vocab_size}; set model.vocab_size to at least {index['vocab_size']}"
         )
-    parts = parts_of(folder, index)
-    hashes = part_hashes(folder, index, keys.records)
+    parts = [part_of(folder, index, part) for part in index["parts"]]
+    hashes = [hashes_of(folder, part, keys.records) for part in index["parts"]]
     for part, of_part in zip(parts, hashes, strict=True):
         if not of_part.is_known():
-            check_offsets(part.file.with_suffix(".offsets"), part.find_offsets(), part.size)
-    without = sum(not one.hashes for one in hashes)
-    if without:
-        logger.info(
-            f"{key}: {counted(without, 'parts')} of {folder} have no hashes: sizes and offsets "
-            "alone are checked"
-        )
+            part.check_offsets()
     repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
     return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))

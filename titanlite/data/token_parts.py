@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import DocumentArray
+from titanlite.data.token_checks import check_offsets
 
 #: Part of the fingerprint of token files. Change it with anything that changes their rows.
 ORDER = "windows of the stream of tokens, order 1"
@@ -56,11 +57,8 @@ class TokenPart(DocumentArray):
         """Whether `documents` is known without reading all tokens."""
         return True
 
-    def prepare(self, spans: Sequence[tuple[int, int]], targets: bool) -> None:
-        """Get tokens [begin, end) of each span ready, which are read next.
-
-        targets: also whether they are targets.
-        """
+    def prepare(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each span ready, which are read next."""
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
@@ -95,6 +93,12 @@ class Part(TokenPart):
     @cached_property
     def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
         return self.find_offsets()
+
+    def check_offsets(self) -> None:
+        """Raise DataError where documents do not follow each other, see
+        `titanlite.data.token_checks`.
+        """
+        check_offsets(self.file.with_suffix(".offsets"), self.find_offsets(), self.size)
 
     @cached_property
     def _target_bits(self) -> NDArray[Any]:

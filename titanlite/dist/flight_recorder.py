@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite.exit_codes import is_of_collectives
-from titanlite.dist.process import has_ended
 from titanlite.utils import logger, new_file
 
 #: Environment variables of one meaning; torch takes the first that is set.
@@ -27,30 +26,24 @@ _ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SI
 _PREFIX: tuple[str, ...] = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
-#: Longest wait for the records of other ranks, and for the next one of them. A rank that was killed
-#: on another machine writes none, and a restart waits for this.
-_PATIENCE_SECONDS = 5.0
-_QUIET_SECONDS = 1.0
+#: Longest wait for the records of other ranks. A rank that was killed writes none, and a restart
+#: waits for this.
+_PATIENCE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def recording(
-    folder: str, buffer_size: int, device: torch.device, world_size: int
-) -> Iterator[dict[int, int]]:
+    folder: str, buffer_size: int, device: torch.device
+) -> Iterator[None]:
     """Record the last `buffer_size` collectives (0: none).
 
-    Enter it before process groups, which read the environment. Yields a table for the process ids
-    of the ranks near by: nobody waits for the record of one that has ended.
+    Enter it before process groups, which read the environment.
 
     Variables that the user has set stay. When a collective fails inside, this rank writes its
     record to `folder`, one file per rank. "": torch's place on GPUs, none on CPUs. On GPUs NCCL's
     watchdog writes, also on ranks that are stuck elsewhere. With gloo a rank that is not in a
-    collective leaves no record. Does nothing for one rank.
+    collective leaves no record.
     """
-    near: dict[int, int] = {}
-    if world_size == 1:
-        yield near
-        return
     wanted = {_ENTRIES: str(buffer_size)}
     if buffer_size > 0 and folder:
         wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
@@ -66,7 +59,7 @@ def recording(
     os.environ.update(ours)
     began = time.time()
     try:
-        yield near
+        yield
     except RuntimeError as error:
         if (
             is_of_collectives(error)
@@ -74,7 +67,7 @@ def recording(
             and _PREFIX in wanted
             and dist.is_initialized()
         ):
-            _leave_record(began, near)
+            _leave_record(began)
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:
         os.environ.pop(name, None)
@@ -105,31 +98,23 @@ def write_record(path: Path) -> None:
     aside.rename(path)
 
 
-def _leave_record(since: float, near: dict[int, int]) -> None:
+def _leave_record(since: float) -> None:
     prefix = next(os.environ[name] for name in _PREFIX if name in os.environ)
-    path = Path(f"{prefix}{dist.get_rank()}")
+    paths = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
+    own = paths[dist.get_rank()]
     try:
-        write_record(path)
+        write_record(own)
     except Exception as error:  # report the collective's own error, not this one
-        logger.warning(f"the flight recorder's record could not be written to {path}: {error}")
+        logger.warning(f"the flight recorder's record could not be written to {own}: {error}")
         return
     logger.error(
-        f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}"
+        f"this rank's last collectives are in {own}; compare the ranks: torchfrtrace {own.parent}"
     )
     # The launcher ends the others as soon as this one is gone; they may be writing theirs.
-    missing = list(range(dist.get_world_size()))
-    began = quiet_since = time.monotonic()
-
-    def may_come(rank: int) -> bool:
-        record = Path(f"{prefix}{rank}")
-        is_there = record.exists() and record.stat().st_mtime >= since
-        return not is_there and not (rank in near and has_ended(near[rank]))
-
-    while missing and time.monotonic() - began < _PATIENCE_SECONDS:
-        still = [rank for rank in missing if may_come(rank)]
-        if len(still) < len(missing):
-            quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since > _QUIET_SECONDS:
-            return
-        missing = still
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < until and not all(_is_new(path, since) for path in paths):
         time.sleep(0.1)
+
+
+def _is_new(path: Path, since: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= since

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import pickle
 import socket
 import time
@@ -26,7 +25,6 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.dist.launch_env import RENDEZVOUS_SECONDS
-from titanlite.runs.lock import process_is_alive
 from titanlite.utils import logger
 
 T = TypeVar("T")
@@ -36,9 +34,6 @@ T = TypeVar("T")
 _REPORT_SECONDS = 15.0
 #: Ranks and hosts that a message names at most.
 _MOST_NAMED = 8
-#: While it waits, a rank looks for the processes of so many ranks before and after it, so often.
-_NEAR = 8
-_LOOK_SECONDS = 2.0
 
 
 class RendezvousError(RuntimeError):
@@ -58,12 +53,7 @@ def barrier(
 
     def late() -> str:
         ranks = [other for other in range(size) if not store.check([f"ready/{other}"])]
-        if not ranks:  # the last one came while this was asked
-            return "the last rank has just become ready"
-        return (
-            f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not ready "
-            f"({_process(store, ranks[0])})"
-        )
+        return f"{_ranks(ranks)} not ready ({_process(store, ranks[0]) if ranks else 'all came'})"
 
     with _explain_store_errors(rank):
         store.set(f"ready/{rank}", "")
@@ -153,7 +143,7 @@ def _wait(  # noqa: PLR0913
     """Wait for a key of the store. late: tells who is missing. Each wait costs the store
     two reads.
     """
-    began = reported = looked = time.monotonic()
+    began = reported = time.monotonic()
     while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
         if now - began > limit and store.add("up", 0) < size:
@@ -166,24 +156,10 @@ def _wait(  # noqa: PLR0913
         if rank == 0 and now - reported > limit:
             reported = now
             logger.warning(f"{late()} after {now - began:.0f} s; the others wait")
-        if now - looked > max(_LOOK_SECONDS, size / 50):
-            looked = now
-            _tell_of_ended(store, rank, size)
         time.sleep(max(0.1, size / 2000))
     if store.check(["failure"]):
         store.add("read", 1)
         raise RendezvousError(store.get("failure").decode())
-
-
-def _tell_of_ended(store: dist.Store, rank: int, size: int) -> None:
-    """Note a rank of this host whose process has ended without a word, as one that was killed."""
-    for other in range(max(0, rank - _NEAR), min(size, rank + _NEAR + 1)):
-        key = f"process/{other}"
-        process = json.loads(store.get(key)) if store.check([key]) else None
-        is_gone = process_is_alive({"process": process}) is False
-        if is_gone and not store.check(["failure"]):
-            who = f"rank {other} ({_process(store, other)})"
-            store.set("failure", f"{who} has ended without a word: killed, or by its own code")
 
 
 def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousError:

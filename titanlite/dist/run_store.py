@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import socket
@@ -16,7 +15,6 @@ from titanlite.exit_codes import attempt
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import RENDEZVOUS_SECONDS, LaunchEnv
 from titanlite.dist.rendezvous import RendezvousError, first_line
-from titanlite.runs.lock import process_of
 
 _RETRY_SECONDS = 0.2
 
@@ -39,7 +37,6 @@ def register(
     # without the prefix a restarted attempt reads the dead one's addresses and hangs.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
     store = dist.PrefixStore(f"titanlite/{run}/{attempt()}", tcp)
-    store.set(f"process/{rank}", json.dumps(process_of(os.getpid())))
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
     return store

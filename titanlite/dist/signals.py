@@ -20,12 +20,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
 from titanlite import exit_codes
-from titanlite.utils import human_time
 
 # By name: Windows has no SIGUSR1, and there the import must not fail before the refusal.
 SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGUSR1", "SIGINT"))
@@ -34,12 +33,6 @@ SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGUSR
 _APART_SECONDS = 1.0
 #: Time to clean up for a process that ends at once. It may hang on its way out, in a collective.
 _UNWIND_SECONDS = 3.0
-#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and
-#: torchrun's default.
-GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_TORCHRUN_SECONDS = "30"
-#: A stop needs more than the save: the step under way, and a disk that others use at that moment.
-_MARGIN = 1.5
 
 T = TypeVar("T")
 
@@ -201,14 +194,14 @@ class StopSignal:
             if self.at_once:
                 self._exit_later(exit_codes.PREEMPTED)
                 raise StopRequested(f"{name} before the first step")
-            self._print(f"{line_break(number)}{name}: {self.notice}")
+            self._print(f"{name}: {self.notice}")
             return
         # torchrun passes the second Ctrl-C on to its workers as SIGTERM.
         insists = number == signal.SIGINT or (
             number == signal.SIGTERM and self._first[0] == signal.SIGINT
         )
         if insists and now - self._first[1] > _APART_SECONDS:
-            self._print(f"{line_break(number)}{name} again: ending at once")
+            self._print(f"{name} again: ending at once")
             self._exit_later(exit_codes.INTERRUPTED)
             raise KeyboardInterrupt
 
@@ -277,15 +270,8 @@ def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Sig
 def _exit_now(number: int, frame: FrameType | None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         name = signal.Signals(number).name
-        os.write(2, f"{line_break(number)}stopped: {name} before the first step\n".encode())
+        os.write(2, f"stopped: {name} before the first step\n".encode())
     exit_codes.end_process(exit_codes.PREEMPTED)
-
-
-def line_break(number: int) -> str:
-    """Return what comes before a line about a signal: a terminal has written ^C and no line end at
-    a Ctrl-C.
-    """
-    return "\n" if number == signal.SIGINT and os.isatty(2) else ""
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
@@ -305,24 +291,3 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         # It ended before the call.
         if os.getppid() != parent:
             os.kill(os.getpid(), number)
-
-
-def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
-    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after
-    SIGTERM, else "".
-
-    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm,
-    Kubernetes).
-    """
-    default = _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else "inf"
-    try:
-        grace = float(environment.get(GRACE_VARIABLE, default))
-    except ValueError:
-        return ""
-    if seconds * _MARGIN <= grace:
-        return ""
-    return (
-        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} "
-        "after a SIGTERM: a run that is stopped so is likely to lose its last save. Start it "
-        f"with {GRACE_VARIABLE}={int(seconds * 3) + 30}, and ask the scheduler for as much"
-    )

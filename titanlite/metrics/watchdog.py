@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -48,8 +48,7 @@ from titanlite.dist.process import has_ended
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
-from titanlite.metrics.hang_report import RankState, table, verdict
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.metrics.rank_state import RankState
 from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
@@ -71,8 +70,6 @@ _STORE_SECONDS = 10
 _OWN_REASON_SECONDS = 1.0
 #: A rank that does not publish its state for this many heartbeats does not answer.
 _SILENT_BEATS = 2.0
-#: Between two looks whether the process of a rank is gone; a launcher learns of its end as soon.
-_GONE_SECONDS = 0.1
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
 #: A run that is over has this many times the longest patience for its callbacks and threads.
@@ -83,24 +80,18 @@ _UNWIND_SECONDS = 7.0
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: Held by the thread that looks at frames.
 _looks = threading.Lock()
-#: All ranks raise these together.
-_TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _is_common(error: BaseException) -> bool:
-    return isinstance(error, _TOGETHER) or getattr(error, "together", False)
+    """Return whether all ranks raise this error together."""
+    by_python = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    return isinstance(error, (StopRequested, *by_python)) or getattr(error, "together", False)
 
 
 class PeerError(RuntimeError):
     """Another rank has raised, and this one ends because of it."""
 
     exit_code = exit_codes.LOST_PEER
-
-
-def _exit(code: int) -> None:
-    sys.stdout.flush()  # what the user's code has printed
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class HangWatchdog:
@@ -133,7 +124,7 @@ class HangWatchdog:
         comm: Comm | None = None,
         logs: str = "",
         traces: str = "",
-        end: Callable[[int], object] | None = _exit,
+        end: Callable[[int], object] | None = exit_codes.end_process,
     ) -> None:
         stall = stall or Stall()
         comm = comm or Comm()
@@ -261,21 +252,20 @@ class HangWatchdog:
         """
         if self._thread is None or self._end_state or _is_common(error):
             return ""
-        text = f"{type(error).__name__}: {error}"[:_TEXT].rstrip().removesuffix(":")
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is gone: the error itself is the one to be seen
-            if is_of_collectives(error):
-                self._end_state = {"end": "lost", "text": text}
-                # A host that is cut off waits for the store's answer for ever: it has no timeout
-                # for that.
-                self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + self._silence, error)
-                self._publish()
-                return self._find_culprit()
-            self._end_state = {"end": "raised", "text": text}
+        text = f"{type(error).__name__}: {error}".rstrip().removesuffix(":")
+        lost = is_of_collectives(error)
+        self._end_state = {"end": "lost" if lost else "raised", "text": text[:_TEXT]}
+        # A host that is cut off waits for the store's answer for ever: it has no timeout for that.
+        seconds = _UNWIND_SECONDS + lost * (_TOLD_SECONDS + self._silence)
+        words = f"this rank ends here, since it hangs on its way out: {text}"
+        self._unwind = self._end_later(seconds, exit_codes.code_of(error), lambda: words)
+        if not lost:
             self._has_reason.set()
-            self._end_within(_UNWIND_SECONDS, error)
+        # Without the store the error itself is the one to be seen.
+        with contextlib.suppress(RuntimeError):
             self._publish()
+            if lost:
+                return self._find_culprit()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set(
                 "raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump()
@@ -303,13 +293,6 @@ class HangWatchdog:
 
         code = exit_codes.ERROR if error is None else exit_codes.code_of(error)
         self._unwind = self._end_later(seconds, code, reason)
-
-    def _end_within(self, seconds: float, error: BaseException) -> None:
-        """End this rank with the code of its error, unless it leaves the block before that."""
-        words = (
-            f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}"
-        )
-        self._unwind = self._end_later(seconds, exit_codes.code_of(error), lambda: words)
 
     def _end_later(
         self, seconds: float, code: int, reason: Callable[[], str]
@@ -390,19 +373,13 @@ class HangWatchdog:
             return
         failure = nccl_failure()
         if failure:
-            self._abandon(failure)
+            # Its thread may wait for the device for ever, and NCCL is about to abort the process.
+            self.failed(dist.DistBackendError(failure))
+            logger.error(f"{failure}: this rank ends")
+            self._record_peer()
+            self._end_process()
         elif self.rank == 0 and self._deadline:
             self._watch(now)
-
-    def _abandon(self, failure: str) -> None:
-        """End this rank, whose thread may wait for the device for ever, before NCCL aborts the
-        process.
-        """
-        self.failed(dist.DistBackendError(failure))
-        logger.error(f"{failure}: this rank ends")
-        self._end_by_peer()
-        if self._end is not None:
-            self._end(exit_codes.LOST_PEER)
 
     def _watch(self, now: float) -> None:
         """On rank 0: report if this rank, and so all of them, have stood still for too long."""
@@ -422,18 +399,16 @@ class HangWatchdog:
 
     def _report(self, reason: str) -> None:
         """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
+        from titanlite.metrics.hang_report import table, verdict
+
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
-        enough = time.monotonic() + 1.5 * self._heartbeat + self._poll
-        while time.monotonic() < enough and not self._all_told(before):
-            time.sleep(_GONE_SECONDS + self.size / _POLLS_PER_SECOND)
         self._publish()
         states = [self._state_since(rank, old) for rank, old in enumerate(before)]
-        # A rank of a busy machine may be late: only those that seem silent are read again.
         while time.monotonic() < deadline and any(
             state.silent and not self._is_gone(state.rank) for state in states
         ):
-            time.sleep(self._poll)
+            time.sleep(self._poll / 2)
             for rank, state in enumerate(states):
                 if state.silent:
                     states[rank] = self._state_since(rank, before[rank])
@@ -443,18 +418,6 @@ class HangWatchdog:
                 f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
             )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
-
-    def _all_told(self, before: Sequence[str]) -> bool:
-        """Return whether a rank is gone, and each other one has told its end or a new state."""
-        is_gone = False
-        for rank in range(self.size):
-            state = self._state_since(rank, before[rank])
-            if rank == self.rank or not state.silent:
-                continue
-            if not self._is_gone(rank):
-                return False
-            is_gone = True
-        return is_gone
 
     def _is_gone(self, rank: int = 0) -> bool:
         """Return whether the process of another rank has ended, where this one can tell."""
@@ -489,25 +452,31 @@ class HangWatchdog:
 
     def _follow(self, peer: RankState) -> None:
         """A rank has raised: end, unless this one has its own reason."""
-        if self._has_reason.wait(_OWN_REASON_SECONDS):
-            if self.rank == 0:
-                self._store.set("told", "")  # its own end is its report
-            return
-        _, self.verdict = verdict([peer])
-        if self.rank == 0:
-            self._log_peer(peer)
-            self._store.set("told", "")
-        self._end_by_peer()
-        if self._end is not None:
-            with contextlib.suppress(RuntimeError):  # the store may end with the rank that raised
-                self._wait_for("out", 2 * _TOLD_SECONDS)  # torchrun blames the first rank that ends
-            if not self._stop.wait(2 * _POLL_SECONDS):
-                self._end(exit_codes.LOST_PEER)
+        has_reason = self._has_reason.wait(_OWN_REASON_SECONDS)
+        if not has_reason:
+            from titanlite.metrics.hang_report import verdict
 
-    def _end_by_peer(self) -> None:
+            _, self.verdict = verdict([peer])
+        if self.rank == 0:
+            if not has_reason:
+                self._log_peer(peer)
+            self._store.set("told", "")
+        if has_reason:
+            return
+        self._record_peer()
+        with contextlib.suppress(RuntimeError):  # the store may end with the rank that raised
+            self._wait_for("out", 2 * _TOLD_SECONDS)  # torchrun blames the first rank that ends
+        if not self._stop.wait(2 * _POLL_SECONDS):
+            self._end_process()
+
+    def _record_peer(self) -> None:
         if self.on_peer is not None:
             with contextlib.suppress(Exception):
                 self.on_peer(PeerError(self.verdict))
+
+    def _end_process(self) -> None:
+        if self._end is not None:
+            self._end(exit_codes.LOST_PEER)
 
     def _log_peer(self, peer: RankState) -> None:
         see = (

@@ -160,8 +160,7 @@ def missing_fields(model: Model) -> list[str]:
     """
     found = []
     for field in fields(get_spec(model.name).args_class):
-        # Shapes that an older version took from a folder have no cap.
-        can_lack = field.default is None or field.name in ("max_seq_len", "final_softcap")
+        can_lack = field.default is None or field.name == "max_seq_len"
         is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
         if not can_lack and not is_given:
             found.append(field.name)
@@ -190,6 +189,8 @@ def from_record(
     """
     values = dict(record)
     family = str(values.pop("family", None))
+    if values.get("final_softcap") == 0:  # of a version before 0.3
+        del values["final_softcap"]
     if is_dotted(family):
         from titanlite.config.claims import code_claim
 

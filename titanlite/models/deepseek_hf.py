@@ -117,7 +117,7 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
     }
 
 
-def why_not(args: DeepSeekV3Args, key: str, tensor: int) -> str:
+def why_not(args: DeepSeekV3Args, key: str) -> str:
     """Return why weights cannot be written for `transformers`, see `ModelSpec.why_not`."""
     if key != "checkpoint.last_save_in_hf" or args.score == "sigmoid" or not args.expert_bias:
         return ""

@@ -22,8 +22,8 @@ _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
-_CAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,13 @@ FLAVORS = {
 
 def hf_config(args: Gemma3Args) -> dict[str, Any]:
     """Return the content of config.json, the arguments of `transformers.Gemma3TextConfig`."""
-    config = llama_hf.hf_config(args, "gemma3_text", caps_logits=True)
+    config = llama_hf.hf_config(args, "gemma3_text")
     del config["hidden_act"], config["mlp_bias"]
     own = {
         "architectures": ["Gemma3ForCausalLM"],
         # By default the row of a padding token would not learn.
         "pad_token_id": None,
         "query_pre_attn_scalar": args.query_scalar,
-        _CAP: args.final_softcap or None,
         "rope_local_base_freq": args.local_theta,
         "sliding_window_pattern": args.full_every,
     }
@@ -104,14 +103,11 @@ def args_from_hf(config: Mapping[str, Any]) -> Gemma3Args:
     for name, ours in _FIXED.items():
         if config.get(name) not in (ours, None):
             raise ValueError(f"{name} is {config[name]!r}; a Gemma 3 here has {ours!r}")
-    if config.get(_CAP) == 0:
-        raise ValueError(f"{_CAP} is 0, and logits are divided by it; null is none")
     older_local = entry_of(config, "rope_local_base_freq", float, _LOCAL_THETA)
     flat = {"tie_word_embeddings": True, **one_rope(config, _THETA, older_local)}
     own: dict[str, Any] = {
         **pattern_of(config, entry_of(config, "sliding_window_pattern", int, 6)),
         "query_scalar": entry_of(config, "query_pre_attn_scalar", int, 256),
-        "final_softcap": entry_of(config, _CAP, float, 0.0),
         "head_dim": entry_of(config, "head_dim", int, 256),
         "local_theta": flat["local_theta"],
     }

@@ -20,7 +20,6 @@ _ENTRIES: dict[str, tuple[str, ...]] = {
     "max_seq_len": ("max_position_embeddings",),
     "window": ("sliding_window",),
     "query_scalar": ("query_pre_attn_scalar",),
-    "final_softcap": ("final_logit_softcapping",),
     "n_experts": ("n_routed_experts", "num_experts", "num_local_experts"),
     "top_k": ("num_experts_per_tok",),
     "expert_width": ("moe_intermediate_size", "intermediate_size"),

@@ -226,10 +226,6 @@ class Llama(nn.Module):
             x = self.norm(x)
         if self.output is None:
             return x
-        if self.args.final_softcap:
-            from titanlite.models.softcap import capped
-
-            return capped(self, x, labels, loss)
         if labels is None:
             return self.output(x)
         return self.output(x, labels, loss)

@@ -64,8 +64,6 @@ class LlamaArgs:
     tied: bool = False
     #: Positions that the RoPE tables hold, in tokens.
     max_seq_len: int = 2048
-    #: Logits become this * tanh(logits / this); 0: they stay.
-    final_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ShapeError with all numbers that make no decoder."""
@@ -88,8 +86,6 @@ class LlamaArgs:
         for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):
             if not 0 < getattr(self, name) < math.inf:
                 wrong.append(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.final_softcap < math.inf:
-            wrong.append(f"final_softcap must be 0 or a positive number, got {self.final_softcap}")
         if self.norm_type not in NORM_TYPES:
             wrong.append(
                 f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
@@ -238,7 +234,6 @@ class LlamaArgs:
             "rope_scaling",
             "tied",
             "window",
-            "final_softcap",
         )
         found = {name: getattr(self, name) for name in kept}
         found["n_kv_heads"] = self.kv_heads

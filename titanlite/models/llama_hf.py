@@ -100,21 +100,14 @@ def permute(weight: Tensor, n_heads: int) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-def hf_config(
-    args: LlamaArgs, model_type: str = "llama", caps_logits: bool = False
-) -> dict[str, Any]:
+def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
     """Return the content of config.json: the arguments of the model's class in `transformers` 5 and
     4.
 
     model_type: that of `transformers`, whose class has the same name. A family adds its own
-    entries. caps_logits: whether that class can. Raises ValueError for a model that it is not.
+    entries. Raises ValueError for a model that it is not.
     """
     _needs_rmsnorm(args)
-    if args.final_softcap and not caps_logits:
-        raise ValueError(
-            f"Hugging Face's {model_type} caps no logits; this model has model.overrides."
-            f"final_softcap = {args.final_softcap}, and only gemma3 is written with it"
-        )
     return {
         "model_type": model_type,
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],

@@ -165,12 +165,9 @@ class ModelSpec:
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
-    #: Whether tensor-parallel ranks hold whole activations between products: `tensor_plan` then has
-    #: the kinds of `titanlite.parallel.tensor_whole`.
-    whole_activations: bool = False
-    #: (arguments, key, ranks that share products) → why this model cannot do what a key asks for;
-    #: "": it can. Asked of the keys of `titanlite.resolve.model_rules`.
-    why_not: Callable[[Any, str, int], str] = lambda args, key, tensor: ""
+    #: (arguments, key) → why this model cannot do what a key asks for; "": it can. Asked of the
+    #: keys of `titanlite.resolve.model_rules`.
+    why_not: Callable[[Any, str], str] = lambda args, key: ""
 
     def moe_layers(self, args: Any) -> dict[str, int]:
         """Return name → number of experts of each MoE layer; empty for a model without."""

@@ -147,10 +147,7 @@ class ModelBuilder:
                 parameter.data = parameter.data.to(dtype)
 
     def _apply_tp(self, model: nn.Module) -> None:
-        if self.spec.whole_activations:
-            from titanlite.parallel.tensor_whole import apply_whole_tp as apply_tp
-        else:
-            from titanlite.parallel.tensor import apply_tp
+        from titanlite.parallel.tensor import apply_tp
 
         # torch divides cross-entropy over ranks, and no other loss.
         shard_logits = self.run.training.enable_loss_parallel and self.own_loss is None

@@ -13,8 +13,6 @@ LAUNCHES_COMPILED = 0.5e-3
 #: Bytes that a loss moves per logit, forward and backward.
 _LOSS_EAGER = 30
 _LOSS_COMPILED = 14
-#: Those that a soft cap moves more.
-_SOFT_CAP = 50
 #: Bytes that the update, the norm and the clipping move per parameter.
 _UPDATE_BYTES = 40
 #: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
@@ -104,8 +102,6 @@ def head_forward(step: StepSizes) -> Pass:
     """Return the seconds of head and loss in the forward."""
     compiled = step.run.training.compile and "loss" in step.run.compile.components
     per_logit = _LOSS_COMPILED if compiled else _LOSS_EAGER
-    if getattr(step.args, "final_softcap", 0):
-        per_logit += _SOFT_CAP
     size = per_logit * step.tokens * step.vocabulary
     product = step.rates.product(step.tokens, step.width or 1, step.vocabulary)
     return Pass(product, memory=step.rates.moved(size) / 3)

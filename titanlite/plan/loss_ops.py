@@ -43,10 +43,6 @@ def head_ops(s: Shape, loss: Loss) -> OpList:
         ops.append(loss_in_place(s, loss))
     else:
         ops += loss_of_torch(s, loss)
-    if s.args.final_softcap:
-        from titanlite.plan.softcap_ops import with_cap
-
-        ops = with_cap(ops, s.size, loss.holds_logits)
     return OpList(ops, {"x": s.hidden})
 
 

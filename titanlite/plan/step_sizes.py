@@ -55,11 +55,9 @@ class StepSizes:
     @cached_property
     def tensor_plan(self) -> dict[str, str]:
         """Module name → how ranks divide it; empty for a model that they cannot divide."""
-        spec = self.spec
-        key = "training.tensor_parallel_degree"
-        if spec.tensor_plan is None or spec.why_not(self.args, key, self.mesh.tensor):
+        if self.spec.tensor_plan is None:
             return {}
-        return spec.tensor_plan(self.args)
+        return self.spec.tensor_plan(self.args)
 
     @cached_property
     def model_linears(self) -> Linears:

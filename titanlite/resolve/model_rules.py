@@ -29,7 +29,8 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
             f"vocabulary of {vocabulary:,}"
         )
         remedy = (
-            "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
+            "give the model's own, as `hf download OWNER/NAME --include 'tokenizer*' --local-dir "
+            "FOLDER` fetches it; "
             f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
         )
         yield Problem("needs", "model.tokenizer_path", message, remedy)
@@ -40,15 +41,10 @@ def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
-        _TP: run.mesh.tensor > 1,
-        "float8.enable_float8_linear": run.float8.enable_float8_linear,
         "parallelism.expert_parallel_degree": run.mesh.expert > 1,
-        "experimental.enable_async_tensor_parallel": (
-            run.experimental.enable_async_tensor_parallel
-        ),
     }
     for key, is_on in keys.items():
-        reason = run.spec.why_not(args, key, run.mesh.tensor) if is_on else ""
+        reason = run.spec.why_not(args, key) if is_on else ""
         if reason:
             yield Problem("model", key, f"is not possible here: {reason}", "leave the key out")
 

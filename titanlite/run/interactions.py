@@ -94,8 +94,6 @@ def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
     """Find sequences that the ranks of tensor parallelism cannot divide: between products they
     divide what context parallelism has left of them.
     """
-    if run.spec.whole_activations:
-        return
     tensor, context = run.mesh.tensor, run.mesh.context
     ranks = tensor * context
     for key, length in run.sequence_lengths.items():

@@ -80,11 +80,11 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     is_named = arguments.gpu or arguments.instance or config.sections.launch.instance_type
     if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments)
-    run = resolve(config, ranks)[1]
+    config, run = resolve(config, ranks)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = cluster_of(run, **names)
     if arguments.search:
-        return _searched(cluster, arguments)
+        return _searched(config, run, cluster, arguments)
     return _planned(run, cluster, arguments)
 
 
@@ -99,16 +99,18 @@ def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
     return nodes and nodes * (size or DEFAULT_GPUS_PER_NODE)
 
 
-def _searched(cluster: Cluster, arguments: argparse.Namespace) -> tuple[str, int]:
+def _searched(
+    config: LoadedConfig, run: RunConfig, cluster: Cluster, arguments: argparse.Namespace
+) -> tuple[str, int]:
     """Search the settings of a config for a cluster."""
     from titanlite.cli.plan import search_text
     from titanlite.cli.plan.search import search
 
-    result = search([*files_of(arguments), *arguments.flags], cluster)
+    result = search(config, run, cluster)
     if arguments.json:
         text = as_json(search_text.as_json(result))
     else:
-        text = "\n".join(search_text.lines(result, arguments.style))
+        text = search_text.search_text(result, arguments.style)
     if not result.ranked:
         return text, exit_codes.OUT_OF_MEMORY
     if arguments.write:

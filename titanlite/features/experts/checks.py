@@ -23,12 +23,6 @@ def model_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     if not layers:
         return
     ranks = run.mesh.expert
-    if run.mesh.tensor > 1 and run.spec.whole_activations:
-        message = (
-            f"is {ranks}: tensor-parallel ranks of this model have the same tokens, and would send "
-            "each row several times"
-        )
-        yield Problem("conflict", DEGREE, message, f"set {_TP} = 1, or this key")
     if run.activation_checkpoint.mode == "budget":
         message = (
             'is "budget", which covers compiled code alone, and experts that ranks share are not '

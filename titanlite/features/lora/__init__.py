@@ -2,8 +2,7 @@
 knows of them, moment by moment.
 
     settings.py  which linears, by what factor           checks.py   other keys, model, ranks
-    modules.py   the linears of a model                  tensor.py   … shared by ranks
-    products.py  what an adapter computes
+    modules.py   the linears of a model                  products.py what an adapter computes
     base.py      the frozen weights of a run, by hash    digests.py  those hashes
     source.py    adapters and their base as one model    peft.py     PEFT's files
     plan_memory.py, plan_speed.py   what its products keep, need and cost

@@ -7,15 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Rule, is_set
+from titanlite.config.rules import Rule, is_set, several
 from titanlite.config.toml import quote
-from titanlite.dist import ParallelismError
 from titanlite.features.lora.settings import (
     ALL,
-    COLUMNS_OR_ROWS,
-    TOKENS,
-    Adapters,
-    adapters_of,
     candidates,
     is_target,
     names_at_hf,
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
 RANK = "lora.rank"
 TARGETS = "lora.targets"
 _TP = "training.tensor_parallel_degree"
-_PP = "experimental.pipeline_parallel_degree"
 
 NEEDS = [
     Rule(
@@ -42,6 +36,7 @@ NEEDS = [
     ),
 ]
 EXCLUDES = [
+    Rule(RANK, bool, _TP, several, "adapters are small: shard the model by FSDP"),
     Rule(
         RANK,
         bool,
@@ -74,20 +69,8 @@ EXCLUDES = [
 
 
 def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find targets that the model does not have, and adapters that its ranks cannot share."""
-    known = replace(args, vocab_size=args.vocab_size or 1)
-    yield from _unknown_targets(run, known)
-    adapters = adapters_of(run.lora, run.spec, known)
-    if not adapters.sizes:
-        return
-    yield from _too_wide(adapters)
-    if run.mesh.tensor > 1:
-        yield from _not_divided(run, known, adapters)
-    if run.mesh.pipeline > 1:
-        yield from _without_gradient(run, known, adapters)
-
-
-def _unknown_targets(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Find targets that the model does not have."""
+    args = replace(args, vocab_size=args.vocab_size or 1)
     sizes = candidates(run.spec, args)
     theirs = names_at_hf(run.spec, args)
     words: dict[str, None] = {}
@@ -103,59 +86,3 @@ def _unknown_targets(run: RunConfig, args: Any) -> Iterator[Problem]:
         if is_target(entry, run.spec.head, theirs.get(run.spec.head, "")):
             message = f"{quote(entry)} is the head, which gets no adapter"
         yield Problem("unknown-value", TARGETS, message, names_like(entry, [*words, ALL]))
-
-
-def _too_wide(adapters: Adapters) -> Iterator[Problem]:
-    """Find adapters that are no smaller than the weights beside them."""
-    for name, size in adapters.sizes.items():
-        narrow = min(size.in_features, size.out_features)
-        if adapters.rank >= narrow:
-            message = f"is {adapters.rank}, and {kind_of(name)} has rank {narrow} itself"
-            yield Problem(
-                "out-of-range", RANK, message, "take a smaller rank, or train all weights"
-            )
-            return
-
-
-def _not_divided(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Problem]:
-    plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
-    known = (*COLUMNS_OR_ROWS, *TOKENS)
-    others = [name for name in adapters.sizes if plan.get(name) not in known]
-    if others:
-        kinds = ", ".join(dict.fromkeys(map(kind_of, others)))
-        message = f"has {kinds}, whose adapters {_TP} cannot divide"
-        yield Problem("divide", TARGETS, message, f"leave them out, or set {_TP} = 1")
-    by_tokens = [name for name in adapters.sizes if plan.get(name) in TOKENS]
-    if by_tokens and run.lora.dropout:
-        kinds = ", ".join(dict.fromkeys(map(kind_of, by_tokens)))
-        message = f"is {run.lora.dropout:g}, and the ranks of {_TP} would drop alike in {kinds}"
-        hint = f"set it to 0, leave them out of {TARGETS}, or set {_TP} = 1"
-        yield Problem("conflict", "lora.dropout", message, hint)
-    if run.float8.enable_float8_linear and not run.float8.is_mx:
-        message = f"excludes float8.enable_float8_linear with {_TP} = {run.mesh.tensor}"
-        hint = (
-            "there linears get their inputs in float8 alone, and adapters compute in high "
-            "precision; shard over data-parallel ranks instead"
-        )
-        yield Problem("conflict", RANK, message, hint)
-
-
-def _without_gradient(run: RunConfig, args: Any, adapters: Adapters) -> Iterator[Problem]:
-    """Find a first stage that trains nothing: its output would have no gradient."""
-    pipeline = run.features.pipeline
-    if pipeline is None:
-        return
-    try:
-        layout = pipeline.layout(run.spec, args, 1)
-    except ParallelismError:  # the pipeline reports it
-        return
-    if not run.spec.pipeline_costs:
-        return
-    for number, stage in enumerate(layout.stages):
-        begins = tuple(f"{name}." for name in stage)
-        if not any(name.startswith(begins) for name in adapters.sizes):
-            message = f"leaves nothing to train in stage {number} of the pipeline ({stage[0]} …)"
-            yield Problem(
-                "divide", TARGETS, message, f"name linears of every stage, or set {_PP} = 1"
-            )
-            return

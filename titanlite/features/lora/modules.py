@@ -1,4 +1,4 @@
-"""Linears with adapters: between float8's conversion and tensor parallelism.
+"""Linears with adapters: after float8's conversion.
 
     add_adapters(model, adapters, dropout, frozen_dtype)    # on the meta device
     freeze(model)                                           # before `fully_shard`
@@ -14,10 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.lora.products import added
 from titanlite.features.lora.settings import DOWN, UP, Adapters
@@ -108,29 +105,12 @@ def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
         dropout: float
         lora_a: Tensor
         lora_b: Tensor
-        #: As in a plan of tensor parallelism; "": without it.
-        divided = ""
 
         def forward(self, x: Tensor) -> Tensor:
             # The base may not change its input: gradients of both need it.
             whole = super().forward(x)
-            return cast(Tensor, whole + self._added(x))
-
-        def _added(self, x: Tensor) -> Tensor:
-            """x: [..., in_features] → what the adapter adds, [..., out_features]."""
-            if self.divided:
-                from titanlite.features.lora.tensor import added_on_rank
-
-                return added_on_rank(self, x)
             rate = self.dropout if self.training else 0.0
-            return added(x, self.lora_a, self.lora_b, self.scale, rate)
-
-        def tensor_style(
-            self, kind: str, output: Placement, mesh: DeviceMesh
-        ) -> ParallelStyle | None:
-            from titanlite.features.lora.tensor import divided_style
-
-            return divided_style(super().tensor_style(kind, output, mesh), kind)
+            return cast(Tensor, whole + added(x, self.lora_a, self.lora_b, self.scale, rate))
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
     return Adapted

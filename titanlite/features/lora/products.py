@@ -7,16 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def dropped(x: Tensor, rate: float) -> Tensor:
-    """Return an input after dropout. It keeps a byte for each number, on CPUs too."""
-    return torch.native_dropout(x, rate, True)[0]
-
-
 def added(x: Tensor, down: Tensor, up: Tensor, scale: float, rate: float) -> Tensor:
     """Return scale * B A x. x: [..., in_features]. rate: of dropout.
 
     The factor is applied where rows are shortest.
     """
     if rate:
-        x = dropped(x, rate)
+        # It keeps a byte for each number, on CPUs too.
+        x = torch.native_dropout(x, rate, True)[0]
     return F.linear(F.linear(x, down) * scale, up)

@@ -20,10 +20,6 @@ ALL = "all-linear"
 #: Names of an adapter's parameters in its linear: [rank, in_features], [out_features, rank].
 DOWN = "lora_a"
 UP = "lora_b"
-#: How tensor parallelism may divide a linear with an adapter, see `titanlite.parallel.tensor`: its
-#: weight, or the tokens that it takes.
-COLUMNS_OR_ROWS = ("colwise", "gathered", "rowwise")
-TOKENS = ("sequence", "heads")
 #: Entry of a manifest's config and of its fingerprints; in both, that of the frozen weights.
 RECORD = "lora"
 BASE = "base"

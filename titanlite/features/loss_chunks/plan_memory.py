@@ -50,15 +50,12 @@ def _chunk_of_logits(s: Shape, loss: Loss) -> int:
     rows = _rows_of_chunk(s, loss)
     part = rows * s.vocabulary
     low = s.size == 2
-    # What a soft cap keeps until the end.
-    kept = part * s.size if s.args.final_softcap else 0
     if loss.divided == "in place":
         # The tensor in float32, and the gradient; in float32 it takes the place of that tensor.
-        return part * (s.size + (4 + s.size if low else 4)) + kept
+        return part * (s.size + (4 + s.size if low else 4))
     if loss.divided == "compiled":
-        # Probabilities, and one tensor that is the gradient of both; in the end that of the logits,
-        # when what the cap returned is gone.
-        return part * (s.size + 8 + (s.size if low else 0)) + (0 if low else kept)
+        # Probabilities, and one tensor that is the gradient of both; in the end that of the logits.
+        return part * (s.size + 8 + (s.size if low else 0))
     # Probabilities, and gradients of them and of the copy in float32.
     per_logit = 12
     if loss.penalized:
@@ -66,7 +63,4 @@ def _chunk_of_logits(s: Shape, loss: Loss) -> int:
         # logits.
         per_logit += 4 + (s.size if low and s.tp > 1 else 0)
     in_float = rows * s.args.n_vocab * per_logit
-    if s.tp > 1:
-        # Of one rank the logits that are there anyway.
-        in_float += s.tp * kept
     return in_float + part * s.size

@@ -5,7 +5,6 @@
     skeleton.py      facts, read from the model on the meta device
     chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
     documents.py     attention within documents, for `data.mask_documents`
-    tensor.py        the plan of tensor parallelism
     experts.py       experts by titanlite's products, and on several ranks
     names.py         names in files
     extras.py        what the module asks of chunks.py and documents.py
@@ -41,7 +40,7 @@ def _build(args: HFArgs) -> Any:
     return causal_model(args.skeleton.config, Extras(args))
 
 
-def _why_not(args: HFArgs, key: str, tensor: int) -> str:
+def _why_not(args: HFArgs, key: str) -> str:
     """Return why a model cannot do what a key asks for; "": it can."""
     if key == "training.loss_chunks":
         from titanlite.models.hf.chunks import why_no_chunks
@@ -51,20 +50,8 @@ def _why_not(args: HFArgs, key: str, tensor: int) -> str:
         from titanlite.models.hf.documents import way_of
 
         return way_of(args)[1]
-    if key == "training.tensor_parallel_degree":
-        from titanlite.models.hf.tensor import why_no_tensor
-
-        reason = why_no_tensor(args, tensor)
-        if reason and args.skeleton.moe_layers:
-            expert = "parallelism.expert_parallel_degree"
-            return f"experts of transformers are shared by {expert} alone ({reason})"
-        return reason
     if key == "parallelism.expert_parallel_degree" and not args.skeleton.moe_layers:
         return f"{type(args.skeleton.model).__name__} has no experts that ranks could share"
-    if key == "float8.enable_float8_linear" and tensor > 1:
-        return "tensor parallelism of a model of transformers has no float8"
-    if key == "experimental.enable_async_tensor_parallel":
-        return "ranks hold whole activations, and gather none that could overlap"
     return ""
 
 
@@ -81,9 +68,6 @@ SPEC = ModelSpec(
     head=HEAD,
     fsdp_units=fsdp_units,
     linears=linears,
-    tensor_plan=imported_when_called("titanlite.models.hf.tensor:plan_of"),
-    tensor_sizes=imported_when_called("titanlite.models.hf.tensor:tensor_sizes"),
-    whole_activations=True,
     sublayer_names=sublayer_names,
     experts=experts,
     why_not=_why_not,
