@@ -10,7 +10,7 @@ TITANLITE_ROOT="${TITANLITE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pw
 _VENV="$TITANLITE_ROOT/.venv"
 # Holds the inputs of a complete installation, or "unfinished". A .venv without a stamp was made by somebody else.
 _STAMP="$_VENV/titanlite.stamp"
-_RUN_MODULES="titanlite torch torchao numpy msgspec safetensors xxhash tiktoken sentencepiece tensorboard jinja2 datasets huggingface_hub aiohttp tokenizers blobfile zstandard"
+_RUN_MODULES="titanlite torch torchao numpy msgspec safetensors xxhash tiktoken sentencepiece tensorboard jinja2 datasets huggingface_hub aiohttp tokenizers zstandard"
 _DEV_MODULES="pytest xdist ruff mypy hypothesis pyte transformers wandb mlflow comet_ml trackio s3fs moto flask_cors kubeflow kubeflow_trainer_api kubernetes yamllint"
 
 _say() { printf 'titanlite: %s\n' "$@" >&2; }

@@ -139,7 +139,7 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
     file = tmp_path / "config.toml"
     lines = [
         '[training]\ndataset_path = "https://(removed)@host/f.jsonl"',
-        '[model]\ntokenizer_path = "https://host/t?(removed)"',
+        '[validation]\ndataset_path = "https://host/t?(removed)"',
         "[launch]\ngpus_per_node = 1",
         '[[data.source]]\npath = "https://host/g.jsonl?(removed)"',
     ]
@@ -147,7 +147,7 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
     with pytest.raises(ConfigError) as refused:
         check_config([f"--job.config_file={file}"])
     said = str(refused.value)
-    for key in ("training.dataset_path", "model.tokenizer_path"):
+    for key in ("training.dataset_path", "validation.dataset_path"):
         assert f"{key}: its login or signature is hidden in this file" in said
         assert f"--{key} URL" in said
     with pytest.raises(ConfigError, match="is hidden in this file"):
@@ -155,7 +155,7 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
     again = [
         f"--job.config_file={file}",
         "--training.dataset_path=https://u:p@host/f",
-        "--model.tokenizer_path=",
+        "--validation.dataset_path=",
     ]
     with pytest.raises(ConfigError) as other:
         check_config([f"--job.config_file={file}", *again[1:2]])
@@ -163,11 +163,10 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
     file.write_text(lines[3])
     with pytest.raises(ConfigError, match="data.source: its login or signature is hidden"):
         check_config([f"--job.config_file={file}"])
-    for call in (open_file, load_tokenizer):
-        with pytest.raises(
-            DataError, match=r"was hidden where it was kept. Give the whole URL again.*\$\{NAME\}"
-        ):
-            call("https://(removed)@host/f")
+    with pytest.raises(
+        DataError, match=r"was hidden where it was kept. Give the whole URL again.*\$\{NAME\}"
+    ):
+        open_file("https://(removed)@host/f")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
@@ -179,10 +178,9 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
     said = str(refused.value)
     assert "training.dataset_path: has a login, which its store does not read" in said
     assert PLANTED not in said
-    for call in (open_file, load_tokenizer):
-        with pytest.raises(DataError, match="has a login") as failed:
-            call(url)
-        assert PLANTED not in str(failed.value)
+    with pytest.raises(DataError, match="has a login") as failed:
+        open_file(url)
+    assert PLANTED not in str(failed.value)
 
 
 def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path: Path) -> None:
@@ -300,7 +298,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
         for i in range(200)
     )
     (root / "files" / "text.jsonl").write_text("".join(lines))
-    shutil.copy(BUNDLED_TOKENIZER, root / "files" / "tokenizer.model")
     with HubServer(root) as running:
         yield running
 
@@ -314,8 +311,6 @@ def _config(server: HubServer, file: Path, run: Path, number: int) -> list[str]:
     """Write a config whose URLs have the signatures of a number; return its flags."""
     file.write_text(
         f"""
-[model]
-tokenizer_path = "{_url(server, "tokenizer.model", number)}"
 [training]
 dataset_path = "{_url(server, "text.jsonl", number)}"
 steps = {2 * number}
@@ -352,7 +347,6 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["runs", str(run)],
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
-        ["runs", str(run), "--attempts", "--json"],
         ["runs", "--compare", str(run), str(earlier), "--out", str(run / "comparison")],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "inspect", step],
@@ -361,7 +355,7 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["data", "peek", config[0], "--rows", "1"],
         ["data", "peek", str(run / "config.toml")],
         ["eval", step],
-        ["sample", str(run), "--prompt", "a"],
+        ["sample", str(run), "a"],
         ["data", "prepare", "", "--out", str(run / "prepared"), "--tokenizer=bundled"],
     ]
 
@@ -484,6 +478,9 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         else:
             codes[" ".join(words[:2])] = main(words)
         said += "".join(capfd.readouterr())
+    hidden = public(_url(server, "text.jsonl"))
+    main(["data", "prepare", hidden, "--out", str(run / "none"), "--tokenizer=bundled"])
+    said += "".join(capfd.readouterr())
     missing = [
         f"--{key}={_url(server, 'nothing')}"
         for key in ("training.dataset_path", "model.tokenizer_path")

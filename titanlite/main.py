@@ -313,10 +313,13 @@ class _Rank:
         if exit_codes.report_code(code) and _first_here(self.store):
             # There may be no memory even for an import.
             with contextlib.suppress(Exception):
-                from titanlite.plan.runtime import last_words
+                import torch
 
+                from titanlite.plan.runtime import memory_report
+
+                device = "cuda" if torch.cuda.is_available() else "cpu"
                 rank = self.environment.rank
-                return last_words(self.config, error, self.watchdog.where, rank)
+                return memory_report(self.config, error, self.watchdog.where, rank, device)
             return str(error)
         return f"out of memory ({self.watchdog.where}): see the report of another rank here"
 

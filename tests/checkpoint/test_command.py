@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -95,15 +94,8 @@ def test_ls_shows_every_state(
     size = _size(root / "step-4")
     assert f" {human_bytes(size)} " in lines[3]
     assert lines[3].split()[-3] == "2"
+    assert lines[6].split()[-1] == "–"
     assert " 4 B " in lines[6]
-    listed = json.loads("\n".join(_lines(capsys, "ls", root, "--json")))
-    assert [entry["step"] for entry in listed] == [1, 2, 4, 6, 6, 8]
-    assert listed[1]["pinned"]
-    assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (
-        str(root / "step-4"),
-        size,
-        2,
-    )
 
 
 def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,35 +109,21 @@ def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_named_one_by_one(
+    run: AnyPath, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`run` holds two folders of checkpoints: the one that a run writes, and `other`."""
-    above = run.parent
-    listed = "\n".join(_lines(capsys, "ls", above))
+    listed = "\n".join(_lines(capsys, "ls", run, run / "other"))
     for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
-        assert f"\n{root}: " in listed
+        assert f"{root}: " in listed
         assert f"newest valid: step-{step}" in listed
-    entries = json.loads("\n".join(_lines(capsys, "ls", above, "--json")))
-    names = ["checkpoint/step-2", "checkpoint/step-4", "other/step-1"]
-    assert [entry["folder"] for entry in entries] == [f"{run}/{name}" for name in names]
-    verified = _lines(capsys, "verify", above)
+    verified = _lines(capsys, "verify", run, run / "other" / "step-1")
     assert [line.partition(": hashes are right")[0] for line in verified] == [
-        f"{run}/{name}" for name in names
+        f"{run}/{name}" for name in ("checkpoint/step-2", "checkpoint/step-4", "other/step-1")
     ]
-    choice = [
-        f"error: {above} holds the checkpoints of 2 runs: name one of them",
-        f"  {run / 'checkpoint'}: 2 checkpoints, newest step-4",
-        f"  {run / 'other'}: 1 checkpoint, newest step-1",
-    ]
-    for command in ("inspect", "export"):
-        words = (above,) if command == "inspect" else (above, "/nonexistent/target")
-        main([*(["checkpoint"] * (command == "inspect")), command, *map(str, words)])
-        assert capsys.readouterr().err.splitlines() == choice
-    assert _lines(capsys, "rm", above, code=exit_codes.CHECKPOINT)[1:] == choice[1:]
-    for name in names[:2]:
-        _lines(capsys, "rm", "--force", run / name)
-    if isinstance(run, Path):
-        (run / "checkpoint").rmdir()
-    assert _lines(capsys, "inspect", above)[0] == f"{run}/other/step-1"  # the only one is meant
+    for words in (("ls",), ("inspect",), ("verify",)):
+        (line,) = _lines(capsys, *words, run.parent, code=exit_codes.CHECKPOINT)
+        assert line.startswith(f"error: {run.parent} holds no checkpoints")
 
 
 def test_inspect_shows_each_value_of_a_manifest_in_one_line(
@@ -182,10 +160,6 @@ def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
         manifest.hashes["__1_0.distcp"],
     ]
     assert rows["model.layers.0.attention.wk.weight"] == ["float32", "32", "x", "64"]
-    assert json.loads(
-        "\n".join(_lines(capsys, "inspect", run / "checkpoint" / "step-2", "--json"))
-    )["digest"]
-    assert "no config" in _lines(capsys, "inspect", run, "--config", code=exit_codes.CHECKPOINT)[0]
     (run / "checkpoint" / "step-4" / "__0_0.distcp").unlink()
     lines = _lines(capsys, "inspect", run / "checkpoint" / "step-4")
     assert any("invalid: " in line and "__0_0.distcp is missing" in line for line in lines)
@@ -266,8 +240,6 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     """
     root = run / "checkpoint"
     size = human_bytes(_size(root / "step-2"))
-    lines = _lines(capsys, "rm", root / "step-2", "--dry-run")
-    assert lines == [f"would delete {root / 'step-2'}: valid, {size}", f"{size} would be freed"]
     (root / "step-2" / "KEEP").write_bytes(b"")
     (begin(root, 6) / "shard").write_bytes(SHARD)
     mark = root / next(name for name in names(root) if name.startswith(".partial-"))
@@ -281,11 +253,10 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     (root / "step-2" / "KEEP").unlink()
     lines = _lines(capsys, "rm", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
     assert "would be left without a good checkpoint" in lines[0]
-    assert "--force" in lines[-1]
+    assert "--force" in lines[0]
     flip(root / "step-4" / "__1_0.distcp")  # valid by its sizes, but not good
     lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)
     assert "without a good checkpoint" in lines[0]
-    assert "step-4/__1_0.distcp" in lines[1]
     assert steps_in(root) == [2, 4]
     assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", (
         "the damaged one may go: 2 is good"

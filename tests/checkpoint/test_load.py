@@ -245,7 +245,7 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
 
 
 def _model(
-    layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32", optimizer: bool = False
+    layers: int, vocab: int = 192, dtype: str = "float32", optimizer: bool = False
 ) -> Described:
     weights: Described = {
         "model.tok_embeddings.weight": [dtype, [vocab, 64]],
@@ -253,21 +253,13 @@ def _model(
     }
     for n in range(layers):
         weights[f"model.layers.{n}.wq.weight"] = [dtype, [64, 64]]
-        weights[f"model.layers.{n}.w1.weight"] = [dtype, [ffn, 64]]
+        weights[f"model.layers.{n}.w1.weight"] = [dtype, [64, 64]]
     if optimizer:
         for name in list(weights):
             parameter = name.removeprefix("model.")
             weights[f"optimizer.state.{parameter}.exp_avg"] = weights[name]
             weights[f"optimizer.state.{parameter}.step"] = ["float32", []]
     return weights
-
-
-def _with_moments(model: Described, name: str, dtype: str = "float32") -> Described:
-    """The model with moments of another name or type."""
-    return {
-        n.replace("exp_avg", name): [dtype, entry[1]] if n.endswith("exp_avg") else entry
-        for n, entry in model.items()
-    }
 
 
 def _refusal(*args: Any, **kwargs: Any) -> str:
@@ -295,59 +287,7 @@ def test_the_table_is_one_screen() -> None:
     assert len(lines) <= 24
     assert "60 missing" in lines[0]
     assert "… and 40 more" in lines[-2]
-
-
-@pytest.mark.parametrize(
-    ("there", "here"),
-    [
-        (_model(1, optimizer=True), _model(3, optimizer=True)),  # missing blocks
-        (_model(3, optimizer=True), _model(1, optimizer=True)),  # unexpected ones
-        (_model(9, ffn=96, optimizer=True), _model(9, optimizer=True)),  # one tensor of each block
-        (_model(2, vocab=200, optimizer=True), _model(2, optimizer=True)),
-        (_model(1, vocab=200, optimizer=True), _model(2, optimizer=True)),
-        (_model(2), _model(2, optimizer=True)),  # weights only
-        (
-            _model(9, optimizer=True),
-            _with_moments(_model(9, optimizer=True), "momentum"),
-        ),  # of another optimizer
-        (
-            _model(9, optimizer=True),
-            _with_moments(_model(9, optimizer=True), "exp_avg", "bfloat16"),
-        ),
-    ],
-)
-def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: Described) -> None:
-    offered = _refusal(there, here).splitlines()[-1]
-    keys: dict[str, list[str]] = {"allow_missing": [], "exclude_from_loading": []}
-    for key, patterns in keys.items():
-        if f"checkpoint.{key} = [" in offered:
-            written = offered.split(f"checkpoint.{key} = [")[1].split("]")[0]
-            patterns += [pattern.strip('" ') for pattern in written.split(",")]
-    found = select(there, here, keys["exclude_from_loading"], keys["allow_missing"])
-    alike = {name for name in here if there.get(name) == here[name]}
-    # The optimizer's state of a weight that is not loaded is not loaded either, of its step for
-    # example.
-    assert all(
-        name.startswith("optimizer.state.") and name.endswith(".step")
-        for name in alike - found.load
-    )
-    assert found.load <= alike
-    assert found.load
-
-
-def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> None:
-    half = _model(2, dtype="bfloat16", optimizer=True)
-    weights = _model(2, optimizer=True)
-    offered = _refusal(half, weights, source="a/step-3").splitlines()[-1]
-    assert (
-        'a run in another folder with checkpoint.initial_load_path = "a/step-3" converts the '
-        "weights"
-    ) in offered
-    assert "exclude_from_loading" not in offered
-    moments = _with_moments(weights, "exp_avg", "bfloat16")
-    assert 'exclude_from_loading = ["optimizer"] begins' in _refusal(weights, moments), (
-        "patterns of many would be cut"
-    )
+    assert all(key in lines[-1] for key in ("allow_missing", "exclude_from_loading"))
 
 
 def test_groups_patterns_and_types() -> None:

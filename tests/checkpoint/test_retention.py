@@ -26,7 +26,9 @@ from titanlite.checkpoint.retention import (
     begin,
     clear_leftovers,
     delete,
+    is_pinned,
     leftovers,
+    pinned,
     prune,
     publish,
     quarantine,
@@ -230,6 +232,27 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], (
         "2 is resumed from, 3 is pinned"
     )
+
+
+def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
+    root: AnyPath,
+) -> None:
+    write(root, 1, 2, 3)
+    with pinned(root / "step-1"):
+        assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3]
+        with pytest.raises(CheckpointError, match="is pinned"):
+            remove([root / "step-1"])
+        with pinned(root / "step-1"):
+            pass
+        assert is_pinned(root / "step-1")
+    assert _pruned(root, 3, keep_latest_k=2) == [2, 3]
+    (root / "step-2" / "KEEP").write_bytes(b"")
+    with pinned(root / "step-2"):
+        pass
+    write(root, 4)
+    assert _pruned(root, 4, keep_latest_k=2) == [2, 3, 4]
+    remove([root / "step-2"], force=True)
+    assert steps_in(root) == [3, 4]
 
 
 def test_of_a_link_the_link_goes(tmp_path: Path) -> None:

@@ -122,16 +122,16 @@ def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixtu
     [
         ("runs --jsn", "titanlite runs [-h]", "unknown option --jsn: the nearest is --json"),
         (
-            "checkpoint ls --jason",
-            "titanlite checkpoint ls [-h]",
-            "unknown option --jason: the nearest is --json",
+            "checkpoint rm step-1 --forse",
+            "titanlite checkpoint rm [-h]",
+            "unknown option --forse: the nearest is --force",
         ),
         (
             "config check --stict debug_model.toml",
             "titanlite config check [-h]",
             "the nearest is --strict",
         ),
-        ("sample nowhere text --gredy", "titanlite sample [-h]", "the nearest is --greedy"),
+        ("sample nowhere text --sed", "titanlite sample [-h]", "the nearest is --seed"),
         (
             "train debug_model.toml --steps 5",
             "titanlite train [-h]",
@@ -187,11 +187,11 @@ WITHOUT_TORCH = {
     "sample nowhere text": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "sample mine.toml text": (
         exit_codes.CHECKPOINT,
-        "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
+        "error: mine.toml is a file: name a run or its folder of checkpoints",
     ),
     "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "eval mine.toml": (exit_codes.CHECKPOINT, "it is a config"),
+    "eval mine.toml": (exit_codes.CHECKPOINT, "mine.toml is a file: name a run"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "import an-owner/A-1.5 there": (
@@ -199,7 +199,7 @@ WITHOUT_TORCH = {
         "error: an-owner/A-1.5: no such folder; a model of the hub: hf download an-owner/A-1.5 "
         "--local-dir an-owner/A-1.5",
     ),
-    "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "it is a config"),
+    "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "mine.toml is a file"),
     "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "data prepare nowhere.txt --out there --tokenizer bundled": (
         exit_codes.CONFIG,

@@ -41,7 +41,7 @@ def sample(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: Any) -> None:
     prompts = ["Once upon a time", "A naïve question:"]
-    found = sample(hf, *prompts, "--greedy", "--max-tokens=64", "--json")
+    found = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--json")
     model = LlamaForCausalLM.from_pretrained(hf).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
     for prompt, one in zip(prompts, found["samples"], strict=True):
@@ -53,7 +53,7 @@ def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: 
         assert one["prompt_tokens"] == ids.size(1)
         assert one["text"] == tokenizer.decode(one["ids"])
         assert one["finish"] == "length"
-    out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--batch-size=1")
+    out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64")
     assert out == "\n".join(
         f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
     )
@@ -72,9 +72,9 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     assert one["finish"] == "context"
     assert one["prompt_tokens"] + len(one["ids"]) == 96
     # Of weights without a run the date is that of today, which transformers writes.
-    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
-    words = ["--chat", "--chat-template", tmp_path / "dated.jinja", "--json", "--max-tokens=1"]
-    (one,) = sample(hf, "Hello", *words)["samples"]
+    dated = hf_folder(tmp_path / "dated")
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
+    (one,) = sample(dated, "Hello", "--chat", "--json", "--max-tokens=1")["samples"]
     today = load_tokenizer(str(hf)).encode(str(date.today()))
     assert one["prompt_tokens"] == len(today)
     # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
@@ -82,59 +82,43 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        greedy = sample(folder, "Hello", "--greedy", "--json", "--max-tokens=3")["samples"][0][
-            "ids"
-        ]
+        words = ["--temperature=0", "--json", "--max-tokens=3"]
+        greedy = sample(folder, "Hello", *words)["samples"][0]["ids"]
         assert len(greedy) == 3
     eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))
-    (one,) = sample(folder, "Hello", "--greedy", "--json")["samples"]
+    (one,) = sample(folder, "Hello", "--temperature=0", "--json")["samples"]
     assert (one["ids"], one["text"], one["finish"]) == (greedy[:1], "", "stop")
 
 
 @pytest.mark.slow
-def test_prompts_of_a_run_come_from_files_and_standard_input(
-    golden: GoldenRun, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prompts_of_a_run_are_drawn_by_the_seed(
+    golden: GoldenRun, sample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "prompts").write_text("One\n\nTwo\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
-    words = [
-        "--prompt-file",
-        tmp_path / "prompts",
-        "--max-tokens=7",
-        "--top-k=40",
-        "--top-p=0.9",
-        "--json",
-        "-",
-    ]
-    found = sample(golden.folder, *words)
-    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"]
+    words = ["--max-tokens=7", "--top-k=40", "--top-p=0.9", "--json"]
+    prompts = [f"{number} and" for number in range(9)]
+    found = sample(golden.folder, *prompts, *words)
+    assert [one["prompt"] for one in found["samples"]] == prompts
     assert found["step"] == 24
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
-    again = sample(golden.folder / "checkpoint" / "step-24", *words, "--batch-size=2")
-    assert again["samples"] == found["samples"], "the same seed, whatever is in a batch"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
-    assert sample(golden.folder, *words, "--seed=1")["samples"] != found["samples"]
-    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"][
-        0
-    ]
-    assert longer["prompt_tokens"] + len(longer["ids"]) > 64 or longer["finish"] == "stop"
-    assert (
-        sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1].count(
-            "bfloat16 on cpu"
-        )
-        == 1
-    )
+    again = sample(golden.folder / "checkpoint" / "step-24", *prompts[:2], *words)
+    assert again["samples"] == found["samples"][:2], "the same seed, whatever is in a batch"
+    assert sample(golden.folder, *prompts, *words, "--seed=1")["samples"] != found["samples"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0 and\n"))
+    assert sample(golden.folder, *words)["samples"] == found["samples"][:1]
+    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"]
+    assert longer[0]["prompt_tokens"] + len(longer[0]["ids"]) > 64 or longer[0]["finish"] == "stop"
+    said = sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1]
+    assert said.count("bfloat16 on cpu") == 1
 
 
 def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(
     hf: Path, sample: Any, tmp_path: Path
 ) -> None:
     step = convert(hf, tmp_path, "checkpoint")
-    words = ["Once upon", "--greedy", "--max-tokens=3", "--json"]
+    words = ["Once upon", "--temperature=0", "--max-tokens=3", "--json"]
     assert sample(step, *words)["samples"] == sample(hf, *words)["samples"]
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
-    assert "give one as --tokenizer" in sample(step, "x", code=exit_codes.CONFIG)[1]
+    assert "holds no tokenizer.json" in sample(step, "x", code=exit_codes.CONFIG)[1]
     assert sample(step, *words, "--tokenizer", hf)["samples"]
 
 
@@ -153,16 +137,15 @@ def test_what_cannot_be_sampled_is_refused(
         (
             [golden.folder, "x", "--chat"],
             exit_codes.CONFIG,
-            "--chat-template: the tokenizer brings no",
+            "data.chat_template: the tokenizer brings no",
         ),
-        ([golden.folder, "--prompt-file", tmp_path / "none"], exit_codes.CONFIG, "cannot be read"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
         assert message in sample(*words, code=code)[1]
     (hf.parent / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (hf.parent / "bare" / name).symlink_to(hf / name)
-    assert "holds no tokenizer" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
+    assert "holds no tokenizer.json" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
     for option in (
         "--top-p=0",
         "--top-p=1.5",

@@ -10,14 +10,13 @@ import ast
 import http.server
 import json
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -38,13 +37,12 @@ from tests.cli.poison import (
 )
 from tests.support.commands import commands
 from tests.support.golden_run import MORE, GoldenRun
-from tests.support.processes import environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
 from titanlite.cli.config import DIFFERENT
 from titanlite.cli.eval_text import config_of, read_texts
-from titanlite.cli.main import main
+from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
 from titanlite.contrib.hub.command import export
 from titanlite.contrib.hub.weights import find_weights
@@ -56,16 +54,16 @@ OWN = "reads no file but TOML files that the user names, which are the user's ow
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint inspect": (["{step}", "--config"], exit_codes.DONE),
+    "checkpoint inspect": (["{step}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "checkpoint rm": (["{step}", "--dry-run", "--force"], exit_codes.DONE),
+    "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
     "config diff": (["{step}", "{run}"], DIFFERENT),
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
-    "checkpoint convert": ["{step}", "{out}", "--to", "torch"],
+    "checkpoint convert": ["{step}", "{out}", "--to", "checkpoint"],
     "export": ["{step}", "{out}"],
     "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
@@ -75,7 +73,7 @@ MODEL = {
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
 CONFIG = {
     "eval": (
-        ["{step}", "--nproc-per-node=1"],
+        ["{step}"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
     "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
@@ -101,7 +99,6 @@ REASONS = {
     "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,
-    "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
 }
 
 
@@ -141,21 +138,24 @@ def _start(words: list[str]) -> int:
     """Run a command.
 
     Tasks need a package that is not installed: their model is loaded as it would be. So is the
-    export of a push, without its hub.
+    export of a push, without its hub. A rank would end this process.
     """
-    is_of_tasks = words[0] == "eval" and any(word.startswith("--tasks") for word in words)
-    if words[0] != "push" and not is_of_tasks:
+    if words[0] not in ("push", "eval"):
         return main(words)
+    from titanlite.cli.eval_text import _evaluate_rank
     from titanlite.cli.loading import load_model
     from titanlite.config.errors import ConfigError
 
-    arguments = make_parser(words[0]).parse_args(words)
+    ours, flags = split_flags(words)
+    arguments = make_parser(words[0]).parse_args(ours)
     try:
+        if words[0] == "eval" and arguments.tasks is None:
+            return _evaluate_rank(arguments.checkpoint, None, flags, False, arguments.trust_code)
         if words[0] == "eval":
             load_model(arguments)
         else:
             target = arguments.source.parent.parent / "exports"
-            export(find_weights(arguments.source, None), target, arguments)
+            export(find_weights(arguments.source), target, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -180,14 +180,13 @@ def poisoned(
     monkeypatch.chdir(run)
     monkeypatch.syspath_prepend(str(run))
     monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setattr("titanlite.cli.eval_text.start_ranks", _started)
+    monkeypatch.setattr("titanlite.dist.dist_env.connect_store", _started)
     yield Poisoned(run, step, evil, tmp_path / "out", capsys)
     forget(evil)
 
 
-def _started(ranks: int, words: list[str]) -> None:
-    """Stand in for the torchrun that this process would become."""
-    print("started", *words, file=sys.stderr)
+def _started() -> NoReturn:
+    """Stand in for what a rank does with a config that was taken."""
     raise DataError("started")
 
 
@@ -239,17 +238,7 @@ def test_code_that_a_kept_config_names_is_not_imported(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )
     if command == "eval":
-        assert f"started eval {poisoned.step} {trust.FLAG}" in said
-
-
-def test_a_rank_of_eval_refuses_too(poisoned: Poisoned) -> None:
-    from titanlite.cli.eval_text import _evaluate_rank
-
-    poison(poisoned.step, code_config(poisoned.evil, "beside"))
-    code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
-    assert code == exit_codes.CONFIG
-    assert not poisoned.evil.ran
-    _names(poisoned.capsys.readouterr().err, "manifest.json", "validation.dataset", "evil")
+        assert "started" in said
 
 
 @pytest.mark.parametrize("command", sorted(CONFIG))
@@ -278,7 +267,7 @@ def test_with_the_flag_a_variable_is_announced_and_read(
 ) -> None:
     """The server of the test above would have seen the secret."""
     poison(poisoned.step, {"validation.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
-    _, said = poisoned.call("eval", ["{step}", "--nproc-per-node=1", trust.FLAG])
+    _, said = poisoned.call("eval", ["{step}", trust.FLAG])
     assert f"reads the environment variable {VARIABLE}" in said
     manifest = read_manifest(poisoned.step)
     run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
@@ -289,8 +278,7 @@ def test_with_the_flag_a_variable_is_announced_and_read(
 
 def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
     poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
-    words = ["{step}", "--nproc-per-node=1"]
-    _, said = poisoned.call("eval", words, "--validation.dataset=c4_test")
+    _, said = poisoned.call("eval", ["{step}"], "--validation.dataset=c4_test")
     assert "started" in said
     assert trust.FLAG not in said
     assert not poisoned.evil.ran
@@ -368,38 +356,6 @@ def _is_announced(said: str, evil: Evil, value: str) -> None:
 
 
 # Files of weights, folders of Hugging Face's, tokens
-
-
-def test_a_torch_file_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    import torch
-
-    file = tmp_path / "weights.pt"
-    path = poisoned.evil.named("SPEC")
-    assert main(["checkpoint", "convert", str(poisoned.step), str(file), "--to", "torch"]) == 0
-    content = torch.load(file, weights_only=True)
-    content["model"]["family"] = path
-    torch.save(content, file)
-    words = {
-        "checkpoint convert": [str(file), "{out}", "--to", "hf"],
-        "export": [str(file), "{out}"],
-    }
-    words["sample"] = [str(file), "text"]
-    for command, given in words.items():
-        code, said = poisoned.call(command, given)
-        assert code == exit_codes.CONFIG and not poisoned.evil.ran, command
-        _names(said, file, "model.family", path)
-    _, said = poisoned.call("export", words["export"], trust.FLAG)
-    _is_announced(said, poisoned.evil, path)
-
-
-def test_a_torch_file_with_an_object_is_refused(poisoned: Poisoned, tmp_path: Path) -> None:
-    import torch
-
-    torch.save({"state_dict": {}, "model": Pickled(poisoned.evil.mark)}, tmp_path / "evil.pt")
-    for command in ("export", "sample"):
-        code, _ = poisoned.call(command, [str(tmp_path / "evil.pt"), "{out}"])
-        assert code == exit_codes.CHECKPOINT
-        assert not poisoned.evil.ran
 
 
 def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
@@ -487,14 +443,12 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
     from titanlite.data.shards import url_text
-    from titanlite.data.tokenizer.urls import read_url
 
     references = tmp_path / "references.json"
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
     url = f"reference://x::file://{references}"
     assert fsspec.open(url).open().read() == b"another text"
     readers: list[Callable[[], Any]] = [
-        lambda: read_url(url),
         lambda: url_text(Place(url)),
         lambda: open_file(url).read(),
         lambda: _about(url),
@@ -530,30 +484,6 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
     codes, said = train([*initial, '--checkpoint.allow_changes=["model"]'], 2, tmp_path / "console")
     assert codes == [0, 0], said
     assert not poisoned.evil.ran
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
-def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
-    golden: GoldenRun, tmp_path: Path
-) -> None:
-    step = run_folder(golden, tmp_path / "run")
-    evil = make_evil(tmp_path / "evil")
-    for folder in (step, tmp_path / "run"):
-        (folder / "xxhash.py").write_text(evil.file.read_text())
-    words = [
-        Path(sys.executable).with_name("titanlite"),
-        "eval",
-        ".",
-        "--nproc-per-node=1",
-        "--json",
-    ]
-    done = subprocess.run(
-        words, cwd=tmp_path / "run", env=environment(), capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == MORE
-    assert not evil.ran
 
 
 # The code

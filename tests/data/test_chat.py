@@ -333,8 +333,8 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
 
 
-def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_errors_name_the_key_also_beside_a_config(
+    tmp_path: Path,
 ) -> None:
     tokenizer = load_tokenizer()
     template = tmp_path / "own.jinja"
@@ -347,16 +347,3 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
         load_template(str(template), tokenizer, "--chat-template")
     template.write_text("{{ pad_token }}")
     assert ("pad_token", "[P]") in load_template(str(template), tokenizer).tokens
-    asked: list[str] = []
-
-    def read(url: str) -> bytes:
-        asked.append(url)
-        return b"<!DOCTYPE html>"
-
-    monkeypatch.setattr("titanlite.data.tokenizer.urls.read_url", read)
-    tokenizer.folder = "https://models"
-    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens)
-    assert asked == []
-    with pytest.raises(DataError, match="brings no chat template"):
-        load_template(None, tokenizer)
-    assert len(asked) == 2

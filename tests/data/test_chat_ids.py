@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.support import tekken
 from tests.support.hf import bundled_as_json
 from titanlite.data.chat import encode_chat, load_template
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
@@ -203,10 +202,9 @@ def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind: str, tmp_pat
     compare(tmp_path, tmp_path / "tokenizer.json", TURNS.replace("HEAD", head).replace("END", end))
 
 
-@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "tekken.json"])
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
 def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind: str, tmp_path: Path) -> None:
-    file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}.get(kind)
-    file = file or tekken.write(tmp_path / "tekken.json")
+    file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}[kind]
     ours = load_tokenizer(str(file))
     made = as_tokenizer_json(file.read_bytes(), kind, ours)
     (tmp_path / "tokenizer.json").write_bytes(made)

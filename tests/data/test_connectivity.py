@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fsspec import AbstractFileSystem
-from fsspec.registry import _registry
 from huggingface_hub import constants
 
 from tests.support.hub_server import HubServer
@@ -23,7 +19,6 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError, connectivity
 from titanlite.data.connectivity import contact_problem
 from titanlite.data.records import Columns
-from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
@@ -32,7 +27,6 @@ from titanlite.models.hf import config_file
 pytest.importorskip("aiohttp")
 
 TOKENIZER = load_tokenizer()
-AZURE = ("az", "abfs", "abfss")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
@@ -43,38 +37,11 @@ def no_contact_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class _Google(AbstractFileSystem):  # type: ignore[misc]
-    """Stands in for gcsfs, whose file system looks for a login for long."""
-
-    def __init__(self, **_: object) -> None:
-        pytest.fail("it is not made before the server was reached")
-
-
-class _Azure(AbstractFileSystem):  # type: ignore[misc]
-    """Stands in for adlfs, whose client knows the address of the account."""
-
-    address = ""
-
-    @property
-    def service_client(self) -> Any:
-        return SimpleNamespace(url=f"{self.address}/account/")
-
-
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a port that refuses, which is the hub's and all object stores', too."""
+    """The address of a port that refuses, which is the hub's, too."""
     address = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(_Azure, "address", address)
-    stores = {**dict.fromkeys(("gs", "gcs"), _Google), **dict.fromkeys(AZURE, _Azure)}
-    for scheme, store in stores.items():
-        monkeypatch.setitem(_registry, scheme, store)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address.removeprefix("http://"))
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "a")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
     return address
 
 
@@ -92,38 +59,28 @@ def refused(training: Training, data: Data | None = None, validation: Any = None
 
 
 @pytest.mark.parametrize(
-    ("text", "begin", "source"),
+    ("text", "begin"),
     [
         (
             {"dataset": "c4"},
             "training.dataset: the hub's data set allenai/c4, subset en, cannot be listed: ",
-            "allenai/c4",
         ),
-        ({"dataset_path": "{}/a.jsonl?sig=secret"}, "training.dataset_path: {}", "{}/a.jsonl"),
-        ({"dataset_path": "{}/folder/"}, "training.dataset_path: {}", "{}/folder/"),
-        ({"dataset_path": "s3://b/a"}, "training.dataset_path: s3://b/a", "s3://b/a"),
-        ({"dataset_path": "gs://b/a"}, "training.dataset_path: gs://b/a", "gs://b/a"),
-        ({"dataset_path": "gcs://b/a"}, "training.dataset_path: gcs://b/a", "gcs://b/a"),
-        ({"dataset_path": "az://b/a"}, "training.dataset_path: az://b/a", "az://b/a"),
-        ({"dataset_path": "abfs://b/a"}, "training.dataset_path: abfs://b/a", "abfs://b/a"),
-        ({"dataset_path": "abfss://b/a"}, "training.dataset_path: abfss://b/a", "abfss://b/a"),
+        ({"dataset_path": "{}/a.jsonl?sig=secret"}, "training.dataset_path: {}/a.jsonl cannot be "),
+        ({"dataset_path": "{}/folder/"}, "training.dataset_path: {}/folder/ cannot be read: "),
         (
             {"dataset_path": "hf://datasets/me/small/*.jsonl"},
             "training.dataset_path: hf://datasets/me/small/*.jsonl cannot be read: ",
-            "hf://datasets/me/small/*.jsonl",
         ),
     ],
 )
-def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_remedy(
-    nowhere: str, text: dict[str, str], begin: str, source: str
+def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(
+    nowhere: str, text: dict[str, str], begin: str
 ) -> None:
     where = {name: value.format(nowhere) for name, value in text.items()}
     found = refused(Training(**where, seq_len=8))
     assert found.startswith(begin.format(nowhere))
     assert f"{nowhere} cannot be reached: ConnectionRefusedError: " in found
-    assert f"copy the files of {source.format(nowhere)} to a FOLDER" in found
-    assert found.endswith(", then set training.dataset_path to it")
-    assert ("`hf download" in found) == (source == "allenai/c4")
+    assert "copy the files (of a data set of the hub by `hf download`), and give" in found
     assert "HF_TOKEN" not in found and "secret" not in found
 
 
@@ -131,37 +88,17 @@ def test_sources_and_held_out_texts_are_named_by_their_keys(nowhere: str) -> Non
     sources = [DataSource(name="c4_test"), DataSource(name="me/small")]
     found = refused(Training(seq_len=8), Data(source=sources))
     assert found.startswith("data.source[1].name: the hub's data set me/small cannot be listed: ")
-    assert found.endswith("then set data.source[1].path to it")
     found = refused(Training(seq_len=8), validation=Validation(dataset="c4"))
-    assert "`hf download allenai/c4 --repo-type dataset --local-dir FOLDER`" in found
-    assert found.endswith("then set validation.dataset_path to it")
+    assert found.startswith("validation.dataset: the hub's data set allenai/c4, subset en, cannot")
 
 
-def test_a_name_that_does_not_resolve_or_is_looked_up_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
-
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     found = refused(Training(dataset_path="https://host.example/a.jsonl", seq_len=8))
     assert "cannot be reached: gaierror: [Errno -2] Name or service not known; on a" in found
-    answer = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(60))
-    found = refused(Training(dataset_path="https://host.example/a.jsonl", seq_len=8))
-    answer.set()
-    assert "https://host.example:443 cannot be reached: no answer in 1 s" in found
-
-
-def test_a_proxy_that_is_not_there_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
-    proxy = f"127.0.0.1:{free_port()}"
-    monkeypatch.setenv("HTTPS_PROXY", f"http://me:secret@{proxy}")
-    found = refused(Training(dataset_path="https://host.example/a.jsonl", seq_len=8))
-    assert f"https://host.example:443 cannot be reached by the proxy http://{proxy}: " in found
-    assert "secret" not in found
 
 
 def test_text_is_read_by_the_proxy_of_the_environment(
@@ -173,7 +110,7 @@ def test_text_is_read_by_the_proxy_of_the_environment(
         monkeypatch.setenv("HTTP_PROXY", server.url)
         url = "http://host.example/files/a.jsonl"
         assert contact_problem(url) is None
-        found = Shards((url,), Columns(), patience=1.0).records(0, 0)
+        found = TextFiles((url,), Columns(), patience=1.0).records(0, 0)
         assert [record.text for record in found] == TEXTS
 
 
@@ -182,8 +119,7 @@ def test_an_address_that_is_not_known_is_left_to_the_first_request(url: str) -> 
     assert contact_problem(url) is None
 
 
-def test_only_the_first_contact_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
+def test_only_the_first_contact_is_short(tmp_path: Path) -> None:
     with HubServer(tmp_path) as server:
         assert contact_problem(server.url) is None
         assert server.requests == [], "it connects and asks nothing"
@@ -191,33 +127,14 @@ def test_only_the_first_contact_is_short(tmp_path: Path, monkeypatch: pytest.Mon
             assert contact_problem(server.url) is None
 
 
-def test_one_process_of_each_node_makes_the_first_contact(
-    nowhere: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 has listed the files on another node."""
-    listed = TextFiles((f"{nowhere}/a.jsonl",), Columns())
-    training = Training(dataset_path=f"{nowhere}/a.jsonl", seq_len=8)
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        reader = TextReader(Data(), TOKENIZER, 2304, share=lambda *_: listed, patience=300.0)
-        if rank == "1":
-            assert reader.train(training).lanes
-            continue
-        with pytest.raises(DataError, match=r"a\.jsonl cannot be read: .* cannot be reached"):
-            reader.train(training)
-
-
-def test_commands_and_tokenizers_end_soon_too(
+def test_commands_end_soon_too(
     nowhere: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(tmp_path / "out"))
-    tokenizer = f"--model.tokenizer_path={nowhere}/tokenizer.json"
     for words in (
         ("data", "prepare", "c4", *out, "--tokenizer=bundled"),
         ("data", "prepare", f"{nowhere}/a.jsonl", *out, "--tokenizer=bundled"),
         ("data", "peek", "debug_model.toml", "--training.dataset=c4"),
-        ("data", "peek", "debug_model.toml", tokenizer),
-        ("tokenizer", "fetch", "me/small", *out),
     ):
         began = time.monotonic()
         assert cli.main(list(words)) == 2
@@ -240,6 +157,5 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_network(
     assert config_file("me/small") == "cache/me/small/config.json"
     monkeypatch.undo()
     monkeypatch.setattr(constants, "ENDPOINT", nowhere)
-    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
     with pytest.raises(FileNotFoundError, match="cannot be reached: ConnectionRefusedError"):
         config_file("me/small-that-is-in-no-cache")

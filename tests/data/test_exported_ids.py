@@ -18,7 +18,6 @@ import tokenizers
 import torch
 import transformers
 
-from tests.support import tekken
 from tests.support.hf import bundled_as_json
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.cli.hub.tensors import compare_ids
@@ -112,10 +111,6 @@ def unigram(folder: Path) -> Path:
     return sentencepiece_model(folder / "tokenizer.model", "unigram", byte_fallback=True)
 
 
-def mistral_tekken(folder: Path) -> Path:
-    return tekken.write(folder / "tekken.json")
-
-
 def qwen(folder: Path) -> Path:
     """Byte-level BPE after NFC, and no BOS by its config: titanlite takes <|endoftext|>."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -185,7 +180,6 @@ KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
     mistral_3: (("mistral", "mixtral"), "<s>"),
     user_defined: (("llama",), "<s>"),
     unigram: (("llama",), "<s>"),
-    mistral_tekken: (("mistral",), "<s>"),
     qwen: (("qwen3", "llama"), "<|endoftext|>"),
 }
 
@@ -195,9 +189,6 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
     if file.name == "tokenizer.json":
         made = tokenizers.Tokenizer.from_file(str(file))
         return lambda text: list(made.encode(text, add_special_tokens=False).ids)
-    if file.name == "tekken.json":
-        # tests/data/test_tekken.py compares it with tiktoken.
-        return load_tokenizer(str(file)).encode
     if file.read_bytes() == BUNDLED_TOKENIZER.read_bytes():
         return load_tokenizer().encode
     processor = sentencepiece.SentencePieceProcessor(model_file=str(file))

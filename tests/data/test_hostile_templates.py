@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titanlite.cli.main import main
-from titanlite.cli.sample import make_rows
+from titanlite.cli.sample import encode_prompts
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, chat_process
@@ -174,4 +174,4 @@ def test_all_that_render_name_file_and_record(
     with pytest.raises(
         DataError, match="^prompt 1: the chat template refuses it: it needs too much memory"
     ):
-        make_rows(loaded, ["Hello?"], chat=True, template=None)
+        encode_prompts(loaded, ["Hello?"], chat=True)

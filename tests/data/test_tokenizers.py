@@ -18,6 +18,8 @@ import sentencepiece
 import tokenizers
 from tiktoken_ext import openai_public
 
+from titanlite.config.checks import missing_files
+from titanlite.config.load import load
 from titanlite.data import DataError
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import (
@@ -155,6 +157,27 @@ def test_other_and_damaged_files_are_refused(
     if content is not None:
         path.write_bytes(content)
     assert re.search(words, refused(path))
+
+
+def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").mkdir()
+    name = "meta-llama/Llama-3.1-8B"
+    fetch = f"`hf download {name} --include 'tokenizer*' --local-dir {name}` fetches it"
+    copy = "copy its files to a folder of this machine, and give that folder"
+    expected = {
+        name: fetch,
+        "s3://bucket/tokenizer": copy,
+        "https://host/tokenizer.json": copy,
+        "assets/tokenizer.model": "",
+    }
+    for path, remedy in expected.items():
+        (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))
+        assert problem.remedy == remedy
+    with pytest.raises(DataError, match=re.escape(f"does not exist; {fetch}")):
+        load_tokenizer(name)
 
 
 def test_a_sentencepiece_model_that_ends_between_two_pieces_is_refused(tmp_path: Path) -> None:

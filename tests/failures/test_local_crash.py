@@ -234,5 +234,5 @@ def test_a_kill_and_a_lost_node_cost_one_local_interval(tmp_path: Path, straight
     codes, text = train(arguments, RANKS, tmp_path / "resumed")
     assert codes == [exit_codes.DONE] * RANKS, text
     assert _resumed(text) == 7
-    assert "rank 1 got its part of the local save from the node of rank 0" in text
+    assert "as rank 1 from that of rank 0" in text
     _same(tmp_path, straight)

@@ -145,18 +145,14 @@ def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(
     report = text[text.index("error: [rank 1] out of memory") :]
     assert "in backward of step 6: CUDA out of memory. Tried to allocate 2.00 GiB.\n" in report
     assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report)
-    assert re.search(r"request +2.0 GiB\n", report)
-    assert re.search(r"\n  [a-z_.]+ = .* saves [\d.]+ .?.?B", report), report
-    newest = re.search(
-        rf"With one of these keys the run resumes from step (\d) in {tmp_path}/checkpoint", report
-    )
-    assert newest is not None and int(newest[1]) in (2, 4), "a save in flight is not waited for"
+    assert re.search(r"\n +[\d.]+ .?.?B: [a-z_.]+ = ", report), report
     assert "_run_out" in (tmp_path / "logs" / "rank_1.log").read_text(), "the traceback"
     assert (end := read_entries(tmp_path)[-1])["exit_code"] == exit_codes.LOST_PEER
     assert "rank 1" in end["reason"]
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
     assert codes == [0, 0]
-    assert f"resumed from step {newest[1]}" in text
+    newest = re.search(r"resumed from step (\d)", text)
+    assert newest is not None and int(newest[1]) in (2, 4), "a save in flight is not waited for"
     assert rows(tmp_path) == rows(straight)
     assert unequal(tmp_path, straight) == []
 

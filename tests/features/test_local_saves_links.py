@@ -52,14 +52,14 @@ def _train_until_a_connection_breaks(
     """
     new_group = async_save.new_group
     exchange = Copies.exchange
-    check_space = LocalWriter._check_space
+    write_part = LocalWriter._write_part
     minutes = set()
     #: Of the latest group.
     numbers: list[int] = []
 
-    def check_without_the_broken(writer: LocalWriter, *more: Any) -> None:
+    def write_without_the_broken(writer: LocalWriter, *more: Any) -> Any:
         assert not writer.folder.step(BROKEN).exists()
-        check_space(writer, *more)
+        return write_part(writer, *more)
 
     def noting(timeout: timedelta) -> dist.ProcessGroup:
         minutes.add(timeout.total_seconds() / 60)
@@ -82,7 +82,7 @@ def _train_until_a_connection_breaks(
     with (
         patch.object(async_save, "new_group", noting),
         patch.object(Copies, "exchange", breaking),
-        patch.object(LocalWriter, "_check_space", check_without_the_broken),
+        patch.object(LocalWriter, "_write_part", write_without_the_broken),
     ):
         done = train_both(world, run, folder, 7, nodes, async_mode=mode, local_copies=1)
     return {**done, "minutes": minutes}

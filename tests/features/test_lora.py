@@ -135,7 +135,6 @@ def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -
     whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
     assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
     assert found["rows"][3]["loss"] != whole["rows"][3]["loss"]
-    assert not [line for line in found["said"] if "no gradient has reached" in line]
     assert sorted(found["without"]) == sorted(set(found["start"]) - found["adapters"])
     again = pool(1).run(train_seen, str(tmp_path / "c"), *flags, "--training.batch_size=4")[0]
     for name in found["adapters"]:
@@ -515,7 +514,7 @@ def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path)
 def test_commands_take_adapters(
     tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = ["sample", str(trained), "Once upon", "--greedy", "--max-tokens=4"]
+    sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
     assert code == 0 and json.loads(out)
     convert(trained, tmp_path / "merged", "checkpoint")

@@ -1,62 +1,136 @@
-"""Tasks in a run: their figures are those of `titanlite eval` on any ranks, training does not
-notice them, and a broken task ends nothing.
+"""Tasks in a run: their figures are those of `titanlite eval` on any ranks and of the harness's own
+backend on the exported model, training does not notice them, and a broken task ends nothing.
 """
 
 from __future__ import annotations
 
-import gzip
+import importlib.util
 import json
-import math
-import random
 import re
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from tests.support.pool import Pools
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, python, titanlite
 from tests.support.ranks import train
 from tests.support.refusals import refusal
 from tests.support.task_files import (
+    CHOICE,
     SHORT,
-    TEXTS,
+    TASKS,
     evaluated,
     flags_of,
+    quickly,
     scores_of,
     task_run,
     with_and_without,
-    write_files,
+    write_tasks,
 )
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalars, train_run
 from titanlite import exit_codes
+from titanlite.cli.main import main
 from titanlite.cli.runs import _as_json
 from titanlite.config.claims import config_claims
+from titanlite.config.errors import ConfigError
 from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
-from titanlite.data import DataError
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.tasks.own_files import ChoiceTask, read_own
-from titanlite.features.tasks.scoring import windows
 from titanlite.runs.read import read_run
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None,
+    reason="lm_eval is not installed: tasks of the harness are NOT tested",
+)
 
-@pytest.mark.slow_after(1)
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    return write_tasks(folder)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_figures_are_those_of_the_command_on_any_ranks_and_training_does_not_notice(
-    pool: Pools, tmp_path: Path, ranks: int
+def test_figures_are_those_of_the_command_and_of_the_harness_on_the_export(
+    pool: Pools, tmp_path: Path, tasks: Path, ranks: int
 ) -> None:
-    files = write_files(tmp_path)
-    found = pool(ranks).run(with_and_without, str(tmp_path / "run"), flags_of(*files))[0]
+    # One rank alone also knows the tasks that the harness ships.
+    is_alone = ranks == 1
+    job = (with_and_without,) if is_alone else (quickly, with_and_without)
+    found = pool(ranks).run(*job, str(tmp_path / "run"), flags_of(tasks))[0]
     scores = scores_of(found["rows"])
     assert sorted(scores) == [2, 4]
-    assert sorted(scores[4]) == ["eval/held/bits_per_byte", "eval/quiz/acc", "eval/quiz/acc_norm"]
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
+    assert scores[4] == evaluated(checkpoint, tasks)
     assert scores[2] != scores[4]
-    assert scores[4] == evaluated(tmp_path / "run" / "checkpoint" / "step-4", *files)
+    name = "eval/tiny_rolling/bits_per_byte"
     said = [line for line in found["said"] if "bits_per_byte" in line][-1]
-    assert said.split() == ["held", "bits_per_byte", f"{scores[4]['eval/held/bits_per_byte']:.4f}"]
+    assert said.split() == ["tiny_rolling", "bits_per_byte", f"{scores[4][name]:.4f}"]
+    if not is_alone:
+        return
+    theirs = _of_own_backend(checkpoint, tmp_path / "export", tasks)
+    assert {name: scores[4][name] for name in theirs} == pytest.approx(theirs, rel=1e-5)
+
+
+def _of_own_backend(checkpoint: Path, export: Path, tasks: Path) -> dict[str, float]:
+    """What the harness's own backend finds of the exported model."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    assert main(["export", str(checkpoint), str(export)]) == 0
+    names = list(TASKS)
+    model = HFLM(
+        pretrained=str(export), device="cpu", dtype="float32", add_bos_token=True, max_length=32
+    )
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager)
+    figures = {}
+    for name in names:
+        for metric, value in found["results"][name].items():
+            if isinstance(value, float) and "stderr" not in metric:
+                figures[f"eval/{name}/{metric.removesuffix(',none')}"] = value
+    assert len(figures) == 6
+    return figures
+
+
+@pytest.mark.slow
+def test_tasks_that_fail_in_their_code_or_lack_their_data_leave_the_others(
+    pool: Pools, tmp_path: Path, tasks: Path
+) -> None:
+    flags = flags_of(tasks, "tiny_broken", "tiny_rolling", "tiny_group")
+    found = pool(2).run(quickly, _lost_data, str(tmp_path / "run"), flags)[0]
+    assert found["code"] == 0
+    assert list(scores_of(found["rows"])[4]) == ["eval/tiny_group/acc"]
+    failed, lost, *_ = [line for line in found["said"] if "training continues without it" in line]
+    assert failed.endswith("tiny_broken failed, training continues without it: KeyError: 'gold'")
+    assert lost.endswith("tiny_rolling failed, training continues without it: OSError: it is gone")
+
+
+def _lost_data(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
+    """The data of a task is gone after the start."""
+    trainer = make_trainer(world, folder, *SHORT, *flags)
+    if world.rank == 0:
+        rolling = task_run(trainer)._tasks[1]
+        (task,) = rolling.loaded["tasks"].values()
+
+        def gone() -> NoReturn:
+            raise OSError("it is gone")
+
+        task.test_docs = gone
+    return outcome_of(trainer, folder)
+
+
+def _refused(world: DistEnv, folder: str, flags: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(world, folder, *SHORT, *flags)
+    return str(caught.value)
 
 
 LAYOUTS = {
@@ -115,22 +189,23 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_figures_are_those_of_the_command_in_every_layout(
-    pool: Pools, tmp_path: Path, layout: str
+    pool: Pools, tmp_path: Path, tasks: Path, layout: str
 ) -> None:
-    files = write_files(tmp_path)
     mesh, ranks, flags = LAYOUTS[layout]
-    found = pool(ranks).run(with_and_without, str(tmp_path / "run"), flags_of(*files), *flags)[0]
+    found = pool(ranks).run(
+        quickly, with_and_without, str(tmp_path / "run"), flags_of(tasks), *flags
+    )[0]
     assert any("mesh" in line and mesh in line for line in found["said"])
     scores = scores_of(found["rows"])
     averaged = ("--ema",) if layout == "averaged weights" else ()
     checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
-    expected = evaluated(checkpoint, *files, flags=averaged)
+    expected = evaluated(checkpoint, tasks, flags=averaged)
     assert scores[4].keys() == expected.keys()
     for name, value in expected.items():
         exact = name.endswith(("acc", "acc_norm"))
         assert scores[4][name] == (value if exact else pytest.approx(value, rel=1e-6)), name
     if averaged:
-        assert scores[4] != evaluated(checkpoint, *files)
+        assert scores[4] != evaluated(checkpoint, tasks)
     assert not any("compiled" in line and "again" in line for line in found["said"])
 
 
@@ -143,9 +218,10 @@ FLOAT8 = [
 
 
 @pytest.mark.slow
-def test_training_in_float8_does_not_notice_tasks(pool: Pools, tmp_path: Path) -> None:
-    files = write_files(tmp_path)
-    found = pool(2).run(with_and_without, str(tmp_path / "run"), flags_of(*files), *FLOAT8)[0]
+def test_training_in_float8_does_not_notice_tasks(pool: Pools, tmp_path: Path, tasks: Path) -> None:
+    found = pool(2).run(quickly, with_and_without, str(tmp_path / "run"), flags_of(tasks), *FLOAT8)[
+        0
+    ]
     assert sorted(scores_of(found["rows"])) == [2, 4]
 
 
@@ -168,10 +244,10 @@ class _Broken:
 
 def _broken_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer = make_trainer(world, folder, *SHORT, *flags)
-    tasks = task_run(trainer)
+    running = task_run(trainer)
     broken = _Broken()
     if world.rank == 0:
-        tasks._tasks = [broken, *tasks._tasks]
+        running._tasks = [broken, *running._tasks]
     phases: list[str] = []
     tell = trainer.phase
     trainer.phase = lambda name: (phases.append(name), tell(name))[1]  # type: ignore[method-assign]
@@ -181,12 +257,13 @@ def _broken_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_on_one_rank_is_told_once_and_ends_nothing(
-    pool: Pools, tmp_path: Path
+def test_a_task_that_fails_on_one_rank_is_told_and_ends_nothing(
+    pool: Pools, tmp_path: Path, tasks: Path
 ) -> None:
-    quiz, _ = write_files(tmp_path)
     bare = pool(2).run(train_run, str(tmp_path / "bare"), *SHORT)[0]
-    first, second = pool(2).run(_broken_run, str(tmp_path / "run"), *flags_of(quiz))
+    first, second = pool(2).run(
+        quickly, _broken_run, str(tmp_path / "run"), *flags_of(tasks, "tiny_choice")
+    )
     assert (first["code"], second["code"]) == (0, 0)
     assert losses_of(first["rows"]) == losses_of(bare["rows"])
     assert sorted(scores_of(first["rows"])) == [2, 4]
@@ -194,10 +271,10 @@ def test_a_task_that_fails_on_one_rank_is_told_once_and_ends_nothing(
     # Twice the begin, requests of the questions and the end; once a pass of the broken, and a wait.
     assert len(first["phases"]) == len(second["phases"]) == 2 * 3 + 2
     assert first["training"] and second["training"]
-    (said,) = [line for line in first["said"] if "broken" in line]
-    assert said == (
-        "step 2: the task broken failed, training continues without it: KeyError: 'target'"
-    )
+    assert [line for line in first["said"] if "broken" in line] == [
+        f"step {step}: the task broken failed, training continues without it: KeyError: 'target'"
+        for step in (2, 4)
+    ]
 
 
 def _stopped_run(
@@ -219,30 +296,29 @@ def _stopped_run(
 def whole(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with tasks that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
-    flags = flags_of(*write_files(folder))
-    found: dict[str, Any] = pool(2).run(train_run, str(folder / "run"), *SHORT, *flags)[0]
+    flags = flags_of(write_tasks(folder))
+    found: dict[str, Any] = pool(2).run(quickly, train_run, str(folder / "run"), *SHORT, *flags)[0]
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "trains"), [(2, False), (4, False), (1, True)])
 def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them_once(
-    pool: Pools, tmp_path: Path, whole: dict[str, Any], step: int, trains: bool
+    pool: Pools, tmp_path: Path, tasks: Path, whole: dict[str, Any], step: int, trains: bool
 ) -> None:
-    files = write_files(tmp_path)
-    flags = flags_of(*files)
+    flags = flags_of(tasks)
     folder = str(tmp_path / "run")
-    stopped = pool(2).run(_stopped_run, folder, step, trains, *flags)[0]
+    stopped = pool(2).run(quickly, _stopped_run, folder, step, trains, *flags)[0]
     assert stopped["code"] == exit_codes.PREEMPTED
     assert sorted(scores_of(stopped["rows"])) == ([2] if step == 4 else [])
     assert any("were interrupted" in line for line in stopped["said"]) is not trains
     # Ranks learn of a stop in a step with the next one.
     assert stopped["step"] == (2 if trains else step)
-    resumed = pool(2).run(train_run, folder, *SHORT, *flags)[0]
+    resumed = pool(2).run(quickly, train_run, folder, *SHORT, *flags)[0]
     assert scores_of(resumed["rows"]) == scores_of(whole["rows"])
     assert losses_of(resumed["rows"]) == losses_of(whole["rows"])
     kept = _without_manifest(tmp_path / "run" / "checkpoint")
-    again = pool(2).run(train_run, folder, *SHORT, *flags)[0]
+    again = pool(2).run(quickly, train_run, folder, *SHORT, *flags)[0]
     assert again["rows"] == resumed["rows"]
     assert not any("tasks at" in line for line in again["said"])
     assert any("nothing to do" in line for line in again["said"])
@@ -260,14 +336,15 @@ def _without_manifest(checkpoints: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.slow
-def test_after_a_kill_in_an_evaluation_the_next_start_does_it_again(tmp_path: Path) -> None:
-    files = write_files(tmp_path)
+def test_after_a_kill_in_an_evaluation_the_next_start_does_it_again(
+    tmp_path: Path, tasks: Path
+) -> None:
     words = [
         "--job.config_file=debug_model.toml",
         *TWENTY_STEPS,
         *SHORT,
         "--checkpoint.interval=1",
-        *flags_of(*files),
+        *flags_of(tasks),
     ]
     for name in ("killed", "killed", "whole"):
         main = "titanlite.main"
@@ -292,11 +369,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_tensorboard_has_the_figures_and_speed_does_not_count_them(
-    pool: Pools, tmp_path: Path
+    pool: Pools, tmp_path: Path, tasks: Path
 ) -> None:
-    files = write_files(tmp_path)
-    flags = [*flags_of(*files, freq=3), "--no-eval.at_end", "--metrics.enable_tensorboard"]
-    found = pool(2).run(_slow_run, str(tmp_path / "run"), *flags)[0]
+    flags = [*flags_of(tasks, freq=3), "--no-eval.at_end", "--metrics.enable_tensorboard"]
+    found = pool(2).run(quickly, _slow_run, str(tmp_path / "run"), *flags)[0]
     (scores,) = scores_of(found["rows"]).values()
     (board,) = (tmp_path / "run" / "tb").iterdir()
     shown = scalars(board)
@@ -310,79 +386,24 @@ def test_tensorboard_has_the_figures_and_speed_does_not_count_them(
 
 
 def _slow_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    import time
-
     trainer = make_trainer(world, folder, *SHORT, *flags)
-    tasks = task_run(trainer)
-    if world.rank == 0:
-        run = tasks._tasks[0].__class__.run
-
-        class Slow(tasks._tasks[0].__class__):  # type: ignore[misc]
-            def run(self, scorer: Any) -> Any:
-                time.sleep(3)
-                return run(self, scorer)
-
-        object.__setattr__(tasks._tasks[0], "__class__", Slow)
+    running = task_run(trainer)
+    measure = running._measure
+    running._measure = lambda trainer: (time.sleep(3), measure(trainer))[1]
     return outcome_of(trainer, folder)
 
 
-# Figures, by another way
-
-
-def test_bits_per_byte_is_the_loss_of_all_tokens_in_bits(pool: Pools, tmp_path: Path) -> None:
-    _, held = write_files(tmp_path)
-    found = pool(1).run(_loss_by_hand, str(tmp_path / "run"), *flags_of(held))[0]
-    value = scores_of(found["rows"])[4]["eval/held/bits_per_byte"]
-    assert value == pytest.approx(found["by hand"], rel=1e-6)
-
-
-def _loss_by_hand(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    """Bits per byte of the last weights: windows of 32 tokens, one forward pass each."""
-    import torch
-    from torch.nn import functional as F
-
-    trainer = make_trainer(world, folder, *SHORT, *flags)
-    found = outcome_of(trainer, folder)
-    tokenizer = load_tokenizer()
-    nats = 0.0
-    size = 0
-    for text in TEXTS:
-        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
-        size += len(text.encode("utf-8"))
-        done = 1
-        while done < len(ids):
-            end = min(done + 32, len(ids))
-            part = torch.tensor(ids[max(end - 33, 0) : end])
-            with torch.no_grad():
-                logits = trainer.parts.model(part[None, :-1])[0]
-            nats += F.cross_entropy(
-                logits[done - end :], part[done - end :], reduction="sum"
-            ).item()
-            done = end
-    return {**found, "by hand": nats / math.log(2) / size}
-
-
-@pytest.mark.parametrize("length", [0, 1, 4, 5, 8, 9, 23])
-def test_windows_ask_for_each_id_once_with_a_full_context(length: int) -> None:
-    ids = list(range(100, 100 + length))
-    found = list(windows(ids, 7, limit=4))
-    assert [one for _, asked in found for one in asked] == ids
-    for before, asked in found:
-        assert before and len(before) + len(asked) <= 5
-    whole = [7, *ids]
-    for before, asked in found[1:]:
-        assert len(before) + len(asked) == 5
-        end = whole.index(asked[-1]) + 1
-        assert [*before, *asked] == whole[end - 5 : end]
-
-
 @pytest.mark.slow
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     page = (ROOT / "docs" / "evaluation.md").read_text()
     (section,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    quiz, held = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "quiz.jsonl").write_text(quiz)
-    (tmp_path / "held-out.jsonl").write_text(held)
+    lines = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    files = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "tasks").mkdir()
+    for name, text, yaml in zip(("quiz", "held-out"), lines, files, strict=True):
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text(text)
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml)
     config = tmp_path / "run.toml"
     config.write_text(f"[job]\nextends = ['{ROOT}/train_configs/debug_model.toml']\n\n{section}")
     words = [f"--job.config_file={config}", *TWENTY_STEPS, "--training.steps=12"]
@@ -404,111 +425,46 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
 # Refusals
 
 
-def _written(folder: Path, *lines: Any) -> str:
-    path = folder / "bad.jsonl"
-    path.write_text(
-        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
-    )
-    return str(path)
+@pytest.mark.slow
+def test_what_cannot_be_run_is_refused_at_the_start(
+    pool: Pools, tmp_path: Path, tasks: Path
+) -> None:
+    folder = str(tmp_path / "run")
+    (said,) = pool(1).run(_refused, folder, flags_of(tasks, "tiny_choice", "no_such_task"))
+    assert "eval.tasks: the harness has no task 'no_such_task'" in said
+    (tasks / "texts.jsonl").rename(tasks / "moved.jsonl")
+    (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_rolling"))
+    assert "eval.tasks: the task tiny_rolling cannot be loaded: FileNotFoundError" in said
+    (tasks / "moved.jsonl").rename(tasks / "texts.jsonl")
+    (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_until"))
+    assert "the task tiny_until continues texts" in said
+    assert "run it by `titanlite eval` on a checkpoint" in said
+    (said,) = pool(1).run(_refused, folder, flags_of(tasks / "none", "tiny_choice"))
+    assert "eval.include_path: there is no folder" in said
 
 
-GOOD = {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ("{", "not valid JSON"),
-        ([1], "no question: Expected `object`, got `array`"),
-        ({**GOOD, "answer": 2}, "'answer' must be the number of a choice, 0 to 1, found 2"),
-        ({**GOOD, "answer": True}, "no question: Expected `int`, got `bool` - at `$.answer`"),
-        (
-            {**GOOD, "choices": ["2"]},
-            "no question: Expected `array` of length >= 2",
-        ),
-        ({**GOOD, "choices": ["2", ""]}, "no question: Expected `str` matching regex"),
-        ({**GOOD, "choices": "23"}, "no question: Expected `array`, got `str` - at `$.choices`"),
-        ({**GOOD, "question": None}, "no question: Expected `str`, got `null` - at `$.question`"),
-        ({"choices": ["2", "3"], "answer": 0}, "there is neither 'question' nor 'context'"),
-        ({**GOOD, "question": "\ud83d"}, "the field question holds \\ud83d"),
-    ],
-)
-def test_a_bad_question_is_refused_with_its_line(tmp_path: Path, record: Any, said: str) -> None:
-    path = _written(tmp_path, GOOD, "", record)
-    with pytest.raises(DataError) as caught:
-        read_own(path, "text", 1)
-    assert str(caught.value).startswith(f"{path}, line 3: {said}")
-
-
-@pytest.mark.parametrize("kind", ["gzip", "zstd"])
-@pytest.mark.parametrize("place", [30, -400])
-def test_a_damaged_file_of_questions_is_refused(tmp_path: Path, kind: str, place: int) -> None:
-    pytest.importorskip("zstandard")
-    import zstandard
-
-    words = random.Random(0)
-    lines = [json.dumps({**GOOD, "question": words.randbytes(80).hex()}) for _ in range(400)]
-    whole = "\n".join(lines).encode()
-    packed = gzip.compress(whole) if kind == "gzip" else zstandard.ZstdCompressor().compress(whole)
-    broken = bytearray(packed)
-    broken[place : place + 40] = words.randbytes(40)
-    file = tmp_path / "quiz.jsonl"
-    file.write_bytes(packed)
-    assert isinstance(read_own(str(file), "text", None), ChoiceTask)
-    for content in (bytes(broken), packed[: len(packed) // 2]):
-        file.write_bytes(content)
-        with pytest.raises(DataError, match=r"quiz\.jsonl"):
-            read_own(str(file), "text", None)
-
-
-def test_a_mark_of_byte_order_leaves_questions_questions(tmp_path: Path) -> None:
-    record = {"question": "The opposite of hot is", "choices": ["cold", "warm"], "answer": 0}
-    file = tmp_path / "quiz.jsonl"
-    file.write_text(json.dumps(record) + "\n", encoding="utf-8-sig")
-    assert isinstance(read_own(str(file), "text", None), ChoiceTask)
-
-
-def test_a_bad_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
-    path = _written(tmp_path, {"text": "a"}, {"body": "b"})
-    with pytest.raises(DataError, match=r"bad.jsonl, line 2: the key 'text' is missing"):
-        read_own(path, "text", None)
-    assert read_own(_written(tmp_path, {"body": "b"}), "body", None).name == "bad"
-    with pytest.raises(DataError, match=r"eval.tasks: .*none.txt cannot be read: No such file"):
-        read_own(str(tmp_path / "none.txt"), "text", None)
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"eval.tasks: .*empty.txt holds no text"):
-        read_own(str(tmp_path / "empty.txt"), "text", None)
-
-
-def test_a_run_with_a_bad_file_ends_before_its_ranks_meet(tmp_path: Path) -> None:
-    path = _written(tmp_path, GOOD, {**GOOD, "answer": 9})
-    words = ["--job.config_file=debug_model.toml", *TWENTY_STEPS, *SHORT, *flags_of(path)]
-    folder = f"--job.dump_folder={tmp_path / 'run'}"
-    codes, said = train([*words, folder], 2, tmp_path / "log")
-    assert codes[0] == exit_codes.CONFIG, said
-    assert f"{path}, line 2: 'answer' must be the number of a choice" in said
+@pytest.mark.slow
+def test_a_run_without_network_and_cache_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "far.yaml").write_text(f"task: far\ndataset_path: some/texts\n{CHOICE}")
+    config = ROOT / "train_configs" / "debug_model.toml"
+    words = ["train", config, *flags_of(tmp_path, "far"), f"--job.dump_folder={tmp_path}/run"]
+    offline = {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = titanlite(*words, env=offline)
+    assert done.returncode == exit_codes.CONFIG, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "eval.tasks: the task far cannot be loaded: " in done.stderr
+    assert "some/texts" in done.stderr
+    assert "without a network its data must be in the cache" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "key", "said"),
-    [
-        (["--eval.tasks=['a/x.txt', 'b/x.jsonl']"], "eval.tasks", "2 entries named 'x'"),
-        (["--eval.tasks=['two words']"], "eval.tasks", "is no name of a task, and no file"),
-        (["--eval.tasks=['./x.txt']", "--eval.ema"], "eval.ema", "needs optimizer.ema_decay"),
-        (
-            ["--eval.tasks=['./x.txt']", "--eval.num_fewshot=2"],
-            "eval.num_fewshot",
-            "is for tasks of lm-evaluation-harness",
-        ),
-    ],
-)
-def test_contradictions_are_found_before_anything_starts(
-    flags: list[str], key: str, said: str
-) -> None:
-    problem = refusal(["--job.config_file=debug_model.toml", *flags])
-    assert problem.key == key
-    assert said in problem.message
+@pytest.mark.parametrize("entry", ["./quiz.jsonl", "held.txt", "a/b.jsonl.gz"])
+def test_files_of_texts_and_questions_are_refused_with_the_other_way(entry: str) -> None:
+    problem = refusal(["--job.config_file=debug_model.toml", f"--eval.tasks=['{entry}']"])
+    assert problem.key == "eval.tasks"
+    assert problem.message == f"'{entry}' is no name of a task of lm-evaluation-harness"
+    assert "docs/evaluation.md" in problem.remedy
+    assert main(["eval", "/no", f"--tasks={entry}"]) != 0
 
 
 def test_a_folder_of_task_files_that_a_kept_config_names_is_code() -> None:

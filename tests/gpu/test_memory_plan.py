@@ -73,10 +73,5 @@ def test_a_run_without_memory_reports_the_figures_of_the_allocator(
         report = memory_report(run, caught.value, "forward of step 1", 0, "cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    table = dict(
-        re.findall(r"(allocated|reserved|request|of the GPU) +([\d.]+ [KMGT]iB)$", report, re.M)
-    )
-    assert set(table) == {"allocated", "reserved", "request", "of the GPU"}, report
-    assert re.search(
-        r"^  training.[a-z_]+ = .* saves [\d.]+ .iB, about \d+% slower", report, re.M
-    ), report
+    assert "Tried to allocate" in report
+    assert re.search(r"^ +[\d.]+ .iB: training.[a-z_]+ = ", report, re.M), report

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.models.generate import KVCache, Sampling, TextStream, generate, probabilities
+from titanlite.models.generate import KVCache, Sampling, generate, probabilities, text_after
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, max_seq_len=80
@@ -176,13 +176,10 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
 
 
 @pytest.mark.parametrize("path", [BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE])
-def test_streamed_pieces_are_whole_characters_and_add_up(path: object) -> None:
+def test_the_text_of_ids_keeps_its_first_space(path: object) -> None:
     tokenizer = load_tokenizer(str(path))
     before = "A text,"
     text = " naïve 日本語 🦙🦙 and  so\n\n on – to its end"
     first = tokenizer.encode(before, bos=True)
     ids = tokenizer.encode(before + text)[len(first) - 1 :]
-    stream = TextStream(tokenizer, first)
-    pieces = [stream.add([one]) for one in ids] + [stream.add([], whole=True)]
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    assert text_after(tokenizer, first, ids) == text

@@ -22,13 +22,11 @@ from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.plan import start_rows as rows_module
-from titanlite.plan.hardware import GPUS, cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.peak import PeakCheck
 from titanlite.plan.remedies import remedies
 from titanlite.plan.runtime import memory_report
-from titanlite.plan.speed import predict
 from titanlite.plan.start_rows import start_rows
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
@@ -146,56 +144,35 @@ def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(
 ) -> None:
     run = planned(config, ranks, *flags)
     found = remedies(run)
-    gpu = GPUS["h100-80g"]
-    assert len(found) == 3
-    assert all(one.slower is None for one in found)
-    costs = [one.slower or 0 for one in remedies(run, gpu=gpu)]
-    assert [f"{cost:.0%}" for cost in costs] == [f"{cost:.0%}" for cost in sorted(costs)]
-    found += remedies(run, gpu=gpu)
-    speed = predict(run, cluster_of(run, gpu=gpu.key)).tokens_per_second
+    assert len(found) >= 5
+    peak = estimate(run).peak.total
     for one in found:
         with_keys = [f"--{key}={value}" for key, value in one.changes.items()]
-        less = planned(config, one.ranks or ranks, *flags, *with_keys)
-        assert one.ranks or less.batch.global_batch_size == run.batch.global_batch_size
-        assert estimate(run).peak.total - estimate(less).peak.total == one.saves > 0, one
-        cost = 1 - predict(less, cluster_of(less, gpu=gpu.key)).tokens_per_second / speed
-        assert one.slower is None or one.slower == pytest.approx(cost)
+        less = planned(config, one.times * ranks, *flags, *with_keys)
+        assert one.times > 1 or less.batch.global_batch_size == run.batch.global_batch_size
+        assert peak - estimate(less).peak.total == one.saves >= 0.02 * peak, one
 
 
-def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
+def test_the_report_has_the_plan_and_its_remedies() -> None:
     run = planned("llama3_1_8b.toml", 8)
     error = caused(CallbackError("callback a:B failed"), ON_GPU)
     lines = memory_report(run, error, "log of step 3", 5, "cuda").splitlines()
     assert lines[0] == "out of memory of the GPU, in log of step 3: callback a:B failed"
-    assert lines[1].startswith(
-        "caused by OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    )
+    assert lines[1] == f"caused by OutOfMemoryError: {ON_GPU}"
     peak = estimate(run, 5).peak
     assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}")
-    assert "allocator" in lines[2]
     table = "\n".join(lines[3:])
     for part, size in peak.parts.items():
-        assert not size or re.search(rf"^{part} +[\d.]+ .?.?B", table, re.M)
-    assert re.search(r"allocated +70.1 GiB$", table, re.M)
-    assert re.search(r"reserved +76.4 GiB$", table, re.M)
-    assert re.search(r"request +2.0 GiB$", table, re.M)
-    for one in remedies(run, 5):
-        enough = ", enough by the plan" * (one.saves >= 2 * GIB)  # by its request: the plan fits
-        assert re.search(rf"^  {re.escape(str(one))} +saves [\d.]+ .iB{enough}$", table, re.M), (
-            table
-        )
-    assert re.search(r"^The process wants 28.. GiB more than planned: other memory", table, re.M)
-    larger = planned("llama3_1_8b.toml", 8, "--training.batch_size=8")
-    text = memory_report(larger, ON_GPU, "forward of step 1", 5, "cuda")
-    assert "wants" not in text
-    for one in remedies(larger, 5):
-        assert (f"{one.saves / GIB:.1f} GiB, enough by the plan" in text) == (
-            one.needed <= 79.1 * GIB
-        )
-    assert "are reserved and not" not in lines[-1], "expandable segments are the default"
+        assert not size or re.search(rf"^{part} +[\d.]+ .?.?B$", table, re.M)
+    found = remedies(run, 5)
+    assert "  7.0 GiB: training.loss_chunks = 8" in table
+    for one in found:
+        assert f"iB: {one}\n" in table
+    assert any(str(one) == "twice the ranks" for one in found)
+    assert lines[-1].endswith("logs/rank_5.log")
 
 
-def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_needs_neither_a_gpu_nor_a_plan() -> None:
     run = planned("debug_model.toml", 1, "--model.vocab_size=2048")
     pinned = memory_report(run, RuntimeError("CUDA error: out of memory"), "start", 0, "cuda")
     assert pinned.startswith("out of memory of the GPU or pinned host memory, before")
@@ -203,24 +180,11 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
     assert re.search(
         r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host
     )
-    assert re.search(r"process\n", on_host)
-    assert re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
-    assert re.search(r"request +1048576.0 TiB\n", on_host)
-    assert "expandable" not in on_host
     validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
-    assert "leaves out the phase validate: lower validation.batch_size (now 8)" in validating
-    beside_a_gpu = memory_report(run, MemoryError(), "save of step 2", 0, "cuda")
-    assert beside_a_gpu.startswith("out of memory of the host, in save of step 2")
-    assert "checkpoint.async_mode" in beside_a_gpu
-    for setting, advised in (("max_split_size_mb:64", True), ("expandable_segments:True", False)):
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-        without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
-        assert "request 2.0 GiB" in without
-        assert "There is no plan" in without
-        assert ("6.3 GiB are reserved and not allocated" in without) == advised
-        assert (
-            "without PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 the allocator" in without
-        ) == advised
+    assert "not of the phase validate: validation.batch_size and eval.batch_size" in validating
+    without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
+    assert "Tried to allocate 2.00 GiB" in without
+    assert "There is no plan" in without
 
 
 def check_peaks(
@@ -264,10 +228,7 @@ def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: P
     first, other = pool(2).run(check_peaks, [1.0, 1.2], [])
     assert "on rank 1, planned" in first[0]
     assert "(+20.0%): more than 15% apart" in first[0]
-    assert (
-        "Please report it, with this line and with config.toml and logs/rank_1.log of out"
-        in first[0]
-    )
+    assert "Please report it with config.toml and logs/rank_1.log of out" in first[0]
     assert other[0].endswith("(+20.0%)"), "the console shows a warning once"
     (said, _) = pool(2).run(check_peaks, [1.0, 1.2], [], "debug_model.toml")
     assert said[0].endswith("(+20.0%)"), "work spaces of CUDA's libraries"

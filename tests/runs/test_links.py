@@ -18,7 +18,6 @@ from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
 from titanlite.checkpoint.paths import write_new, write_whole
-from titanlite.checkpoint.pin import pinned
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers import TrackedRun, Tracker
@@ -39,7 +38,6 @@ MORE = (
     "git-1.diff",
     "memory_snapshot/iteration_5/rank0_memory_snapshot.pickle",
     "metrics-1.jsonl",
-    "run.json",
     "run.lock",
     "samples.jsonl",
     "wandb",
@@ -52,19 +50,16 @@ MORE = (
 #: guessed, to a store, or below a place that the user's environment names.
 BY_NAME = Counter(
     {
-        "checkpoint/hf_save.py": 2,
+        "checkpoint/hf_save.py": 4,
         "checkpoint/paths.py": 2,
-        "checkpoint/retention.py": 3,
-        "data/tokenizer/files.py": 1,
+        "checkpoint/retention.py": 2,
         "data/tokenizer/hf_export.py": 1,
-        "data/tokenizer/urls.py": 2,
         "exit_codes.py": 1,
         "features/local_saves/write.py": 1,
         "features/lora/peft.py": 2,
         "main.py": 2,
         "runs/lock.py": 6,
         "assembly/rank_checks.py": 1,
-        "cli/hub/torch_file.py": 1,
         "cli/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,
@@ -169,8 +164,8 @@ def _part(link: Path) -> None:
 
 
 def _pin(link: Path) -> None:
-    link.rename(link.parent / f"{PIN}.{os.getpid()}.part")
-    with pinned(link.parent):
+    link.rename(link.parent / f"{PIN}.part")
+    with retention.pinned(link.parent):
         assert (link.parent / PIN).is_file()
 
 

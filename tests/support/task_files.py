@@ -8,8 +8,11 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,31 +23,71 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.features.tasks.run import TaskRun
 from titanlite.trainer import Trainer
 
-TEXTS = ["The first of all", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
+TEXTS = ["The first of all", "Some words that go on " * 12, "Naïve – 日本", "a b c", "And"]
 SHORT = ["--training.steps=4", "--checkpoint.interval=4", "--no-validation.enable"]
+_DATA = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
+CHOICE = (
+    "output_type: multiple_choice\ndoc_to_text: '{{text}}'\n"
+    "doc_to_choice: ['a cat', 'dogs, and on']\ndoc_to_target: 0\n"
+    "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+)
+TASKS = {
+    "tiny_choice": CHOICE,
+    "tiny_shots": CHOICE + "num_fewshot: 2\nfewshot_split: test\n",
+    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\n"
+    "doc_to_target: '{{text}}'\nmetric_list: [{metric: word_perplexity}, "
+    "{metric: bits_per_byte}]\n",
+}
+#: Continues texts.
+_UNTIL = (
+    "output_type: generate_until\ndoc_to_text: '{{text}}'\n"
+    "doc_to_target: '{{text}}'\ngeneration_kwargs: {until: [' t', 'e e'], max_gen_toks: 6}\n"
+    "metric_list: [{metric: exact_match}]\n"
+)
+#: Of the harness with a code of its own that fails.
+_FAILS = "process_results: !function fails.fail\n"
 
 
-def write_files(folder: Path) -> tuple[Path, Path]:
-    """Write a file of questions and one of texts; return both."""
-    words = random.Random(0)
-    names = ["a cat", "the dog that ran", "no", "of the sea ", "and"]
-    quiz = folder / "quiz.jsonl"
-    lines = []
-    for number in range(13):
-        choices = words.sample(names, 2 + number % 3)
-        prompt = f"In the {'long ' * (number % 5)}beginning of {number} there was"
-        lines.append({"question": prompt, "choices": choices, "answer": number % 2})
-    lines[3] = {"context": "", **{key: lines[3][key] for key in ("choices", "answer")}}
-    lines[4]["context"] = "It rained. "
-    quiz.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    held = folder / "held.jsonl"
-    held.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return quiz, held
+def write_tasks(folder: Path) -> Path:
+    """Write the task files, and one whose code fails."""
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = _DATA.format(file=file)
+    for name, lines in {**TASKS, "tiny_broken": CHOICE + _FAILS, "tiny_until": _UNTIL}.items():
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}{lines}")
+    (folder / "tiny_group.yaml").write_text(
+        "group: tiny_group\ntask: [tiny_choice, tiny_shots]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    (folder / "fails.py").write_text("def fail(doc, results):\n    raise KeyError('gold')\n")
+    return folder
 
 
-def flags_of(*entries: Path | str, freq: int = 2) -> list[str]:
-    names = ", ".join(f"'{entry}'" for entry in entries)
-    return [f"--eval.tasks=[{names}]", f"--eval.freq={freq}", "--eval.batch_size=3"]
+@contextlib.contextmanager
+def without_shipped_tasks() -> Iterator[None]:
+    """Let the harness know the tasks of a test alone: it reads its shipped files, some
+    thousands, for seconds.
+    """
+    from lm_eval import tasks
+
+    manager = partial(tasks.TaskManager, include_defaults=False)
+    with patch.object(tasks, "TaskManager", manager):
+        yield
+
+
+def quickly(world: DistEnv, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Do a job of a rank without the tasks of the harness."""
+    with without_shipped_tasks():
+        return job(world, *arguments)
+
+
+def flags_of(folder: Path, *names: str, freq: int = 2) -> list[str]:
+    """Return the flags of a run with tasks of `write_tasks`; without names with all that it can
+    run.
+    """
+    listed = ", ".join(f"'{name}'" for name in names or TASKS)
+    more = [f"--eval.freq={freq}", "--eval.batch_size=3", f"--eval.include_path={folder}"]
+    return [f"--eval.tasks=[{listed}]", *more]
 
 
 def scores_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
@@ -59,14 +102,14 @@ def scores_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
 
 
 def evaluated(
-    checkpoint: Path, *entries: Path | str, flags: tuple[str, ...] = ()
+    checkpoint: Path, folder: Path, *names: str, flags: tuple[str, ...] = ()
 ) -> dict[str, float]:
     """What `titanlite eval` says, under the names of a run."""
-    names = ",".join(map(str, entries))
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        words = ["eval", str(checkpoint), "--tasks", names, "--device=cpu", "--json"]
-        assert command([*words, "--batch-size=3", *flags]) == 0
+    with without_shipped_tasks(), contextlib.redirect_stdout(said):
+        words = ["eval", str(checkpoint), "--tasks", ",".join(names or TASKS), "--device=cpu"]
+        words += ["--include-path", str(folder), "--json", "--batch-size=3"]
+        assert command([*words, *flags]) == 0
     found = {}
     for task, row in json.loads(said.getvalue())["results"].items():
         for metric, value in row.items():
@@ -106,8 +149,8 @@ def main() -> NoReturn:
 
     def kill(self: RankScorer, batches: Any) -> Any:
         calls.append(0)
-        # Two tasks have one message each.
-        if len(calls) == 3 and os.environ["RANK"] == "1":
+        # Three tasks have one message each.
+        if len(calls) == 4 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return score(self, batches)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titanlite.assembly.datasets import Datasets
-from titanlite.assembly.report_rows import report_lines
-from titanlite.assembly.start_report import SkippedText, StartReport
+from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.metrics.dead_weights import DeadWeights
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.run_callbacks import (
     AttemptRecord,
@@ -30,7 +28,6 @@ from titanlite.runs.provenance import public_config
 if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.metrics.samples import PromptSampler
-    from titanlite.trainer import Trainer
 
 
 def build_callbacks(
@@ -45,49 +42,81 @@ def build_callbacks(
     """
     run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
-    attempts = AttemptRecord(
-        Path(run.job.dump_folder),
-        run.toml,
-        run.job.description,
-        device_name(parts.world.device),
-        watchdog,
-    )
     figures = _figures(parts)
     metrics = _metrics(parts, gc, figures)
+    every = [*_first(parts, watchdog), gc, *_of_attempt(parts, watchdog)]
+    if parts.world.device.type == "cuda":
+        # Before the metrics, which begin a new peak.
+        every.append(_peak_check(parts))
+    every += [*figures, metrics, *_optional(parts, metrics)]
     if sampler is not None:
         sampler.show = metrics.write_texts
-    tasks = run.features.tasks
-    hub = run.features.hub
-    # The watchdog is first: other ranks wait for it.
-    every: list[Callback | None] = [
-        Watchdog(
-            watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None
-        ),
-        _timeouts(parts),
-        _token_hashes(parts),
-        gc,
-        attempts,
-        parts.average,
-        _start_report(parts, attempts),
-        # Before the metrics, which begin a new peak.
-        _peak_check(parts),
-        *figures,
-        metrics,
-        DeadWeights(),
-        _equal_replicas(parts),
-        _compile_report(parts),
-        _float8_error(parts, metrics),
-        _profiler(parts),
-        _verify_resume(parts),
-        _document_log(parts),
-        sampler,
-        *own,
-        # The last: an evaluation may end with the save of a run.
-        tasks.begin(parts, metrics.write) if tasks else None,
-        # It waits at the end.
-        hub.callback(parts) if hub else None,
-    ]
-    return [callback for callback in every if callback is not None], metrics.run_ids
+        every.append(sampler)
+    every += own
+    # The last: an evaluation may end with the save of a run.
+    if run.features.tasks is not None:
+        every.append(run.features.tasks.begin(parts, metrics.write))
+    # It waits at the end.
+    uploads = run.features.hub and run.features.hub.callback(parts)
+    if uploads:
+        every.append(uploads)
+    return every, metrics.run_ids
+
+
+def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
+    """Yield what other ranks wait for, and what may refuse the text."""
+    run = parts.run
+    watch = watchdog or HangWatchdog(run.stall, run.comm, end=None)
+    yield Watchdog(watch, entered=watchdog is not None)
+    if parts.world.timeout:
+        yield Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds)
+    checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
+    if checks:
+        from titanlite.data.token_hashes import TokenHashes
+
+        yield TokenHashes(checks)
+
+
+def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
+    """Yield what records and reports the start of the run."""
+    run = parts.run
+    folder = Path(run.job.dump_folder)
+    device = device_name(parts.world.device)
+    attempts = AttemptRecord(folder, run.toml, run.job.description, device, watchdog)
+    yield attempts
+    if parts.average is not None:
+        yield parts.average
+    yield StartReport(parts, _peak_flops(parts), attempts)
+
+
+def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
+    """Yield what the run switches on, and what its ranks or saves need."""
+    run = parts.run
+    if parts.world.size > 1:
+        from titanlite.metrics.replicas import EqualReplicas
+
+        yield EqualReplicas()
+    if run.training.compile:
+        from titanlite.parallel.compile import watch_compilation
+
+        watch = watch_compilation(parts.model_parts.builder, parts.model)
+        if watch is not None:
+            yield CompileReport(watch)
+    float8 = run.features.float8
+    drift = float8 and float8.drift_check(parts.model_parts.builder.param_dtype, metrics.write)
+    if drift:
+        yield drift
+    if run.profiling.enable_profiling or run.profiling.enable_memory_snapshot:
+        from titanlite.metrics.profiler import Profiler
+
+        yield Profiler(run.profiling, parts.world.rank, parts.world.device)
+    if parts.saves is not None:
+        from titanlite.checkpoint.verify_resume import VerifyResume
+
+        config = public_config(run.toml)
+        yield VerifyResume(config, parts.loaders.skip, parts.loaders.share)
+    if run.data.log_documents:
+        yield _document_log(parts)
 
 
 def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
@@ -147,49 +176,7 @@ def _peak_flops(parts: TrainingComponents) -> float | None:
     return peak_flops(device_name(parts.world.device))
 
 
-def _timeouts(parts: TrainingComponents) -> Callback | None:
-    if not parts.world.timeout:
-        return None
-    comm = parts.run.comm
-    return Timeouts(comm.init_timeout_seconds, comm.train_timeout_seconds)
-
-
-def _equal_replicas(parts: TrainingComponents) -> Callback | None:
-    if parts.world.size == 1:
-        return None
-    from titanlite.metrics.replicas import EqualReplicas
-
-    return EqualReplicas()
-
-
-def _token_hashes(parts: TrainingComponents) -> Callback | None:
-    checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
-    if not checks:
-        return None
-    from titanlite.data.token_hashes import TokenHashes
-
-    return TokenHashes(checks)
-
-
-def _start_report(parts: TrainingComponents, attempts: AttemptRecord) -> Callback:
-    run = parts.run
-    peak = _peak_flops(parts)
-
-    def lines(trainer: Trainer) -> list[str]:
-        return report_lines(parts, trainer.steps, peak)
-
-    in_epochs = run.training.epochs is not None
-    skip = SkippedText(parts.loaders.skip, run.course)
-    lora = run.features.lora
-    if lora is None:
-        return StartReport(lines, run.checkpoint, skip, attempts, in_epochs)
-    section = lora.checkpoint(run.checkpoint)
-    return StartReport(lines, section, skip, attempts, in_epochs, lora.source_key)
-
-
-def _peak_check(parts: TrainingComponents) -> Callback | None:
-    if parts.world.device.type != "cuda":
-        return None
+def _peak_check(parts: TrainingComponents) -> Callback:
     from titanlite.plan.memory import with_vocabulary
     from titanlite.plan.peak import PeakCheck
 
@@ -197,48 +184,11 @@ def _peak_check(parts: TrainingComponents) -> Callback | None:
     return PeakCheck(planned, torch.cuda.max_memory_allocated)
 
 
-def _compile_report(parts: TrainingComponents) -> Callback | None:
-    if not parts.run.training.compile:
-        return None
-    from titanlite.parallel.compile import watch_compilation
-
-    watch = watch_compilation(parts.model_parts.builder, parts.model)
-    return None if watch is None else CompileReport(watch)
-
-
-def _float8_error(parts: TrainingComponents, metrics: MetricsLogger) -> Callback | None:
-    float8 = parts.run.features.float8
-    if float8 is None:
-        return None
-    return float8.drift_check(parts.model_parts.builder.param_dtype, metrics.write)
-
-
-def _profiler(parts: TrainingComponents) -> Callback | None:
-    section = parts.run.profiling
-    if not (section.enable_profiling or section.enable_memory_snapshot):
-        return None
-    from titanlite.metrics.profiler import Profiler
-
-    return Profiler(section, parts.world.rank, parts.world.device)
-
-
-def _verify_resume(parts: TrainingComponents) -> Callback | None:
-    """Return the check of a resumed run; None where checkpoints are off."""
-    if parts.saves is None:
-        return None
-    from titanlite.checkpoint.verify_resume import VerifyResume
-
-    config = public_config(parts.run.toml)
-    return VerifyResume(config, parts.loaders.skip, parts.loaders.share)
-
-
-def _document_log(parts: TrainingComponents) -> Callback | None:
-    run = parts.run
-    if not run.data.log_documents:
-        return None
+def _document_log(parts: TrainingComponents) -> Callback:
     from titanlite.config.urls import public_name
     from titanlite.metrics.document_log import DocumentLog
 
+    run = parts.run
     rows = parts.datasets.train
     rank, ranks = parts.loaders.share
     # No rank has read the other ranks' part of a stream: each writes its own.

@@ -16,7 +16,7 @@ from titanlite.run.config import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases
-    from titanlite.features.tasks.run import Task
+    from titanlite.features.tasks.harness import HarnessTask
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Datasets:
     #: By name, see `TextReader.held_out`; empty where nothing is validated.
     validation: dict[str, Rows]
     #: Of `eval.tasks`, on rank 0.
-    tasks: Sequence[Task] = ()
+    tasks: Sequence[HarnessTask] = ()
 
 
 def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:

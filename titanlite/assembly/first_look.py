@@ -6,7 +6,6 @@ from threading import Thread
 
 from titanlite.config.checks import is_there
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
-from titanlite.config.urls import is_url
 from titanlite.run.config import RunConfig
 
 #: Of each text.
@@ -39,7 +38,7 @@ def first_look(run: RunConfig, seconds: float = 2.0) -> str:
 
 def _look(run: RunConfig) -> None:
     path = run.model.tokenizer_path
-    if path != BUNDLED_TOKENIZER_NAME and (is_url(path) or not is_there(path)):
+    if path != BUNDLED_TOKENIZER_NAME and not is_there(path):
         return
     from titanlite.assembly.datasets import text_reader
     from titanlite.data.text_keys import held_out_texts, training_texts

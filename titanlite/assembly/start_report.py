@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from titanlite.assembly.report_rows import WARNING
+from titanlite.assembly.report_rows import WARNING, report_lines
 from titanlite.callbacks import Callback
 from titanlite.config.sections import Checkpoint
-from titanlite.data.course import Course
-from titanlite.data.skip_ranges import Range
 from titanlite.optim.schedule import LearningRate
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.checkpoint.loaded import LoadedState
     from titanlite.metrics.run_callbacks import AttemptRecord
     from titanlite.trainer import Trainer
@@ -30,42 +29,29 @@ _WORDS = {
 }
 
 
-class SkippedText(NamedTuple):
-    """Text that a run skips."""
-
-    #: Of sequences.
-    ranges: Sequence[Range]
-    #: Of an undisturbed run, which tells their steps.
-    course: Course
-
-
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. attempts: has its own lines. in_epochs: the text
-    decides how long the run is. source_key: as for `began`.
+    peak: FLOPS of one device; None: not known. attempts: has its own lines.
     """
 
     def __init__(
-        self,
-        report: Callable[[Trainer], Sequence[str]],
-        checkpoint: Checkpoint,
-        skip: SkippedText,
-        attempts: AttemptRecord,
-        in_epochs: bool,
-        source_key: str = SOURCE,
+        self, parts: TrainingComponents, peak: float | None, attempts: AttemptRecord
     ) -> None:
-        self._report = report
-        self._checkpoint = checkpoint
-        self._skip = skip
+        self._parts = parts
+        self._peak = peak
         self._attempts = attempts
-        self._in_epochs = in_epochs
-        self._source_key = source_key
+        self._checkpoint = parts.run.checkpoint
+        self._source_key = SOURCE
+        lora = parts.run.features.lora
+        if lora is not None:
+            self._checkpoint = lora.checkpoint(parts.run.checkpoint)
+            self._source_key = lora.source_key
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
         for line in [
-            *self._report(trainer),
+            *report_lines(self._parts, trainer.steps, self._peak),
             *self._notices(trainer),
             began(self._checkpoint, loaded, self._source_key),
         ]:
@@ -86,8 +72,8 @@ class StartReport(Callback):
                 from titanlite.data.skip_ranges import served_already
                 from titanlite.metrics.anomalies import steps_text
 
-                for first, end in served_already(self._skip.ranges, loaded.train["data"]):
-                    steps = steps_text(first, end, self._skip.course)
+                for first, end in served_already(self._parts.loaders.skip, loaded.train["data"]):
+                    steps = steps_text(first, end, self._parts.run.course)
                     yield (
                         f"data.skip_steps: {steps} comes too late, it was trained on before this "
                         "checkpoint; to leave it out, start from an older one "
@@ -106,7 +92,11 @@ class StartReport(Callback):
         ):
             yield f"{WARNING}{change}"
         if trainer.step >= trainer.steps and not trainer.owed:
-            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
+            key = (
+                "training.epochs"
+                if self._parts.run.training.epochs
+                else "training.steps (or .tokens)"
+            )
             yield (
                 f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "
                 f"the run has {counted(trainer.steps, 'steps')}. To train on, raise {key}; to "

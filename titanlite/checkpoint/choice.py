@@ -110,9 +110,10 @@ class Chooser:
         config = self.config
         found = self._find_own()
         if config.start == "fresh" and (found.manifest is not None or found.passed):
+            place = self.root if found.manifest is None else self.folder_of(found.manifest).parent
             raise CheckpointError(
-                f'checkpoint.start = "fresh", but {self.place_of(found)} holds checkpoints '
-                "already: choose another checkpoint.folder or job.dump_folder, or move them away"
+                f'checkpoint.start = "fresh", but {place} holds checkpoints already: choose '
+                "another checkpoint.folder or job.dump_folder, or move them away"
             )
         self._refuse_ended(found.manifest)
         demanded = config.start == "resume"
@@ -171,10 +172,6 @@ class Chooser:
     def folder_of(self, manifest: Manifest) -> AnyPath:
         """Return the folder of a checkpoint of this run."""
         return step_folder(self.root, manifest.step)
-
-    def place_of(self, found: Found) -> AnyPath:
-        """Return where what was found lies, for a message."""
-        return self.root
 
     def _find_own(self) -> Found:
         """Return the checkpoint of `load_step`, or the newest valid one in this run's folder."""

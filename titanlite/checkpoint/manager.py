@@ -30,7 +30,6 @@ from titanlite.checkpoint.retention import (
     marks_of,
     prune,
     publish,
-    put_back_pinned,
     republish,
 )
 from titanlite.checkpoint.storage import (
@@ -152,7 +151,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, before anything is changed. Reasons: the checkpoint is
         of another run or does not fit the model, or there are checkpoints and none is good.
         """
-        self._on_rank_0(self._look_around)
+        self._on_rank_0(self._owner.look)
         if self._base is not None:
             self._base(model)
         loaded = self._loader.load(model, optimizer, expected)
@@ -161,18 +160,10 @@ class Checkpointer:
             self._stay["resumed"] = loaded.step
         return loaded
 
-    def _look_around(self) -> None:
-        """On rank 0: see whose the folder is, and which deletions must be undone."""
-        self._owner.look()
-        try:
-            put_back_pinned(self.root)
-        except OSError as error:
-            logger.warning(f"a pinned checkpoint cannot be put back: {error}")
-
     def _clean_up(self) -> None:
         """On rank 0: delete leftovers, and let no local save from before this start come back."""
         self._deleter.delete(leftovers(self.root))
-        if (self.root / LOCAL_PAST).is_file():
+        if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
             write_whole(self.root / LOCAL_PAST, b"")
 
     def load_newest(

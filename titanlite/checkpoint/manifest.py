@@ -36,7 +36,7 @@ from titanlite.checkpoint.hf_files import is_torchtitan
 from titanlite.checkpoint.loaded import HELD_OUT
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
 from titanlite.config.urls import public_names
-from titanlite.utils import counted, human_bytes
+from titanlite.utils import human_bytes
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -50,9 +50,6 @@ REASON = "invalid.txt"
 PARTIAL = ".partial-"
 DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
-#: Levels of folders that `roots_below` searches.
-_DEPTH = 4
-_DEPTH_OF_STORE = 2
 #: Of checkpoints alone: what a mark names is deleted, and somebody else may have written the mark.
 _MARK = re.compile(r"\.(?:partial|deleted)-(step-[0-9]+(?:\.invalid-[0-9]+)?)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
@@ -456,23 +453,17 @@ def root_of(path: AnyPath) -> AnyPath:
 
     Raises CheckpointError.
     """
-    if not path.is_dir():
-        if path.is_file():
-            raise CheckpointError(
-                f"{path} is a file, and no run or folder of checkpoints{_config_hint(path)}"
-            )
-        raise CheckpointError(f"{path}: no such folder{_hub_hint(path)}")
     for root in (path, path / "checkpoint"):
         if any(NAMES.fullmatch(name) for name in entries(root)):
             return root
-    if below := roots_below(path):
+    if path.is_dir():
         raise CheckpointError(
-            f"{path} holds no checkpoints itself: name one of its runs\n{describe_roots(below)}"
+            f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
+            "folder"
         )
-    raise CheckpointError(
-        f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
-        "folder"
-    )
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: name a run or its folder of checkpoints")
+    raise CheckpointError(f"{path}: no such folder{_hub_hint(path)}")
 
 
 def _hub_hint(path: AnyPath) -> str:
@@ -480,53 +471,6 @@ def _hub_hint(path: AnyPath) -> str:
     if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
         return ""
     return f"; a model of the hub: hf download {path} --local-dir {path}"
-
-
-def _config_hint(path: AnyPath) -> str:
-    if path.name.endswith(".toml"):
-        return ": it is a config. The checkpoints are in its job.dump_folder: name that"
-    return ""
-
-
-def roots_below(path: AnyPath) -> list[AnyPath]:
-    """Return the folders of checkpoints in a folder and in the folders below it, sorted by path.
-
-    A store is searched less deep: it answers a request for each folder.
-    """
-    depth = _DEPTH if isinstance(path, Path) else _DEPTH_OF_STORE
-    found: list[AnyPath] = []
-    seen: set[str] = set()
-
-    def search(folder: AnyPath, levels: int) -> None:
-        if isinstance(folder, Path):
-            # Symbolic links may form circles.
-            real = str(folder.resolve())
-            if real in seen:
-                return
-            seen.add(real)
-        try:
-            inside = entries(folder)
-        except PermissionError:
-            return
-        if any(NAMES.fullmatch(name) for name in inside):
-            found.append(folder)
-        elif levels > 0:
-            for name in sorted(inside):
-                if inside[name] and not name.startswith("."):
-                    search(folder / name, levels - 1)
-
-    search(path, depth)
-    return found
-
-
-def describe_roots(roots: Sequence[AnyPath]) -> str:
-    """Return a line for each folder of checkpoints: its path, how many it has, and the newest."""
-    lines = []
-    for root in roots:
-        steps = steps_in(root)
-        newest = f"newest step-{steps[-1]}" if steps else "none is whole"
-        lines.append(f"  {root}: {counted(len(steps), 'checkpoints')}, {newest}")
-    return "\n".join(lines)
 
 
 def refuse_older(path: AnyPath) -> None:

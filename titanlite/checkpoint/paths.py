@@ -265,22 +265,15 @@ def sync_folder(folder: AnyPath) -> None:
         os.close(descriptor)
 
 
-def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
-    """Copy all objects within the store, that with the name `last` at the end."""
-    names = [key.strip("/").removeprefix(f"{folder.key}/") for key in folder.fs.find(folder.key)]
-    for part in (
-        [name for name in names if name != last],
-        [name for name in names if name == last],
-    ):
-        sources = [f"{folder.key}/{name}" for name in part]
-        folder.fs.copy(sources, [f"{target.key}/{name}" for name in part])
+def copy_folder(folder: StorePath, target: StorePath) -> None:
+    """Copy all objects within the store."""
+    sources = folder.fs.find(folder.key)
+    names = [key.strip("/").removeprefix(f"{folder.key}/") for key in sources]
+    folder.fs.copy(sources, [f"{target.key}/{name}" for name in names])
 
 
-def remove_folder(folder: AnyPath, last: str = "") -> None:
-    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError.
-
-    last: name of a file that stays as long as any other does.
-    """
+def remove_folder(folder: AnyPath) -> None:
+    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if isinstance(folder, StorePath):
             folder.fs.rm(folder.key, recursive=True)
@@ -292,11 +285,6 @@ def remove_folder(folder: AnyPath, last: str = "") -> None:
         elif folder.is_symlink():
             folder.unlink()
         else:
-            for path in [path for path in folder.iterdir() if path.name != last]:
-                if path.is_dir():
-                    remove_folder(path)
-                else:
-                    path.unlink(missing_ok=True)
             shutil.rmtree(folder)
 
 

@@ -5,19 +5,15 @@ A save marks the folder `step-N`, writes all files into it, and the manifest las
 and removes the manifest (`unpublish`, `delete`). So a process killed at any moment leaves a whole
 checkpoint, or a leftover for the next start or save. One rank does all this.
 
-A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a
-folder either that file comes first and the checkpoint stays, or the file cannot be made any more
-(`_forbid_pin`). A store accepts an object at any time; there the deletion looks twice, and writes
-the manifest back.
+A user pins a checkpoint by a file KEEP: no run deletes it.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -48,7 +44,6 @@ from titanlite.checkpoint.paths import (
     write_new,
     write_whole,
 )
-from titanlite.checkpoint.pin import is_over
 from titanlite.runs.links import refuse_links
 from titanlite.utils import atomic_write, logger
 
@@ -102,8 +97,8 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     return final
 
 
-def _mark_path(kind: str, folder: AnyPath) -> AnyPath:
-    return folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
+def _mark_name(kind: str, folder: AnyPath) -> str:
+    return f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
 
 
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
@@ -114,7 +109,7 @@ def _mark(kind: str, folder: AnyPath) -> AnyPath:
     It is not made durable, which could take long beside a save. So after a crash of the machine a
     folder without a mark is reported, and not deleted.
     """
-    mark = _mark_path(kind, folder)
+    mark = folder.parent / _mark_name(kind, folder)
     mark.write_bytes(b"")
     return mark
 
@@ -146,132 +141,44 @@ def republish(folder: AnyPath, edit: Callable[[Manifest], Manifest]) -> None:
     sync_folder(folder)
 
 
-def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:
-    """Make a folder no checkpoint any more; return its leftover, for `delete`.
-
-    None: it is pinned, and stays.
-    """
-    if isinstance(folder, StorePath):
-        return _unpublish_object(folder, pinned_too)
-    if folder.is_symlink():
-        mark = _mark(DELETED, folder)
-        # Its target belongs to someone else.
-        folder.unlink()
-        return mark
-    aside = _mark_path(DELETED, folder)
-    assert isinstance(aside, Path)
-    folder.rename(aside)
-    sync_folder(folder.parent)
-    if pinned_too or _forbid_pin(aside):
+def unpublish(folder: AnyPath) -> AnyPath:
+    """Make a folder no checkpoint any more; return its leftover, for `delete`."""
+    if isinstance(folder, Path) and not folder.is_symlink():
+        aside = folder.rename(folder.with_name(_mark_name(DELETED, folder)))
+        sync_folder(folder.parent)
         return aside
-    _put_back(aside)
-    return None
-
-
-def _unpublish_object(folder: StorePath, pinned_too: bool) -> AnyPath | None:
-    """Do `unpublish` in a store.
-
-    The mark holds the manifest: a checkpoint that is pinned meanwhile gets it back.
-    """
-    try:
-        content = (folder / FILE).read_bytes()
-    except FileNotFoundError:
-        content = b""
     # A store that forbids deletions would get one more mark with each save.
     known = [mark for mark in marks_of(folder) if mark.name.startswith(DELETED)]
-    mark = known[0] if known else _mark_path(DELETED, folder)
-    mark.write_bytes(content)
-    (folder / FILE).unlink(missing_ok=True)
-    if not pinned_too and _put_back(mark):
-        return None
+    mark = known[0] if known else _mark(DELETED, folder)
+    if isinstance(folder, StorePath):
+        (folder / FILE).unlink(missing_ok=True)
+    else:
+        # The target of a link belongs to someone else.
+        folder.unlink()
     return mark
 
 
-#: Where a name KEEP that this module makes leads to: a place in a folder that does not exist.
-_NOWHERE = "being-deleted/nothing"
-
-
 def is_pinned(folder: AnyPath) -> bool:
-    """Return whether a folder holds something named KEEP that this module did not make.
+    """Return whether a folder holds something named KEEP."""
+    return PIN in entries(folder)
 
-    That of a process which has ended does not count.
-    """
+
+@contextmanager
+def pinned(folder: AnyPath) -> Iterator[None]:
+    """Pin a checkpoint inside of the block, unless it is pinned already or cannot be written to."""
     pin = folder / PIN
-    if isinstance(pin, StorePath):
-        return pin.is_file() and not is_over(pin)
-    return os.path.lexists(pin) and not _is_forbidden(pin) and not is_over(pin)
-
-
-def _is_forbidden(pin: Path) -> bool:
-    return pin.is_symlink() and os.readlink(pin) == _NOWHERE
-
-
-def _forbid_pin(folder: Path) -> bool:
-    """Take the name KEEP in a renamed folder, so that no other process can use it.
-
-    Return False where it is in use.
-
-    A process that found the folder under its old name can still make a file in it, over NFS for
-    seconds. A link takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
-    """
-    pin = folder / PIN
+    is_ours = False
+    with suppress(OSError):
+        # A store takes the same bytes for the answer to a lost request of ours.
+        about = "titanlite reads this checkpoint, and removes this file afterwards"
+        write_new(pin, f"{about} ({uuid.uuid4().hex})\n".encode())
+        is_ours = True
     try:
-        pin.symlink_to(_NOWHERE)
-    except FileExistsError:
-        if is_over(pin):
-            pin.unlink(missing_ok=True)
-            return _forbid_pin(folder)
-        return _is_forbidden(pin)
-    except OSError:
-        # A file system without links.
-        return not is_pinned(folder)
-    return True
-
-
-def _put_back(leftover: AnyPath) -> bool:
-    """Make a leftover of a deletion a checkpoint again if it is pinned; return whether it is.
-
-    Raises OSError.
-    """
-    folder = marked_folder(leftover)
-    if folder is None or not leftover.name.startswith(DELETED):
-        return False
-    if isinstance(leftover, Path) and isinstance(folder, Path):
-        if not leftover.is_dir() or not is_pinned(leftover):
-            return False
-        leftover.rename(folder)
-        sync_folder(folder.parent)
-    elif not _put_back_object(leftover, folder):
-        return False
-    logger.warning(f"{folder} is not deleted: its file {PIN} came while the deletion began")
-    return True
-
-
-def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
-    """Write the manifest in a store's mark back if the folder is pinned and whole; return whether
-    it was.
-    """
-    if not is_pinned(folder):
-        return False
-    content = mark.read_bytes()
-    if not content:
-        return False
-    write_new(folder / FILE, content)
-    if fault_of(folder):
-        # A part of it is gone already.
-        (folder / FILE).unlink()
-        return False
-    mark.unlink(missing_ok=True)
-    return True
-
-
-def put_back_pinned(root: AnyPath) -> None:
-    """Make pinned checkpoints again of leftovers of a deletion that was killed as it began.
-
-    Raises OSError.
-    """
-    for leftover in leftovers(root):
-        _put_back(leftover)
+        yield
+    finally:
+        if is_ours:
+            with suppress(OSError):
+                pin.unlink(missing_ok=True)
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
@@ -297,35 +204,12 @@ def leftover_folder(leftover: AnyPath) -> AnyPath | None:
     return None if (folder / FILE).is_file() else folder
 
 
-def delete(leftover: AnyPath, pinned_too: bool = False) -> bool:
-    """Delete a leftover with its files; return whether it is gone.
-
-    A checkpoint, or a pinned one, stays.
-
-    Raises OSError.
-    """
+def delete(leftover: AnyPath) -> None:
+    """Delete a leftover with its files, but no checkpoint. Raises OSError."""
     folder = leftover_folder(leftover)
     if folder is not None and folder.is_dir():
-        if not pinned_too and _stays(leftover, folder):
-            return False
-        remove_folder(folder, last=PIN)
+        remove_folder(folder)
     leftover.unlink(missing_ok=True)
-    return True
-
-
-def _stays(leftover: AnyPath, folder: AnyPath) -> bool:
-    """Return whether the folder of a deletion is pinned; then it is a checkpoint again, where that
-    can be.
-    """
-    if not leftover.name.startswith(DELETED):
-        # Of a save that has not ended: nothing can be loaded from it.
-        return False
-    if folder == leftover and isinstance(folder, Path):
-        if _forbid_pin(folder):
-            return False
-        _put_back(leftover)
-        return True
-    return _put_back(leftover)
 
 
 def quarantine(folder: AnyPath, reason: str) -> AnyPath:
@@ -337,7 +221,9 @@ def quarantine(folder: AnyPath, reason: str) -> AnyPath:
     aside = _free_name(folder)
     content = f"{reason}\n".encode()
     if isinstance(folder, StorePath) and isinstance(aside, StorePath):
-        _move_objects(folder, aside, content)
+        copy_folder(folder, aside)
+        (aside / REASON).write_bytes(content)
+        delete(unpublish(folder))
     elif isinstance(folder, Path):
         with suppress(OSError):
             refuse_links(folder.parent, folder)
@@ -354,17 +240,6 @@ def _free_name(folder: AnyPath) -> AnyPath:
     while f"{folder.name}.invalid-{number}" in names:
         number += 1
     return folder.parent / f"{folder.name}.invalid-{number}"
-
-
-def _move_objects(folder: StorePath, aside: StorePath, reason: bytes) -> None:
-    """Copy a checkpoint in a store to another name, then delete it; a pin is copied too."""
-    begun = _mark(PARTIAL, aside)
-    copy_folder(folder, aside, last=FILE)
-    (aside / REASON).write_bytes(reason)
-    begun.unlink(missing_ok=True)
-    mark = unpublish(folder, pinned_too=True)
-    assert mark is not None
-    delete(mark, pinned_too=True)
 
 
 class Deleter:
@@ -445,9 +320,8 @@ def prune(
     marks = []
     for step in sorted(counted.keys() - stay):
         folder = step_folder(root, step)
-        mark = None if is_pinned(folder) else unpublish(folder)
-        if mark is not None:
-            marks.append(mark)
+        if not is_pinned(folder):
+            marks.append(unpublish(folder))
     return marks
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from titanlite.dist.dist_env import DistEnv
     from titanlite.trainer import Trainer
 
-#: How often in an interval rank 0 tells the others the time.
-_SYNCS = 16
+#: How often in an interval rank 0 tells the others the time, about.
+_SYNCS = 32
 
 
 class SaveSchedule:
@@ -32,11 +32,10 @@ class SaveSchedule:
     alike.
 
     Call `due` after each step, and `begin` before a save. An interval in steps needs no
-    communication. For one in seconds the clock of rank 0 decides. The ranks synchronize at a step
-    that they agreed on the last time. By the pace so far it is a sixteenth of the interval ahead,
-    or the rest if that is less. That is a small broadcast on the hosts now and then, and waits for
-    no device. If steps become slower meanwhile, a save is late by a sixteenth of the interval's
-    steps at most. The first interval begins with the first question.
+    communication. For one in seconds the clock of rank 0 decides. The ranks ask it after every
+    step, then more seldom: a save is late by a thirty-second of the interval's steps at most. To
+    ask is a small broadcast on the hosts, and waits for no device. The first interval begins with
+    the first question.
 
     fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those
     to beat.
@@ -57,12 +56,10 @@ class SaveSchedule:
         self._world = world
         self._fingerprints = fingerprints
         self._clock = clock
-        #: Start of the interval; None before the first question.
-        self._begun: float | None = None
-        #: The latest step in question; step and time of the latest synchronization; step of the
-        #: next one.
+        #: Step and time at the start of the interval; None before the first question.
+        self._begun: tuple[int, float] | None = None
+        #: The latest step in question, and the one after which rank 0 is asked next.
         self._asked = 0
-        self._synced = (0, 0.0)
         self._next_sync = 0
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
@@ -75,8 +72,7 @@ class SaveSchedule:
             self.begin(step)
         elif step <= self._asked:
             # The run was rolled back to an earlier step.
-            self._synced = step, self._clock()
-            self._next_sync = step + 1
+            self._next_sync = step
         self._asked = step
         if is_milestone(step, config.milestones) or (
             config.enable_first_step_checkpoint and step == 1
@@ -88,43 +84,22 @@ class SaveSchedule:
         syncs = config.interval_type == "seconds" and step >= self._next_sync
         if not (judged or syncs):
             return False
-        if not judged:
-            validation_loss = None
-        answer = False, step + 1
-        if self._world.rank == 0:
-            answer = self._decide(step, validation_loss)
-        due, next_sync = self._world.broadcast(answer)
+        first, begun = cast("tuple[int, float]", self._begun)
         if syncs:
-            self._next_sync = next_sync
-        return due
+            self._next_sync = step + max((step - first) // _SYNCS, 1)
+        answer = False
+        if self._world.rank == 0:
+            is_over = syncs and self._clock() - begun >= config.interval
+            answer = is_over or (judged and self._is_among_best(validation_loss))
+        return self._world.broadcast(answer)
 
     def between(self, trainer: Trainer) -> None:
         """Do what is due after a step without a save: nothing here. All ranks call it together."""
 
     def begin(self, step: int) -> None:
         """Start the next interval: a save of `step` begins now, whether it succeeds or not."""
-        self._begun = self._clock()
-        self._synced = (step, self._begun)
+        self._begun = (step, self._clock())
         self._next_sync = step + 1
-
-    def _decide(self, step: int, validation_loss: float | None) -> tuple[bool, int]:
-        """On rank 0: return whether to save, and the step of the next synchronization."""
-        better = (
-            validation_loss is not None
-            and math.isfinite(validation_loss)
-            and self._is_among_best(validation_loss)
-        )
-        if self.config.interval_type == "steps" or self._begun is None:
-            return better, step
-        now = self._clock()
-        before, then = self._synced
-        self._synced = (step, now)
-        left = self.config.interval - (now - self._begun)
-        pace = (now - then) / max(step - before, 1)
-        ahead = 1
-        if pace > 0:
-            ahead = max(int(min(left, self.config.interval / _SYNCS) / pace), 1)
-        return better or left <= 0, step + ahead
 
     def _compares(self, manifest: Manifest) -> bool:
         """Return whether a checkpoint of this run has a loss on the same held-out text."""
@@ -132,10 +107,12 @@ class SaveSchedule:
             return False
         return manifest.held_out == self._held_out
 
-    def _is_among_best(self, loss: float) -> bool:
+    def _is_among_best(self, loss: float | None) -> bool:
         """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is
         as low.
         """
+        if loss is None or not math.isfinite(loss):
+            return False
         root = to_path(self.config.folder)
         as_low = 0
         try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import GROUPS, WEIGHT, group_of
-from titanlite.config.toml import quote
+from titanlite.checkpoint.loaded import GROUPS, WEIGHT
 from titanlite.utils import Table, render
 
 #: Kinds of differences.
@@ -21,13 +19,13 @@ DTYPE = "another dtype"
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 #: Rows of the table of differences: one screen, with the text around it.
 _ROWS = 20
-#: Patterns that are offered at most.
-_PATTERNS = 4
-#: Group → what it means to leave it out, where nothing else differs.
-_LEFT_OUT = {
-    "optimizer": "begins with a new state of the optimizer",
-    "ema": "begins with a new average, or drops it",
-}
+_WAYS = (
+    "\nIf that is meant: checkpoint.allow_missing takes patterns of tensors that are missing "
+    "there, such as model.layers.3.*, which keep their initial values; "
+    "checkpoint.exclude_from_loading takes patterns, or groups such as optimizer, that are not "
+    "loaded. Another run that has this checkpoint as checkpoint.initial_load_path takes weights of "
+    "another dtype"
+)
 #: Tensor name -> [dtype, shape].
 Described = Mapping[str, Sequence[Any]]
 
@@ -75,8 +73,7 @@ def select(
         if problem and not (convert and name in floats):
             found[name] = problem
     if found:
-        offered = _offered_keys(found, {*saved, *wanted}, floats, source)
-        raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
+        raise CheckpointError(difference_table(found, saved, wanted, source) + _WAYS)
 
     load = frozenset(wanted) - ignored
     if not load:
@@ -117,7 +114,7 @@ def _must_match(
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         known = f"{', '.join(words)}, and patterns of tensor names" if words else "patterns"
-        example = min(names, key=_natural, default="")
+        example = min(names, default="")
         raise CheckpointError(
             f"{key}: {pattern!r} matches no tensor. It takes {known} such as {example!r} or "
             "'model.*'"
@@ -135,17 +132,6 @@ def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -
     return DTYPE if saved[0] != wanted[0] else ""
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key of names that puts layers.2 before layers.10."""
-    parts: list[tuple[int, str]] = []
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            parts.append((int(part), ""))
-        else:
-            parts.append((-1, part))
-    return parts
-
-
 def difference_table(
     found: Mapping[str, str], saved: Described, wanted: Described, source: str
 ) -> str:
@@ -154,7 +140,7 @@ def difference_table(
     kinds = [kind for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind]]
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
     rows = []
-    for name in sorted(found, key=_natural)[:_ROWS]:
+    for name in sorted(found)[:_ROWS]:
         rows.append([name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]])
     columns = ("tensor", "there", "here", "problem")
     table = render(Table(columns, rows, left=(0, 1, 2, 3)), terminal=False)
@@ -165,71 +151,9 @@ def difference_table(
     return "\n".join(lines)
 
 
-def _offered_keys(
-    found: Mapping[str, str], names: Collection[str], floats: Collection[str], source: str
-) -> str:
-    """Return the keys that accept the differences. names: of all tensors on both sides.
-
-    floats: differ in their floating-point type alone.
-    """
-    ways = []
-    found_names = sorted(found, key=_natural)
-    # A weight's pattern covers the optimizer's state of it.
-    weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
-    groups = {group_of(name) for name in found}
-    for group, effect in _LEFT_OUT.items():
-        if groups == {group}:
-            key = f'checkpoint.exclude_from_loading = ["{group}"]'
-            return f"\nIf that is meant: {key} {effect}"
-    missing = [name for name in weights if found[name] == MISSING]
-    # A change of the precision should keep the weights.
-    typed = [name for name in weights if name.startswith(WEIGHT) and name in floats]
-    rest = [name for name in weights if found[name] != MISSING and name not in typed]
-    if typed:
-        key = f"checkpoint.initial_load_path = {quote(source)}"
-        ways.append(
-            f"a run in another folder with {key} converts the weights, and begins at step 0"
-        )
-    if missing:
-        patterns = _patterns(missing, {*names} - {*missing})
-        ways.append(
-            f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing"
-        )
-    if rest:
-        patterns = _patterns(rest, {*names} - {*rest})
-        what = "what else differs" if missing else "what differs"
-        ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out {what}")
-    return "\nIf that is meant: " + "; ".join(ways)
-
-
 def _shown(entry: Sequence[Any] | None) -> str:
     if entry is None:
         return "–"
     # Of a foreign file: its place.
     place = f" ({entry[2]})" if len(entry) > 2 else ""
     return f"{entry[0]}{list(entry[1])}{place}"
-
-
-def _patterns(names: Sequence[str], others: Collection[str]) -> str:
-    """Return a few patterns for these names that match no others: whole blocks, or one tensor of
-    all blocks.
-    """
-    found: dict[str, None] = {}
-    for name in names:
-        if any(fnmatchcase(name, pattern) for pattern in found):
-            continue
-        block = re.sub(r"(\.layers\.\d+)\..*", r"\1.*", name)
-        across = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
-        found[_fitting((block, across), others) or name] = None
-    shown = [f'"{pattern}"' for pattern in list(found)[:_PATTERNS]]
-    if len(found) > _PATTERNS:
-        shown.append("…")
-    return f"[{', '.join(shown)}]"
-
-
-def _fitting(patterns: Sequence[str], others: Collection[str]) -> str:
-    """Return the first pattern that matches none of `others`; "": there is none."""
-    for pattern in patterns:
-        if not any(fnmatchcase(other, pattern) for other in others):
-            return pattern
-    return ""

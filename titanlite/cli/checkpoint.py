@@ -9,9 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
@@ -21,6 +19,7 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     parse_manifest,
     progress,
+    root_of,
     step_folder,
     step_of,
     steps_in,
@@ -35,7 +34,6 @@ from titanlite.cli.checkpoint_folders import (
     inspect,
     list_checkpoints,
     remove,
-    roots_of,
     verify,
 )
 from titanlite.cli.exchange import DTYPE, PRECISIONS, convert_weights
@@ -45,15 +43,10 @@ from titanlite.utils import Table, counted, escape_name, human_bytes, human_time
 
 if TYPE_CHECKING:
     from titanlite.cli.hub.tensors import TensorDifference
-    from titanlite.features.local_saves.listing import LocalSave
 
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
-_PATH = (
-    "a run, its folder of checkpoints, a folder of runs, or a URL such as "
-    "s3://bucket/run/checkpoint"
-)
 
 
 def add_commands(commands: Commands) -> None:
@@ -70,8 +63,7 @@ def add_commands(commands: Commands) -> None:
 
 _FOLDER: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
 _ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
-
-
+_PATHS = "runs, their folders of checkpoints, or URLs such as s3://bucket/run/checkpoint"
 #: Exit codes of all, in words.
 _CODES = f"Exit status: 0; {exit_codes.CHECKPOINT} when there is no such checkpoint"
 
@@ -80,27 +72,23 @@ def _add_ls(actions: Commands) -> None:
     more = (
         "valid: manifest and sizes are right (`verify` reads the contents too); invalid: the "
         "reason stands below; set aside: an invalid one, renamed when its step was saved again; "
-        "partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it. "
-        "Local saves of this machine stand below, with what a restart takes."
+        "partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it."
     )
-    help = "list checkpoints with size, state and age"
+    help = "list checkpoints with size, state and time"
     add = add_to_group(actions, _ls, help, more, _CODES).add
-    add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
-    add("--json", "print a JSON list, one object per folder")
+    add("paths", nargs="+", **_FOLDER, help=_PATHS)
 
 
 def _add_inspect(actions: Commands) -> None:
     help = "show the manifest of one: step, run, files, tensors"
     add = add_to_group(actions, _inspect, help, "", _CODES).add
     add("path", **_ONE)
-    add("--config", "print the config of the run that wrote it, as TOML")
-    add("--json", "print the manifest as it is")
 
 
 def _add_verify(actions: Commands) -> None:
     help = "read every byte and compare with the hashes taken when it was written"
     add = add_to_group(actions, _verify, help, "", f"{_CODES}, or one is damaged.").add
-    add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), or folders of them or of runs")
+    add("paths", nargs="+", **_FOLDER, help="checkpoints (step-N), folders of them, or runs")
 
 
 def _add_diff(actions: Commands) -> None:
@@ -117,21 +105,21 @@ def _add_diff(actions: Commands) -> None:
 def _add_convert(actions: Commands) -> None:
     more = (
         "SOURCE: a checkpoint (or the newest valid one of a folder), a folder of Hugging Face's "
-        "layout, a file made with --to torch, or step-N of torchtitan with --config; checkpoints "
+        "layout, or step-N of torchtitan with --config; checkpoints "
         "are compared with their hashes first. TARGET appears when it is whole, and nothing is "
-        "overwritten. It needs no GPU, and memory for a few tensors."
+        "overwritten. It needs no GPU, and memory for one file of 4 GB."
     )
     help = "write the weights in SOURCE to TARGET, in another format"
     add = add_to_group(actions, _convert, help, more, _CODES).add
     add("source", "what to convert", "SOURCE", type=to_path)
     add("target", "where to", "TARGET", type=to_path)
     formats = (
-        "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
-        "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
+        "hf: a folder with config.json and model.safetensors, for `transformers`; "
+        "checkpoint: a checkpoint of weights only in the folder TARGET, for "
         "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
         "the adapters alone, for `peft`"
     )
-    add("--to", formats, required=True, choices=("hf", "torch", "checkpoint", "peft"))
+    add("--to", formats, required=True, choices=("hf", "checkpoint", "peft"))
     add("--dtype", DTYPE, choices=PRECISIONS)
     add("--ema", EMA)
     add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
@@ -148,101 +136,48 @@ def _add_rm(actions: Commands) -> None:
     add = add_to_group(actions, _rm, help, more, _CODES).add
     add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
     add("--force", "delete what would be refused")
-    add("--dry-run", "delete nothing, print what would be deleted")
 
 
 def _ls(arguments: argparse.Namespace) -> str:
-    listed = {root: list_checkpoints(root) for root in roots_of(arguments.path)}
-    if arguments.json:
-        rows = []
-        for root, found in listed.items():
-            rows += [entry.to_dict() for entry in found]
-            rows += [one.to_dict() for one in _local_saves(root, found)]
-        return json.dumps(rows, indent=1)
-    texts = []
-    for root, found in listed.items():
-        texts.append("\n".join([_listing(root, found), *_local_listing(root, found)]))
-    return "\n\n".join(texts)
+    return "\n\n".join(_listing(root_of(path)) for path in arguments.paths)
 
 
-def _local_saves(root: AnyPath, found: Sequence[Entry]) -> Sequence[LocalSave]:
-    """Return the local saves of a run on this machine, where its newest checkpoint tells of any."""
-    from titanlite.features.local_saves.checks import KEY
-    from titanlite.features.local_saves.folder import RUN_ID
-
-    manifests = [entry.manifest for entry in found if entry.manifest is not None]
-    if not manifests or not (root / RUN_ID).is_file():
-        return []
-    from titanlite.features.local_saves.listing import list_local_saves
-    from titanlite.runs.provenance import config_values
-
-    folder = config_values(str(manifests[-1].config.get("toml", ""))).get(KEY)
-    return list_local_saves(root, folder) if isinstance(folder, str) else []
-
-
-def _local_listing(root: AnyPath, found: Sequence[Entry]) -> Iterator[str]:
-    """Yield a table of local saves, and which checkpoint a restart takes."""
-    saves = _local_saves(root, found)
-    if not saves:
-        return
-    from titanlite.features.local_saves.listing import taken
-
-    rows = []
-    for one in saves:
-        age = human_age(time.time() - one.manifest.created)
-        size = human_bytes(one.manifest.size)
-        ranks = str(one.manifest.world_size)
-        rows.append((f"step-{one.manifest.step}", one.state, size, ranks, age))
-    yield render(Table(("local save", "state", "size", "ranks", "age"), rows, left=(0, 1)))
-    for one in saves:
-        if one.reason:
-            yield f"note: step-{one.manifest.step}: {one.reason}"
-    valid = [entry.manifest for entry in found if entry.state == VALID]
-    yield taken(saves, valid[-1] if valid else None)
-
-
-def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
+def _listing(root: AnyPath) -> str:
     """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
     one.
     """
+    found = list_checkpoints(root)
     rows = []
     notes = []
     for entry in found:
-        ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
-        age = human_age(time.time() - entry.written)
-        rows.append((entry.folder.name, entry.description, human_bytes(entry.size), ranks, age))
+        ranks = written = "–"
+        if entry.manifest is not None:
+            ranks = str(entry.manifest.world_size)
+            written = _time(entry.manifest)
+        size = human_bytes(entry.size)
+        rows.append((entry.folder.name, entry.description, size, ranks, written))
         if entry.reason:  # of a quarantined one it names the files by their old name
             named = "" if entry.state in (INVALID, NEWER) else f"{entry.folder.name}: "
             notes.append(f"note: {named}{entry.reason}")
-    table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
+    table = Table(("checkpoint", "state", "size", "ranks", "written"), rows, left=(0, 1, 4))
     valid = [entry for entry in found if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
     return "\n".join([render(table), *notes, total])
 
 
-def human_age(seconds: float) -> str:
-    """Return `45 s`, `12 min`, `5 h`, `3 days`: one unit."""
-    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0.0):.0f} s"
+def _time(manifest: Manifest) -> str:
+    return f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S}"
 
 
 def _inspect(arguments: argparse.Namespace) -> str:
     folder = checkpoint_of(arguments.path)
     manifest = parse_manifest(folder)
-    if arguments.json:
-        return manifest.to_json()
-    if arguments.config:
-        config = manifest.config.get("toml")
-        if not isinstance(config, str):
-            raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
-        return config.removesuffix("\n")
     lines = [str(folder)]
-    for label, text in _facts(manifest, inspect(folder)):
+    for label, text in _facts(manifest, inspect(folder)).items():
         # A line end or a colour in a value could pass for a fact.
-        lines.append(f"  {escape_name(label):<13} {escape_name(text)}")
+        if text:
+            lines.append(f"  {escape_name(label):<13} {escape_name(text)}")
     files = []
     for name, size in sorted(manifest.files.items()):
         files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
@@ -254,44 +189,30 @@ def _inspect(arguments: argparse.Namespace) -> str:
     return "\n\n".join(["\n".join(lines), about_files, about_tensors])
 
 
-def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
-    git = manifest.git
-    loss = manifest.validation_loss
-    written = datetime.fromtimestamp(manifest.created)
+def _facts(manifest: Manifest, entry: Entry) -> dict[str, str]:
     shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    loss = manifest.validation_loss
     state = entry.description
     if entry.reason:
         state += f": {entry.reason}"
-    holds = ""
-    record = manifest.config.get("lora")
-    if isinstance(record, dict):
-        holds = f"adapters of rank {record.get('rank')} alone"
-    if manifest.weights_only:
-        holds = f"{holds}, without an optimizer" if holds else "weights only"
-        if manifest.dtype:
-            holds += f", as {manifest.dtype}"
-    form = str(manifest.format)
-    if not manifest.hashes:
-        form += ", without hashes"
-    commit = str(git.get("commit", ""))
-    if git.get("dirty"):
+    commit = str(manifest.git.get("commit", ""))
+    if manifest.git.get("dirty"):
         commit += " with uncommitted changes"
-    found = {
+    return {
         "state": state,
         "step": f"{manifest.step:,}",
-        "written": f"{written:%Y-%m-%d %H:%M:%S} by {counted(manifest.world_size, 'ranks')}",
+        "written": f"{_time(manifest)} by {counted(manifest.world_size, 'ranks')}",
         "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
         "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
-        "holds": holds,
+        "adapters": json.dumps(manifest.config["lora"]) if "lora" in manifest.config else "",
+        "dtype": manifest.dtype,
         "validation": "" if loss is None else f"loss {loss:.4f}",
         **manifest.trackers,
-        "format": form,
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "commit": commit,
         **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
         "train": json.dumps(manifest.train),
     }
-    return [(label, text) for label, text in found.items() if text]
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
@@ -300,8 +221,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
         if step_of(path) is not None or (path / FILE).is_file():
             folders[checkpoint_of(path)] = None
             continue
-        for root in roots_of(path):
-            folders.update((step_folder(root, step), None) for step in steps_in(root))
+        root = root_of(path)
+        folders.update((step_folder(root, step), None) for step in steps_in(root))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines = []
@@ -364,12 +285,8 @@ def _convert(arguments: argparse.Namespace) -> str:
 
 
 def _rm(arguments: argparse.Namespace) -> str:
-    gone = remove(arguments.paths, arguments.force, arguments.dry_run)
-    did = "would delete" if arguments.dry_run else "deleted"
-    freed = "would be freed" if arguments.dry_run else "freed"
     lines = []
+    gone = remove(arguments.paths, arguments.force)
     for entry in gone:
-        size = human_bytes(entry.size)
-        lines.append(f"{did} {entry.folder}: {entry.description}, {size}")
-    total = human_bytes(sum(entry.size for entry in gone))
-    return "\n".join([*lines, f"{total} {freed}"])
+        lines.append(f"deleted {entry.folder}: {entry.description}, {human_bytes(entry.size)}")
+    return "\n".join([*lines, f"{human_bytes(sum(entry.size for entry in gone))} freed"])

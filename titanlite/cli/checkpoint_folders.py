@@ -5,12 +5,10 @@ deletes checkpoints. No torch.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
@@ -24,13 +22,11 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     Progress,
     check_files,
-    describe_roots,
     find,
     progress,
     read_manifest,
     refuse_older,
     root_of,
-    roots_below,
     step_folder,
     step_of,
     steps_in,
@@ -65,8 +61,6 @@ class Entry:
     manifest: Manifest | None
     #: Bytes of its files.
     size: int
-    #: Seconds since the epoch.
-    written: float
 
     @property
     def step(self) -> int:
@@ -82,20 +76,6 @@ class Entry:
         if self.pinned:
             text += ", pinned"
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry for JSON."""
-        return {
-            "folder": str(self.folder),
-            "step": self.step,
-            "state": self.state,
-            "reason": self.reason or None,
-            "pinned": self.pinned,
-            "bytes": self.size,
-            "written": self.written,
-            "ranks": self.manifest and self.manifest.world_size,
-            "format": self.manifest and self.manifest.format,
-        }
 
 
 def inspect(path: AnyPath) -> Entry:
@@ -119,23 +99,8 @@ def inspect(path: AnyPath) -> Entry:
         except CheckpointError as error:
             state = NEWER if isinstance(error, NewerFormatError) else INVALID
             reason = str(error)
-    files = files_in(folder)
-    times = [file.st_mtime for file in files.values()]
-    if not times:
-        with suppress(OSError):
-            times = [path.stat().st_mtime]
-    written = max(times, default=time.time())
-    if manifest:
-        written = manifest.created
-    return Entry(
-        path,
-        state,
-        reason,
-        PIN in files and is_pinned(folder),
-        manifest,
-        sum(file.st_size for file in files.values()),
-        written,
-    )
+    size = sum(file.st_size for file in files_in(folder).values())
+    return Entry(path, state, reason, is_pinned(folder), manifest, size)
 
 
 def list_checkpoints(root: AnyPath) -> list[Entry]:
@@ -161,27 +126,8 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such checkpoint")
         return path
-    roots = roots_of(path)
-    if len(roots) > 1:
-        raise CheckpointError(
-            f"{path} holds the checkpoints of {len(roots)} runs: name one of "
-            f"them\n{describe_roots(roots)}"
-        )
-    root = roots[0]
+    root = root_of(path)
     return step_folder(root, find(root).valid(root).step)
-
-
-def roots_of(path: AnyPath) -> list[AnyPath]:
-    """Return the folder of checkpoints that `path` means, or all such folders below it.
-
-    Raises CheckpointError.
-    """
-    try:
-        return [root_of(path)]
-    except CheckpointError:
-        if path.is_dir() and (below := roots_below(path)):
-            return below
-        raise
 
 
 def check_weights(path: AnyPath) -> None:
@@ -212,11 +158,8 @@ def verify(
     return manifest, check_files(folder, manifest, progress=show)
 
 
-def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
-    """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be)
-    deleted.
-
-    One that somebody pins meanwhile stays, with a warning.
+def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
+    """Delete checkpoints and leftovers; return those that were deleted.
 
     Raises CheckpointError, before anything is deleted, for what `force` overrides. These are pinned
     ones, saves that may be under way, and those of a newer format. All together are refused when no
@@ -225,15 +168,14 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):
         if not NAMES.fullmatch(path.name) or not path.exists():
-            below = roots_below(path) if path.is_dir() else []
-            hint = f"; below it are\n{describe_roots(below)}" if below else ""
-            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N){hint}")
+            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         found.append(inspect(path))
     if not force:
         _must_be_deletable(found)
-    if dry_run:
-        return found
-    return [entry for entry in found if _delete(entry, force)]
+    for entry in found:
+        is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
+        delete(entry.folder if is_mark else unpublish(entry.folder))
+    return found
 
 
 def _must_be_deletable(found: Sequence[Entry]) -> None:
@@ -259,13 +201,6 @@ def _must_be_deletable(found: Sequence[Entry]) -> None:
             _must_leave_one(root, entries_of_root)
 
 
-def _delete(entry: Entry, pinned_too: bool) -> bool:
-    """Delete a checkpoint or a leftover; return False where it was pinned meanwhile, and stays."""
-    is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
-    leftover = entry.folder if is_mark else unpublish(entry.folder, pinned_too)
-    return leftover is not None and delete(leftover, pinned_too)
-
-
 def _absolute(path: AnyPath) -> AnyPath:
     """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
     return path.parent.resolve() / path.name if isinstance(path, Path) else path
@@ -277,16 +212,14 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
     If a full checkpoint goes, one of weights only does not count.
     """
     full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
-    reasons = []
+    gone = [entry.folder for entry in going]
     for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
-        if folder in [entry.folder for entry in going]:
+        if folder in gone:
             continue
         manifest, problems = verify(folder, progress(say, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
             return
-        reason = problems[0] if problems else f"{folder} holds weights only"
-        reasons.append(f"\n  {reason}")
     raise CheckpointError(
-        f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
-        "Nothing was removed; --force removes it anyway"
+        f"{root} would be left without a good checkpoint. Nothing was removed; --force removes it "
+        "anyway"
     )

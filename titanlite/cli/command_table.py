@@ -28,7 +28,6 @@ COMMANDS = {
     "import": "titanlite.cli.exchange:add_commands",
     "push": "titanlite.contrib.hub.command:add_command",
     "benchmark": "titanlite.contrib.lab.benchmark:add_command",
-    "tokenizer": "titanlite.cli.hub.tokenizer:add_commands",
 }
 
 

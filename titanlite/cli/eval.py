@@ -1,30 +1,42 @@
-"""`titanlite eval`: measure a checkpoint on held-out text, or by tasks."""
+"""`titanlite eval`: measure a checkpoint on held-out text, or by tasks.
+
+Tasks run in this process. They are those of EleutherAI's lm-evaluation-harness (package `lm_eval`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+from dataclasses import replace
+from typing import Any
 
-from titanlite.cli import eval_tasks, eval_text
-from titanlite.cli.loading import add_arguments
+from titanlite import exit_codes
+from titanlite.checkpoint.paths import to_path
+from titanlite.cli import at_least, eval_text
+from titanlite.cli.checkpoint_folders import check_weights
+from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import FLAGS, Commands, new_command, no_flags
-from titanlite.config.errors import bad_flag
+from titanlite.cli.run_figures import to_json
+from titanlite.config.errors import bad_flag, refuse
+from titanlite.features.tasks import file_problems
+from titanlite.utils import say
 
-_TEXT = ("file", "nproc_per_node")
-_TASKS = tuple(
-    [
-        "device",
-        "base",
-        "dtype",
-        "tokenizer",
-        "context",
-        "include_path",
-        "num_fewshot",
-        "limit",
-        "batch_size",
-        "text_key",
-        "ema",
-    ]
+#: Options that need --tasks.
+_OF_TASKS = (
+    "device",
+    "base",
+    "dtype",
+    "tokenizer",
+    "context",
+    "include_path",
+    "num_fewshot",
+    "limit",
+    "batch_size",
+    "ema",
 )
+#: Resamples of the harness for its standard errors, as its own command has them.
+_BOOTSTRAP = 100_000
 
 
 def add_command(commands: Commands) -> None:
@@ -36,25 +48,76 @@ def add_command(commands: Commands) -> None:
         "measure a checkpoint on held-out text, or by tasks",
         "Print loss, perplexity and tokens of each validation text of a config, with the weights "
         "of a checkpoint. With --tasks: run tasks of lm-evaluation-harness (pip install "
-        "'titanlite[eval]') or files of your own, as docs/evaluation.md shows them, on one device. "
-        "Nothing is trained or written. A process that torchrun starts is one of its ranks.",
+        "'titanlite[eval]') on one device. Nothing is trained or written. A process that torchrun "
+        "starts is one of its ranks.",
         f"{FLAGS} Such as --validation.steps -1 for a full pass; not with --tasks. Exit status: "
         "docs/reliability.md lists it.",
     )
     add_arguments(parser)
-    parser.add("file", "TOML file (default: the config in the checkpoint)", "CONFIG", nargs="?")
-    parser.add("--nproc-per-node", "start N ranks on this machine with torchrun", "N", type=int)
-    eval_tasks.add_options(parser)
-    parser.add("--json", "print a JSON object")
+    add = parser.add
+    add("file", "TOML file (default: the config in the checkpoint)", "CONFIG", nargs="?")
+    add("--tasks", "tasks, groups or tags, separated by commas: hellaswag,arc_easy", "NAMES")
+    add("--include-path", "folder with task files (YAML) of your own", "FOLDER")
+    shots = "examples before each question (default: the task's own)"
+    add("--num-fewshot", shots, "N", type=at_least(0))
+    limit = "only the first N documents of each task, to try things out"
+    add("--limit", limit, "N", type=at_least(1))
+    add("--batch-size", "sequences at once (default: 8)", "N", type=at_least(1))
+    add("--json", "print a JSON object")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    unused, why = (_TASKS, "needs --tasks") if arguments.tasks is None else (_TEXT, "is for text")
-    for name in unused:
-        if getattr(arguments, name) not in (None, False):
-            shown = "CONFIG" if name == "file" else f"--{name.replace('_', '-')}"
-            raise bad_flag(shown, why)
     if arguments.tasks is None:
+        for name in _OF_TASKS:
+            if getattr(arguments, name) not in (None, False):
+                raise bad_flag(f"--{name.replace('_', '-')}", "needs --tasks")
         eval_text.run(arguments)
+    if arguments.file:
+        raise bad_flag("CONFIG", "is for text, not for --tasks")
     no_flags(arguments.flags)
-    return eval_tasks.run(arguments)
+    return _run_tasks(arguments)
+
+
+def _run_tasks(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Return the figures of the tasks as text or JSON, and the exit code."""
+    check_weights(to_path(arguments.checkpoint))
+    names = arguments.tasks.split(",")
+    refuse([replace(one, where="command line") for one in file_problems(names, "--tasks")])
+    from titanlite.features.tasks.harness import load_tasks
+
+    tasks = load_tasks(
+        names, arguments.include_path, arguments.num_fewshot, arguments.limit, "--tasks"
+    )
+    loaded = load_model(arguments)
+    say(loaded.summary)
+    from lm_eval.utils import make_table
+    from tqdm import tqdm
+
+    from titanlite.features.tasks.scoring import Scorer, Subject
+    from titanlite.step import PlainRunner
+
+    subject = Subject(
+        loaded.model,
+        loaded.tokenizer,
+        loaded.limit,
+        loaded.device,
+        loaded.head,
+        loaded.stop_ids,
+    )
+    size = arguments.batch_size or 8
+    scorer = Scorer(subject, PlainRunner(loaded.model), size, progress=tqdm)
+    found: dict[str, Any] = {}
+    # The harness prints its progress.
+    with contextlib.redirect_stdout(sys.stderr):
+        for task in tasks:
+            for name, part in task.evaluate(scorer, _BOOTSTRAP).items():
+                if isinstance(part, dict):
+                    found[name] = {**found.get(name, {}), **part}
+    if arguments.json:
+        about = {"checkpoint": loaded.path, "step": loaded.step, "limit": arguments.limit}
+        figures = {name: found[name] for name in ("results", "versions")}
+        return to_json({**about, **figures}), exit_codes.DONE
+    tables = [make_table(found)]
+    if found.get("groups"):
+        tables.append(make_table(found, "groups"))
+    return "\n".join(tables).rstrip(), exit_codes.DONE

@@ -9,7 +9,6 @@ Model, text and numbers are those of a validation in training: the same config b
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.run_figures import to_json
-from titanlite.cli.train import check_ranks, start_ranks
 from titanlite.config import trust
 from titanlite.config.load import read_text
 from titanlite.dist.launch_env import read_launch_env
@@ -66,40 +64,17 @@ _NO_TRAINING = (
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Be one rank, or the torchrun of several; end with the exit code of the measurement."""
+    """Be one rank; end with the exit code of the measurement."""
     from titanlite import main
 
-    ranks = arguments.nproc_per_node
-    file = arguments.file
-    trust_code = arguments.trust_code
-    flags = arguments.flags
-    if ranks is None:
-        main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
-    check_ranks(ranks)
-    # All ranks load the same one, even if a run saves another one meanwhile.
-    folder = checkpoint_of(arguments.checkpoint)
-    config_of(folder, read_manifest(folder), file, flags, ranks, trust_code)
-    words = [str(folder)]
-    if file:
-        words.append(file)
-    if arguments.json:
-        words.append("--json")
-    if trust_code:
-        words.append(trust.FLAG)
-    _search_modules_as_here()
-    start_ranks(ranks, ["eval", *words, *flags])
-
-
-def _search_modules_as_here() -> None:
-    """Let the ranks look for modules where this process does (Python 3.11 or later).
-
-    torchrun starts them with `python -m`, which looks in the working directory first. That may be a
-    folder of somebody else, with a file of the name of a package.
-    """
-    here = os.path.realpath(os.getcwd())
-    searched = {os.path.realpath(place or ".") for place in sys.path}
-    if here not in searched:
-        os.environ["PYTHONSAFEPATH"] = "1"
+    main.run_rank(
+        _evaluate_rank,
+        arguments.checkpoint,
+        arguments.file,
+        arguments.flags,
+        arguments.json,
+        arguments.trust_code,
+    )
 
 
 def config_of(

@@ -21,9 +21,8 @@ from titanlite.config import trust
 from titanlite.config.errors import bad_flag
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import loads
-from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
@@ -165,13 +164,8 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, A
         data = config.get("data", data)
     if given is None and (source.manifest is None or "toml" not in source.manifest.config):
         given = source.tokenizer
-        if given is None or not (
-            is_url(given) or any((Path(given) / name).is_file() for name in ("", *FOLDER_FILES))
-        ):
-            names = " or ".join(FOLDER_FILES)
-            raise DataError(
-                f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH"
-            )
+        if given is None:
+            raise DataError(f"{source.path} names no tokenizer: give one as --tokenizer PATH")
     tokenizer = load_tokenizer(given or BUNDLED_TOKENIZER_NAME, source.family)
     trained = source.manifest and source.manifest.fingerprints.get("tokenizer")
     if trained and trained != tokenizer.fingerprint[:16]:
@@ -186,12 +180,6 @@ def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
     """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
     found = set(tokenizer.stop_ids)
     if folder is not None and (file := folder / "generation_config.json").is_file():
-        try:
-            more = parse_json(file.read_bytes()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-        if isinstance(more, int):
-            found |= {more}
-        else:
-            found |= set(more or [])
+        more = parse_json(file.read_bytes()).get("eos_token_id")
+        found |= {more} if isinstance(more, int) else set(more or [])
     return found

@@ -101,6 +101,7 @@ GONE = {
     "plan --mtbf": "docs/plan.md has the formula of the best save interval",
     "plan --allow": "give --float8.enable_float8_linear to plan --search",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
+    "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
 }
 

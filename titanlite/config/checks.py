@@ -372,7 +372,8 @@ RULES: tuple[ConfigRule, ...] = (
 def missing_files(config: LoadedConfig) -> Iterator[Problem]:
     """Find local files and folders that a key names and that do not exist."""
     for key, path in _paths(config):
-        if path and not is_url(path) and not is_there(path):
+        is_local = key == "model.tokenizer_path" or not is_url(path or "")
+        if path and is_local and not is_there(path):
             remedy = fetch_hint(path) if key == "model.tokenizer_path" else ""
             yield Problem("no-file", key, f"no file or folder {quote(path)}", remedy)
 

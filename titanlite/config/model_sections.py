@@ -44,10 +44,9 @@ class Model(Section, frozen=True):
     """
     tokenizer_path: Location = BUNDLED
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model
-    (tokenizer.model of Llama 2), a tokenizer.json, Mistral's tekken.json, a folder with one of
-    them, or a URL (https, s3, gs, az; of a folder with a slash at its end). `titanlite tokenizer
-    fetch` downloads one. bundled: that of titanlite, sentencepiece for llama2, else tiktoken. It is
-    for debug models; others take it only where the config says so.
+    (tokenizer.model of Llama 2), a tokenizer.json, or a folder with one of them. bundled: that of
+    titanlite, sentencepiece for llama2, else tiktoken. It is for debug models; others take it only
+    where the config says so.
     """
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""

@@ -129,10 +129,7 @@ class Eval(Section, frozen=True):
     """Tasks that measure the model while it trains."""
 
     tasks: list[str] = []
-    """Tasks of lm-evaluation-harness by name (package lm-eval), and files of your own: texts, for
-    bits per byte, or multiple-choice questions. Files have a slash or an end like .jsonl. None:
-    off.
-    """
+    """Tasks, groups and tags of lm-evaluation-harness by name (package lm-eval). None: off."""
     freq: Count = 1000
     """Run the tasks every freq steps."""
     at_end: bool = True
@@ -144,9 +141,9 @@ class Eval(Section, frozen=True):
     ema: bool = False
     """Measure the average of the weights (optimizer.ema_decay)."""
     num_fewshot: Natural | None = None
-    """Examples before each question of the harness's tasks. None: the task's own number."""
+    """Examples before each question. None: the task's own number."""
     include_path: Location | None = None
-    """Folder with task files (YAML) for the harness. The code that they name runs."""
+    """Folder with task files (YAML) of your own. The code that they name runs."""
 
 
 class Debug(Section, frozen=True):

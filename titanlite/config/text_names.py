@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from titanlite.config.errors import nearest
+from titanlite.config.urls import is_url
 from titanlite.utils import is_dotted
 
 BUNDLED = ("c4_test", "c4_validation", "sft_test", "sft_validation")
@@ -50,14 +51,13 @@ BUNDLED_IDS = 2304
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub.
-
-    "": another path.
-    """
+    """Return how to get the tokenizer of a path that is an id of the hub or a URL; "": another."""
+    if is_url(path):
+        return "copy its files to a folder of this machine, and give that folder"
     owner = path.partition("/")[0]
     if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):
         return ""
-    return f"for a model of the hub: titanlite tokenizer fetch {path}"
+    return f"`hf download {path} --include 'tokenizer*' --local-dir {path}` fetches it"
 
 
 def name_problem(name: str) -> tuple[str, str] | None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, DAY, END, NO_TURN, SYNTAX, TEXT, Request
@@ -145,7 +144,7 @@ def load_template(
     from titanlite.data.record_forms import plain
 
     folder = tokenizer.folder
-    config = _config_beside(folder, path, key)
+    config = _config_beside(folder, key)
     variables = _variables(tokenizer, config)
     if day:
         try:
@@ -155,6 +154,7 @@ def load_template(
     place, source = _find_source(folder, path, config, key)
     if not isinstance(source, str) and (or_plain or path == _PLAIN):
         source = plain.SOURCE
+        logger.info("conversations are rendered by the plain chat template")
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
@@ -189,10 +189,10 @@ def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> No
         )
 
 
-def _config_beside(folder: str | None, path: str | None, key: str) -> dict[str, Any]:
-    """Return the tokenizer's config beside it; {} without one. path: of the template."""
+def _config_beside(folder: str | None, key: str) -> dict[str, Any]:
+    """Return the tokenizer's config beside it; {} without one."""
     try:
-        content = _beside(folder, _CONFIG, path)
+        content = _beside(folder, _CONFIG)
         config = parse_json(content) if content else {}
         if not isinstance(config, dict):
             raise ValueError("it holds no JSON object")
@@ -233,27 +233,14 @@ def _variables(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str
     return tokens
 
 
-def _beside(folder: str | None, name: str, template: str | None = None) -> bytes | None:
-    """Return the content of a file beside a tokenizer, None if there is none.
-
-    folder: a path or URL.
-
-    template: the file that is named instead. Then a server is asked for nothing more.
-    """
-    if folder is None or is_url(folder) and template is not None:
+def _beside(folder: str | None, name: str) -> bytes | None:
+    """Return the content of a file beside a tokenizer, None if there is none."""
+    if folder is None:
         return None
     try:
-        if is_url(folder):
-            from titanlite.data.tokenizer.urls import read_url
-
-            content = read_url(f"{folder}/{name}")
-        else:
-            content = Path(folder, name).read_bytes()
+        return Path(folder, name).read_bytes()
     except FileNotFoundError:
         return None
-    # Some servers answer with a page where there is no file.
-    is_page = content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
-    return None if is_page else content
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
-from titanlite.data.kinds import COMPRESSED, KINDS, Format, why_no_text
+from titanlite.data.kinds import KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 from titanlite.utils import counted
@@ -54,7 +54,7 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
         raise DataError(
             f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
             f"; expected names in {endings}, or of source code (docs/cli.md), also with "
-            f"{' or '.join(COMPRESSED)}. A pattern reads files with other names"
+            ".gz or .zst. A pattern reads files with other names"
         )
     return choose_among(texts, place, passed)
 
@@ -215,7 +215,7 @@ def _candidates(texts: Sequence[FoundFile], place: Place) -> list[str]:
     """Return the files by kind, split and level in words, and how to choose among them."""
     groups: dict[str, list[str]] = {}
     for file, split in zip(texts, _splits_of(texts), strict=True):
-        about = "source code" if file.is_source else file.kind_name
+        about = file.kind_name
         if split:
             about += f", split {split}"
         if not file.is_direct:

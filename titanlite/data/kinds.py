@@ -16,7 +16,7 @@ class Kind(NamedTuple):
 
     #: In messages.
     name: str
-    #: Ends of names, in small letters. Each may end with one of `COMPRESSED` too.
+    #: Ends of names, in small letters. Each may end with .gz or .zst too.
     suffixes: tuple[str, ...]
     #: Its reader in `formats`.
     reader: Format
@@ -31,49 +31,14 @@ class Kind(NamedTuple):
 
 #: Readers that make a whole file one document.
 WHOLE: tuple[Format, ...] = ("text", "source")
-#: Of source code: language → ends of names, in small letters. docs/cli.md has the same list.
-LANGUAGES: dict[str, tuple[str, ...]] = {
-    "Assembly": (".asm", ".s"),
-    "C": (".c", ".h"),
-    "C#": (".cs",),
-    "C++": (".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"),
-    "CMake": (".cmake",),
-    "CSS": (".css", ".less", ".scss"),
-    "CUDA": (".cu", ".cuh"),
-    "Clojure": (".clj",),
-    "Dart": (".dart",),
-    "Elixir": (".ex", ".exs"),
-    "Erlang": (".erl",),
-    "Fortran": (".f", ".f90", ".f95"),
-    "Go": (".go",),
-    "HTML": (".htm", ".html"),
-    "Haskell": (".hs",),
-    "Java": (".java",),
-    "JavaScript": (".cjs", ".js", ".jsx", ".mjs"),
-    "Julia": (".jl",),
-    "Kotlin": (".kt", ".kts"),
-    "Lisp": (".el", ".lisp", ".scm"),
-    "Lua": (".lua",),
-    "OCaml": (".ml", ".mli"),
-    "PHP": (".php",),
-    "Perl": (".pl", ".pm"),
-    "Protocol Buffers": (".proto",),
-    "Python": (".py", ".pyi", ".pyx"),
-    "R": (".r",),
-    "Ruby": (".rb",),
-    "Rust": (".rs",),
-    "SQL": (".sql",),
-    "Scala": (".scala",),
-    "settings": (".cfg", ".ini", ".toml", ".yaml", ".yml"),
-    "Shell": (".bash", ".sh", ".zsh"),
-    "Swift": (".swift",),
-    "TeX": (".tex",),
-    "TypeScript": (".ts", ".tsx"),
-    "Verilog": (".sv", ".v"),
-    "Vue": (".vue",),
-    "XML": (".xml",),
-    "Zig": (".zig",),
-}
+#: Ends of the names of source code, in small letters. docs/cli.md has the same list.
+_SOURCE = """
+.asm .bash .c .cc .cfg .cjs .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .erl .ex .exs
+.f .f90 .f95 .go .h .hh .hpp .hs .htm .html .hxx .ini .java .jl .js .jsx .kt .kts .less
+.lisp .lua .mjs .ml .mli .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .s .scala .scm .scss
+.sh .sql .sv .swift .tex .toml .ts .tsx .v .vue .xml .yaml .yml .zig .zsh
+"""
+SOURCE_SUFFIXES = tuple(_SOURCE.split())
 KINDS = (
     Kind("JSON lines", (".json", ".jsonl", ".ndjson"), "json"),
     Kind("parquet", (".parquet",), "parquet"),
@@ -82,52 +47,42 @@ KINDS = (
     Kind("plain text", (".txt", ".text"), "text"),
     Kind("Markdown", (".md", ".markdown"), "text", describes_records=True),
     Kind("reStructuredText", (".rst",), "text", describes_records=True),
-    *(Kind(language, suffixes, "source") for language, suffixes in LANGUAGES.items()),
+    Kind("source code", SOURCE_SUFFIXES, "source"),
 )
-COMPRESSED = (".gz", ".zst")
-#: Ends of the names of all kinds.
-ENDINGS = tuple(
-    suffix + packed for kind in KINDS for suffix in kind.suffixes for packed in ("", *COMPRESSED)
-)
+_BY_SUFFIX = {suffix: kind for kind in KINDS for suffix in kind.suffixes}
+_ENDING = re.compile(rf"({'|'.join(map(re.escape, _BY_SUFFIX))})(\.gz|\.zst)?$")
 
-#: Of a data set: why → names (regular expressions for names in small letters, without the end of
-#: compression).
-_NO_TEXT = {
-    "about the data": re.compile(
-        r"dataset_infos?.*\.json|dataset_dict\.json|state\.json|croissant.*\.json"
-        r"|(requirements([-_]\w+)?|cmakelists|robots|(md5|sha\d+)sums?|checksums?)\.(txt|text)"
-    ),
-    "cache of datasets": re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow"),
-}
+#: Of a data set, names in small letters: what is about the data, and what `datasets` caches.
+_ABOUT_DATA = re.compile(
+    r"(dataset_infos?.*\.json|dataset_dict\.json|state\.json|croissant.*\.json"
+    r"|(requirements([-_]\w+)?|cmakelists|robots|(md5|sha\d+)sums?|checksums?)\.(txt|text)"
+    r"|cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow)(\.gz|\.zst)?"
+)
 #: Names of documentation in plain text or markup, alone or with one more word: LICENSE-MIT.txt,
 #: README_zh.md.
 _DOCUMENTATION = re.compile(
     r"(readme|licen[sc]es?|copying|changelog|citations?|contributing|code[-_]of[-_]conduct|dataset[-_]?card)"
-    r"([-_.][\w.]+)?",
+    r"[-_.][\w.]+",
     re.IGNORECASE,
 )
 #: Words that are also subjects of texts: they count in capitals alone.
 _DOCUMENTATION_IN_CAPITALS = re.compile(
-    r"(NOTICE|HISTORY|CHANGES|AUTHORS|CONTRIBUTORS|MAINTAINERS|SECURITY|COPYRIGHT|DISCLAIMER|TODO)([-_.][\w.]+)?"
+    r"(NOTICE|HISTORY|CHANGES|AUTHORS|CONTRIBUTORS|MAINTAINERS|SECURITY|COPYRIGHT|DISCLAIMER|TODO)[-_.][\w.]+"
 )
 
 
 def kind_of_name(name: str) -> Kind | None:
     """Return the kind that the name of a file stands for; None for other names."""
-    base = _without_compression(name.lower())
-    return next((kind for kind in KINDS if base.endswith(kind.suffixes)), None)
+    found = _ENDING.search(name.lower())
+    return _BY_SUFFIX[found[1]] if found else None
 
 
 def ending_of(name: str) -> str:
-    """Return the end of a name that tells kind and compression, as `.jsonl.gz`; "" for
-    other names.
+    """Return the end of a name that tells kind and compression, in small letters, as `.jsonl.gz`;
+    "" for other names.
     """
-    lower = name.lower()
-    found = [ending for ending in ENDINGS if lower.endswith(ending)]
-    if not found:
-        return ""
-    longest = max(found, key=len)
-    return name[-len(longest) :]
+    found = _ENDING.search(name.lower())
+    return found[0] if found else ""
 
 
 def is_hidden(path: str) -> bool:
@@ -145,21 +100,12 @@ def why_no_text(path: str) -> str | None:
     if is_hidden(path):
         return "hidden"
     name = path.rpartition("/")[2]
-    base = _without_compression(name.lower())
-    for reason, names in _NO_TEXT.items():
-        if names.fullmatch(base):
-            return reason
+    if _ABOUT_DATA.fullmatch(name.lower()):
+        return "about the data"
     kind = kind_of_name(name)
     if kind is None:
         return "other kinds of files"
-    stem = name[: len(name) - len(ending_of(name))]
-    is_documentation = _DOCUMENTATION.fullmatch(stem) or _DOCUMENTATION_IN_CAPITALS.fullmatch(stem)
+    is_documentation = _DOCUMENTATION.fullmatch(name) or _DOCUMENTATION_IN_CAPITALS.fullmatch(name)
     if kind.reader == "text" and is_documentation:
         return "documentation"
     return None
-
-
-def _without_compression(name: str) -> str:
-    for packed in COMPRESSED:
-        name = name.removesuffix(packed)
-    return name

@@ -4,7 +4,6 @@ a mixture.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +16,7 @@ from titanlite.config.checks import is_there
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.config.text_names import hub_text
-from titanlite.config.urls import is_url, public_name
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, encode, tokenize, workers_of
 from titanlite.data.file_stamps import FileStamps, local_stamps
@@ -29,7 +28,6 @@ from titanlite.data.text_files import (
     TextFiles,
     columns_of,
     find_text,
-    has_known_fields,
     iter_records,
 )
 from titanlite.data.text_keys import held_out_texts, key_of, training_texts
@@ -155,7 +153,6 @@ class TextReader:
             return rows
         self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
-        _reach_on_this_node(files, source)
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
@@ -211,15 +208,6 @@ class TextReader:
         return rows
 
     def files_of(self, source: DataSource, section: str) -> TextFiles:
-        """List the files of a source, and recognise the form of their records."""
-        files = self._files(source, section)
-        if has_known_fields(files, self.data, source):
-            return files
-        from titanlite.data.record_forms.recognition import with_form
-
-        return with_form(files, self.data, source, self.tokenizer)
-
-    def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""
         name = source.name or ""
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
@@ -263,10 +251,8 @@ class TextReader:
     def _corpus(self, files: TextFiles) -> Corpus:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
-            from titanlite.data.shards import all_records
-
             workers = workers_of(self.data.num_workers)
-            return tokenize((), self.tokenizer, self.vocab_size, workers, all_records(files))
+            return tokenize((), self.tokenizer, self.vocab_size, workers, files.all_records())
         return load_corpus(
             [Path(name) for name in files.names],
             self.tokenizer,
@@ -276,21 +262,6 @@ class TextReader:
             columns=files.columns,
             kind=files.kind,
         )
-
-
-def _reach_on_this_node(files: TextFiles, source: DataSource) -> None:
-    """Raise DataError where one process of this node cannot reach the server of the files.
-
-    Rank 0 of the run has listed them, and did.
-    """
-    first = files.names[0]
-    if is_url(first) and os.environ.get("LOCAL_RANK", "0") == "0":
-        from titanlite.data.connectivity import fetch_remedy, reach
-
-        key = files.key
-        text = source.path or source.name or first
-        remedy = fetch_remedy(text, key)
-        reach(first, f"{key}: {public_name(first)} cannot be read", remedy)
 
 
 def _is_of_hub(source: DataSource) -> bool:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -191,25 +191,19 @@ def generate(  # noqa: PLR0913
     where the vocabulary is padded. first_row: number of the first row. multiple: tensor-parallel
     ranks, which must share a sequence evenly. together: all ranks of the default group call this
     with the same arguments, and take rank 0's ids. cached: False computes every token again for
-    each one. So does a model without replaceable attention, or with RoPE tables for each length.
+    each one. So does a model without replaceable attention.
 
     Raises ValueError for an empty prompt, or one that leaves no room within the limit.
     """
     # The last token may have padding behind it.
     limit -= multiple - 1
     _check_lengths(prompts, limit)
-    whole = _needs_whole_passes(model, min(max(map(len, prompts)) + max_tokens, limit), multiple)
-    if whole and len(prompts) > 1:
-        same = {"sampling": sampling, "stop_ids": stop_ids, "head": head, "vocab": vocab}
-        same |= {"max_tokens": max_tokens, "limit": limit, "together": together}
-        yield from _each_alone(model, prompts, first_row, same)
-        return
     device = next(model.parameters()).device
     rows = _Rows(prompts, max_tokens, limit, multiple, device)
     numbers = range(first_row, first_row + len(prompts))
     draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
     cache = KVCache(model, len(prompts), rows.ids.size(1))
-    rows.cache = cache if cached and cache and not whole else None
+    rows.cache = cache if cached and cache else None
     was_training = model.training
     model.eval()
     try:
@@ -225,32 +219,6 @@ def generate(  # noqa: PLR0913
             rows.advance(found)
     finally:
         model.train(was_training)
-
-
-def _needs_whole_passes(model: nn.Module, longest: int, multiple: int) -> bool:
-    """Whether texts of up to `longest` tokens have RoPE tables that depend on their length.
-
-    Then what is computed for a text is of no use when it is longer, nor for texts beside it.
-    Raises ValueError where ranks would pad it.
-    """
-    above = getattr(getattr(model, "rope", None), "varies_above", None)
-    if above is None or longest <= above:
-        return False
-    if multiple > 1:
-        raise ValueError("tensor-parallel ranks pad a text, and its RoPE depends on the length")
-    return True
-
-
-def _each_alone(
-    model: nn.Module, prompts: Sequence[Sequence[int]], first_row: int, same: Mapping[str, Any]
-) -> Generator[list[int | None], None, None]:
-    """Do as `generate`, one row after the other. same: its other arguments."""
-    rows: list[list[int | None]] = []
-    for number, prompt in enumerate(prompts, start=first_row):
-        steps = generate(model, [prompt], first_row=number, **same)
-        rows.append([ids[0] for ids in steps])
-    for place in range(max(map(len, rows))):
-        yield [row[place] if place < len(row) else None for row in rows]
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], limit: int) -> None:
@@ -388,26 +356,7 @@ def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generato
     return drawn.clamp(max=logits.size(-1) - 1)  # of logits that are no numbers, too
 
 
-class TextStream:
-    """Text of ids that come one by one, in pieces of whole characters.
-
-    before: ids of the text that it follows.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
-        #: The last of those whose text is out: some kinds begin a text with a space.
-        self._done = list(before[-8:])
-        #: Those after them.
-        self._waiting: list[int] = []
-
-    def add(self, ids: Sequence[int], whole: bool = False) -> str:
-        """Return the text that is certain now. whole: nothing follows."""
-        self._waiting += ids
-        text = self._decode(self._done + self._waiting)
-        if not whole and text.endswith("\ufffd"):  # an id may end within a character
-            return ""
-        text = text[len(self._decode(self._done)) :]
-        self._done = (self._done + self._waiting)[-8:]
-        self._waiting = []
-        return text
+def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ids that follow those before: some kinds begin a text with a space."""
+    lead = [*before[-8:]]
+    return tokenizer.decode([*lead, *ids])[len(tokenizer.decode(lead)) :]

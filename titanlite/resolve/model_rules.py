@@ -29,7 +29,8 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
             f"vocabulary of {vocabulary:,}"
         )
         remedy = (
-            "give the model's own, which `titanlite tokenizer fetch OWNER/NAME` downloads; "
+            "give the model's own, as `hf download OWNER/NAME --include 'tokenizer*' --local-dir "
+            "FOLDER` fetches it; "
             f"{quote(BUNDLED_TOKENIZER_NAME)} takes the bundled one"
         )
         yield Problem("needs", "model.tokenizer_path", message, remedy)

@@ -1,14 +1,12 @@
-"""Tokenizers of four kinds; the content of the file decides which.
+"""Tokenizers of three kinds; the content of the file decides which.
 
-There are tiktoken rank files (Llama 3), sentencepiece models (Llama 2), Hugging Face's
-tokenizer.json and Mistral's tekken.json. Each becomes a `Tokenizer` with the ids of the library of
-that name.
+There are tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's
+tokenizer.json. Each becomes a `Tokenizer` with the ids of the library of that name.
 """
 
 from __future__ import annotations
 
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME as BUNDLED
-from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.local import (
     BUNDLED_SENTENCEPIECE,
@@ -38,14 +36,9 @@ def load_tokenizer(path: str = BUNDLED, family: str = "llama3") -> Tokenizer:
     """Load the tokenizer at `path`; "bundled": that of titanlite, sentencepiece for the family
     llama2, else tiktoken.
 
-    In a folder it reads the tokenizer.json, else the tokenizer.model, else the tekken.json. Raises
-    DataError with the file and the remedy if it is missing, damaged, or has no known BOS and EOS. A
-    URL names a file, or with a slash at its end a folder.
+    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the
+    file and the remedy if it is missing, damaged, or has no known BOS and EOS.
     """
     if path == BUNDLED:
         return load_file(bundled(family), family)[0]
-    if is_url(path):
-        from titanlite.data.tokenizer.urls import load_url
-
-        return load_url(path, family)
     return load_local(path, family)

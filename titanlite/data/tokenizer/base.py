@@ -42,8 +42,7 @@ class Tokenizer(ABC):
     fingerprint: str
     #: What names BOS and EOS.
     named_by = "the file"
-    #: Path or URL of the folder of the files beside it, if that is known. A chat template is one of
-    #: them.
+    #: Folder of the files beside it, if that is known. A chat template is one of them.
     folder: str | None = None
 
     @property

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
-from titanlite.data.tokenizer.local import FOLDER_FILES, find_file, kind_of, load_local
-from titanlite.data.tokenizer.urls import read_url
+from titanlite.data.tokenizer.local import find_file, kind_of, load_local
 from titanlite.utils import logger, parse_json, pip_install
 
 GENERATION = "generation_config.json"
@@ -26,7 +22,6 @@ FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     GENERATION,
@@ -36,16 +31,13 @@ FILES = (
 def hf_files(path: str) -> dict[str, bytes]:
     """Return name → content of the files for `transformers`, and a generation_config.json.
 
-    path: a tokenizer's file or folder, or its URL. Files that lie there are copied, if
+    path: a tokenizer's file or folder. Files that lie there are copied, if
     `AutoTokenizer` reads the ids of titanlite from them, with BOS before a text. Else a
     tokenizer.json and its config are made that give these ids. Without `transformers` the files are
     copied as they are.
     """
     found: dict[str, bytes] = {}
     try:
-        if is_url(path):
-            with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
-                return hf_files(_download(path, copies))
         file = find_file(Path(path))
         found = _beside(file)
         found = _completed(found, file, path)
@@ -101,15 +93,3 @@ def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, byte
         f"{pip_install('transformers')}"
     )
     return found
-
-
-def _download(url: str, copies: str) -> str:
-    """Copy the files of a tokenizer from the URL of a file or folder; return the path to load."""
-    folder, _, file = url.rpartition("/")
-    for name in {*FILES, *([file] if file else FOLDER_FILES)}:
-        with suppress(FileNotFoundError):
-            content = read_url(f"{folder}/{name}")
-            copy = Path(copies, name)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(content)
-    return str(Path(copies, file))

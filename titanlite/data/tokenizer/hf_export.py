@@ -7,7 +7,6 @@ continues. Other programs read an export by `AutoTokenizer`, so its files must d
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tempfile
@@ -19,7 +18,6 @@ from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import JsonTokenizer
 from titanlite.data.tokenizer.local import Kind
-from titanlite.data.tokenizer.tekken import TekkenTokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -139,8 +137,6 @@ def equal_files(
     # For programs that read it alone.
     if kind == "sentencepiece":
         made["tokenizer.model"] = content
-    elif kind == "tekken.json":
-        made[kind] = content
     return made
 
 
@@ -196,8 +192,6 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
         parsed = _of_sentencepiece(content)
     elif isinstance(tokenizer, TiktokenTokenizer):
         parsed = _of_ranks(content, tokenizer.pattern, list(tokenizer.special_tokens))
-    elif isinstance(tokenizer, TekkenTokenizer):
-        parsed = _of_tekken(tokenizer)
     else:
         assert isinstance(tokenizer, JsonTokenizer)
         parsed = json.loads(content)
@@ -250,25 +244,6 @@ def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any
             vocab_file=file.name, pattern=pattern, extra_special_tokens=special
         )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
-    return parsed
-
-
-def _of_tekken(tokenizer: TekkenTokenizer) -> dict[str, Any]:
-    """Return the tokenizer.json of a tekken.json: its pattern and ranks behind its special tokens.
-
-    A special token is an entry of the vocabulary too, so that it has the id that it has there.
-    """
-    lines = [b"%s %d\n" % (base64.b64encode(token), r) for token, r in tokenizer.ranks.items()]
-    parsed = _of_ranks(b"".join(lines), tokenizer.pattern, [])
-    vocabulary = dict(tokenizer.special_tokens)
-    for name, rank in parsed["model"]["vocab"].items():
-        vocabulary[name] = rank + tokenizer.first_id
-    parsed["model"]["vocab"] = vocabulary
-    fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    parsed["added_tokens"] = [
-        {"id": number, "content": name, **fixed, "special": True}
-        for name, number in tokenizer.special_tokens.items()
-    ]
     return parsed
 
 

@@ -137,8 +137,8 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
         raise DataError(
-            f'{where} is JSON without a "model" part; give a tokenizer.json of Hugging Face (not '
-            "tokenizer_config.json)"
+            f'{where} is JSON without a "model" part; give a tokenizer.json of Hugging Face, which '
+            "transformers.integrations.mistral.convert_tekken_tokenizer makes of a tekken.json"
         )
     return parsed
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint
-from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import logger
@@ -16,15 +15,12 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_TOKENIZER = _ASSETS / "tokenizer.tiktoken"
 BUNDLED_SENTENCEPIECE = _ASSETS / "tokenizer.model"
 
-Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json", "tekken.json"]
+Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json"]
 
 #: The names that are read in a folder, the first that exists.
-FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tekken.json")
+FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
-_EXPECTED = (
-    "a tiktoken rank file, a sentencepiece model, a Hugging Face tokenizer.json or Mistral's "
-    "tekken.json"
-)
+_EXPECTED = "a tiktoken rank file, a sentencepiece model or a Hugging Face tokenizer.json"
 
 
 def bundled(family: str) -> Path:
@@ -36,7 +32,7 @@ def tokenizer_path(path: str, family: str) -> str:
     """Return where a run's tokenizer is, as manifests keep it."""
     if path == BUNDLED_TOKENIZER_NAME:
         path = str(bundled(family))
-    return path if is_url(path) else str(Path(path).resolve())
+    return str(Path(path).resolve())
 
 
 def load_local(path: str, family: str = "llama3") -> Tokenizer:
@@ -65,10 +61,6 @@ def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
         return SentencePieceTokenizer(content, file), kind
-    if kind == "tekken.json":
-        from titanlite.data.tokenizer.tekken import TekkenTokenizer
-
-        return TekkenTokenizer(content, file), kind
     from titanlite.data.tokenizer.hf_json import JsonTokenizer
 
     return JsonTokenizer(content, file), kind
@@ -92,9 +84,7 @@ def kind_of(content: bytes, path: Path) -> Kind:
             f"{where} is a web page, perhaps of a failed download; expected {_EXPECTED}"
         )
     if start.startswith((b"{", b"[")):
-        # Tokens of a tokenizer.json are text; this entry holds bytes.
-        is_tekken = re.search(rb'"token_bytes"\s*:\s*"', content) is not None
-        return "tekken.json" if is_tekken else "tokenizer.json"
+        return "tokenizer.json"
     # A sentencepiece model begins with its first piece: field 1, the length, and in it field 1, the
     # piece's name.
     if re.match(rb"\x0a[\x00-\x7f]\x0a[\x00-\x7f]", content):

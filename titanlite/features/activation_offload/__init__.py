@@ -4,9 +4,8 @@ moment by moment.
     blocks.py        what blocks send              host_memory.py   the copies, and back
     plan_memory.py   what that leaves on a device, for the plan
 
-The key is `activation_checkpoint.offload`. `titanlite.plan.remedies` and the search of
-`titanlite plan` offer it. blocks.py and host_memory.py need torch and are imported where they are
-used.
+The key is `activation_checkpoint.offload`. `titanlite.plan.remedies` offers it. blocks.py and
+host_memory.py need torch and are imported where they are used.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Local saves: on each node's own disk or in its memory, more often than shared checkpoints.
 
     checks.py    other keys
-    folder.py    names, listing, publishing and deletion on one node; no torch
+    folder.py    what is on one node, and which saves may come back
     part.py      one rank's tensors in a safetensors file
     write.py     one local save, on all ranks
     copies.py    copies of parts on other nodes
-    abandoned.py saves that must not come back
-    search.py    which local saves there are, seen from all ranks
     reader.py    each rank gets and reads its part: its own, or a copy from another rank
     load.py      the choice between the two tiers, and the load
     manager.py   a `Checkpointer` with both
-    listing.py   those on this machine, for people
 
 The key is `checkpoint.local_folder`. Each rank writes all tensors that it holds:
 

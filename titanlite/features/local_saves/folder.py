@@ -1,4 +1,4 @@
-"""The local saves of one run on one node. No torch here."""
+"""The local saves of one run on one node, and which of them may come back."""
 
 from __future__ import annotations
 
@@ -6,47 +6,25 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.manifest import (
-    FILE,
-    Manifest,
-    NewerFormatError,
-    digest_of,
-    parse_manifest,
-    step_of,
-)
-from titanlite.checkpoint.paths import AnyPath, sync_folder, write_new
-from titanlite.checkpoint.retention import quarantine
+import msgspec
 
-#: File beside the shared checkpoints: the name of the run's local folders.
-RUN_ID = "local-saves.id"
+from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
+from titanlite.checkpoint.manager import LOCAL_PAST
+from titanlite.checkpoint.manifest import FILE, Manifest, parse_manifest
+from titanlite.checkpoint.paths import AnyPath, sync_folder, write_new, write_whole
+
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,
-#: "line" and "shared": see `abandoned.py`}.
+#: "line": as `Past.line`}.
 ABOUT = "local_save"
-#: Hexadecimal digits of a run in the name of its local folders.
-_LETTERS = 16
-_RANK = re.compile(r"(?:rank|copy)-(\d+)")
+_PART = re.compile(r"(?:rank|copy)-(\d+)/step-\d+")
 _ID = re.compile(r"[0-9a-f]{16}")
-_ASIDE = re.compile(r"step-\d+\.invalid-\d+")
-#: Damaged saves of a rank that stay for people; a folder in memory has room for few.
-_ASIDES = 1
-
-
-class Seen(NamedTuple):
-    """One rank's part of a local save, as it lies on this node."""
-
-    owner: int
-    #: Of the save, the same on all ranks.
-    save: str
-    folder: Path
-    manifest: Manifest
 
 
 @dataclass(frozen=True)
@@ -56,33 +34,28 @@ class LocalFolder:
     root: Path
     rank: int
 
-    @property
-    def mine(self) -> Path:
-        """The folder of this rank."""
-        return self.root / f"rank-{self.rank}"
-
     def step(self, step: int) -> Path:
         """Return the folder of this rank's part of the save of `step`."""
-        return self.mine / f"step-{step}"
+        return self.root / f"rank-{self.rank}" / f"step-{step}"
 
     def copy(self, owner: int, step: int) -> Path:
         """Return the folder of a copy of another node's part."""
         return self.root / f"copy-{owner}" / f"step-{step}"
 
-    def seen(self) -> tuple[list[Seen], list[str]]:
-        """Return all parts with a good manifest on this node, and what is wrong with others.
+    def manifests(self) -> tuple[dict[str, Manifest], list[str]]:
+        """Return the manifests on this node by the id of the save, and what is wrong with others.
 
         A part without a manifest is of a save that was cut short, or was never told to be whole.
         Raises NewerFormatError for a save of a later titanlite.
         """
-        found = []
-        problems: list[str] = []
-        for folder, owner in self._steps(problems):
+        found = {}
+        problems = []
+        for _, folder in self._steps():
             if not (folder / FILE).is_file():
                 continue
             try:
                 manifest = parse_manifest(folder)
-                found.append(Seen(owner, id_of(manifest, folder), folder, manifest))
+                found[id_of(manifest)] = manifest
             except NewerFormatError:
                 raise
             except CheckpointError as error:
@@ -93,20 +66,17 @@ class LocalFolder:
         """Return the ranks whose parts of a save are on this node with the right length, with or
         without manifests.
         """
-        found = []
-        for folder, owner in self._steps():
-            name = part_name(owner)
-            if step_of(folder) != manifest.step or name not in manifest.files:
-                continue
+        found = set()
+        for owner, folder in self._steps():
+            path = part_path(folder, id_of(manifest))
             with contextlib.suppress(OSError):
-                size = part_path(folder, id_of(manifest, folder)).stat().st_size
-                if size == manifest.files[name]:
-                    found.append(owner)
-        return sorted(set(found))
+                if path.stat().st_size == manifest.files.get(part_name(owner)):
+                    found.add(owner)
+        return sorted(found)
 
     def path_of(self, owner: int, manifest: Manifest) -> Path:
         """Return the part of a rank, as it lies on this node: its own, or a copy."""
-        save = id_of(manifest, self.root)
+        save = id_of(manifest)
         own = part_path(self.root / f"rank-{owner}" / f"step-{manifest.step}", save)
         copied = part_path(self.copy(owner, manifest.step), save)
         return copied if copied.is_file() and not own.is_file() else own
@@ -116,70 +86,34 @@ class LocalFolder:
 
         Ranks of a node do it together: all come to the same answer.
         """
-        seen, _ = self.seen()
-        ages = sorted({(one.manifest.created, one.save) for one in seen}, reverse=True)
-        stay = {save for _, save in ages[:keep]}
-        for one in seen:
-            if one.save not in stay:
-                remove(one.folder)
-        asides = [path for path in _folders(self.mine) if _ASIDE.fullmatch(path.name)]
-        asides.sort(key=lambda path: path.stat().st_mtime)
-        for path in asides[:-_ASIDES]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def published(self) -> set[int | None]:
-        """Return the steps with a manifest on this node."""
-        return {step_of(folder) for folder, _ in self._steps() if (folder / FILE).is_file()}
-
-    def drop_failed(self, published: Container[int | None]) -> None:
-        """Delete parts of saves that failed before they were whole. No rank may be saving.
-
-        published: steps with a manifest on any node.
-        """
-        for folder, _ in self._steps():
-            if step_of(folder) not in published:
+        manifests, _ = self.manifests()
+        stay = sorted(manifests, key=lambda save: (manifests[save].created, save))[-keep:]
+        for _, folder in self._steps():
+            if (folder / FILE).is_file() and not _holds(folder, stay):
                 remove(folder)
 
-    def set_own_aside(self, created: float, reason: str) -> None:
-        """Set this rank's parts aside that were saved after a time, or have a bad manifest."""
-        for folder, owner in self._steps():
-            if owner != self.rank or folder.parent != self.mine:
-                continue
-            try:
-                if parse_manifest(folder).created > created:
-                    quarantine(folder, reason)
-            except CheckpointError as error:
-                if (folder / FILE).is_file():
-                    quarantine(folder, str(error))
+    def clear(self, stay: Collection[str]) -> None:
+        """Delete all parts but those of some saves. No rank may be saving."""
+        for _, folder in self._steps():
+            if not _holds(folder, stay):
+                remove(folder)
 
-    def clear(self, created: float) -> None:
-        """Delete what `set_own_aside` of all ranks has left, and what killed saves have.
+    def _steps(self) -> Iterator[tuple[int, Path]]:
+        """Yield each folder of a part with the rank that the part is of.
 
-        That is of ranks that this node had, or copies. No rank may be saving. Raises
-        CheckpointError where a save stays that must not come back.
+        A disk that cannot be read is a lost one: other nodes may have its parts.
         """
-        stay = {one.folder for one in self.seen()[0] if one.manifest.created <= created}
-        for folder, _ in self._steps():
-            if folder in stay:
-                continue
-            remove(folder)
-            if (folder / FILE).is_file():
-                raise CheckpointError(f"{folder} cannot be deleted, and a later start would use it")
-
-    def set_aside(self, step: int, reason: str) -> None:
-        """Keep this rank's damaged part of a save for people."""
+        folders = []
         with contextlib.suppress(OSError):
-            quarantine(self.step(step), reason)
+            folders = sorted(self.root.glob("*/step-*"))
+        for folder in folders:
+            part = _PART.fullmatch(f"{folder.parent.name}/{folder.name}")
+            if part is not None and folder.is_dir():
+                yield int(part[1]), folder
 
-    def _steps(self, problems: list[str] | None = None) -> Iterator[tuple[Path, int]]:
-        """Yield each folder `rank-R/step-N` with R. problems: takes what cannot be read."""
-        for rank in _folders(self.root, problems):
-            owner = _RANK.fullmatch(rank.name)
-            if owner is None:
-                continue
-            for folder in _folders(rank, problems):
-                if step_of(folder) is not None:
-                    yield folder, int(owner[1])
+
+def _holds(folder: Path, saves: Collection[str]) -> bool:
+    return any(part_path(folder, save).is_file() for save in saves)
 
 
 def part_name(rank: int) -> str:
@@ -194,12 +128,12 @@ def part_path(folder: Path, save: str) -> Path:
     return folder / f"{save}.safetensors"
 
 
-def id_of(manifest: Manifest, folder: Path) -> str:
+def id_of(manifest: Manifest) -> str:
     """Return the id of a local save. Raises CheckpointError where there is none."""
     about = manifest.train.get(ABOUT)
     save = about.get("save") if isinstance(about, dict) else None
     if not isinstance(save, str) or not _ID.fullmatch(save):
-        raise CheckpointError(f"{folder / FILE} is not of a local save")
+        raise CheckpointError(f"the manifest of step {manifest.step} is not of a local save")
     return save
 
 
@@ -220,21 +154,42 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def name_of(shared: AnyPath, identity: str) -> str:
-    """Return the name of the local folders of the run whose shared checkpoints lie in a folder."""
-    place = str(shared)
-    if isinstance(shared, Path):
-        place = os.path.realpath(shared)
-    return "run-" + digest_of(f"{identity} {place}".encode()).partition(":")[2][:_LETTERS]
+class Past(NamedTuple):
+    """Which local saves may come back, on whatever node they lie.
+
+    Each start, and each rollback, begins a new line of the run, from one save. What earlier lines
+    saved after that one is abandoned. A run that goes on without local saves abandons all
+    (`titanlite.checkpoint.manager`).
+    """
+
+    #: Random name of the present line.
+    line: str = ""
+    #: Saves of earlier lines that may come back.
+    kept: tuple[str, ...] = ()
+    #: Step of the newest shared checkpoint; -1: there was none. Where it is gone, somebody went
+    #: back by hand.
+    newest: int = -1
+
+    def abandoned(self, manifest: Manifest, newest: int) -> str:
+        """Return why a local save must not come back; "": it may.
+
+        newest: step of the newest shared checkpoint now.
+        """
+        if manifest.train[ABOUT].get("line") != self.line and id_of(manifest) not in self.kept:
+            return "later the run went on without it"
+        if newest < self.newest:
+            return f"the shared checkpoint of step {self.newest}, which the run had then, is gone"
+        return ""
 
 
-def _folders(folder: Path, problems: list[str] | None = None) -> list[Path]:
+def read_past(shared: AnyPath) -> Past:
+    """Return the past of the run whose shared checkpoints are in a folder."""
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        # A bad disk is a lost one: other nodes may have its parts.
-        if problems is not None:
-            problems.append(f"{folder} cannot be read: {error.strerror}")
-        return []
+        return msgspec.json.decode((shared / LOCAL_PAST).read_bytes(), type=Past)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return Past()
+
+
+def write_past(shared: AnyPath, past: Past) -> None:
+    """Write the past of a run, durably."""
+    write_whole(shared / LOCAL_PAST, msgspec.json.encode(past))

@@ -13,17 +13,23 @@ from torch import nn
 from titanlite.checkpoint.choice import Candidate, Chooser
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.manifest import Found, Manifest, digest_of, step_folder
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.manifest import NAMES, Found, Manifest, digest_of, step_folder
+from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.selection import Selection
 from titanlite.checkpoint.storage import Tensors, gather, on_each_rank, on_rank_0
-from titanlite.dist.dist_env import gather_objects
-from titanlite.features.local_saves.abandoned import Past, read_past
-from titanlite.features.local_saves.folder import ABOUT, LocalFolder
+from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.features.local_saves.folder import (
+    ABOUT,
+    GENERATORS,
+    LocalFolder,
+    Past,
+    id_of,
+    part_name,
+    read_past,
+)
 from titanlite.features.local_saves.part import layout
-from titanlite.features.local_saves.reader import LocalReader
-from titanlite.features.local_saves.search import Offer, find_saves
-from titanlite.utils import logger
+from titanlite.features.local_saves.reader import LocalReader, Offer
+from titanlite.utils import counted, logger
 
 
 @dataclass
@@ -41,34 +47,21 @@ class TieredChooser(Chooser):
     def newest(self) -> Found:
         """Return the newest checkpoint of both tiers that is not known to be bad."""
         shared = super().newest()
-        passed = [*self._told(), *shared.passed]
-        local = self._newest_offer()
+        passed = [*self.notes, *self.rejected.values(), *shared.passed]
         newest = shared.manifest
-        if local is None and newest is None:
-            return self._nothing(shared, passed)
+        local = self._newest_local()
         # No rollback leaves a later step in an older save: such a time is wrong.
         if local is not None and (
-            newest is None
-            or (local.manifest.created > newest.created and local.manifest.step > newest.step)
+            newest is None or (local.created > newest.created and local.step > newest.step)
         ):
-            newest = local.manifest
+            newest = local
+        if newest is None and not shared.passed and self.config.start != "resume":
+            # Local saves that cannot be used do not keep a run from its beginning: no shared
+            # checkpoint was due yet.
+            for line in passed:
+                logger.warning(line)
+            return shared
         return Found(newest, passed)
-
-    def _told(self) -> list[str]:
-        """Return why local saves are passed over."""
-        return [*self.notes, *self.rejected.values()]
-
-    def _nothing(self, shared: Found, passed: list[str]) -> Found:
-        """Return that there is no checkpoint.
-
-        Local saves alone that cannot be used do not keep a run from its beginning: no shared one
-        was due yet.
-        """
-        if shared.passed or self.config.start == "resume":
-            return Found(None, passed)
-        for line in passed:
-            logger.warning(line)
-        return shared
 
     def folder_of(self, manifest: Manifest) -> AnyPath:
         if ABOUT not in manifest.train:
@@ -77,7 +70,7 @@ class TieredChooser(Chooser):
 
     def reject(self, manifest: Manifest, problem: str) -> None:
         if ABOUT in manifest.train:
-            self.rejected[manifest.train[ABOUT]["save"]] = problem
+            self.rejected[id_of(manifest)] = problem
         else:
             super().reject(manifest, problem)
 
@@ -85,45 +78,28 @@ class TieredChooser(Chooser):
         if ABOUT not in rejected.train:
             super().settle(rejected, replaced)
         elif not replaced:
-            # Otherwise all ranks set it aside, as they do with all later saves.
-            del self.rejected[rejected.train[ABOUT]["save"]]
-
-    def place_of(self, found: Found) -> AnyPath:
-        if found.manifest is None:
-            return super().place_of(found)
-        return self.folder_of(found.manifest).parent
+            # Otherwise all ranks delete it, as they do with all later saves.
+            del self.rejected[id_of(rejected)]
 
     def offer_of(self, manifest: Manifest) -> Offer | None:
         """Return the local save of a manifest; None for a shared one."""
-        if ABOUT not in manifest.train:
-            return None
-        save = manifest.train[ABOUT]["save"]
-        return next((offer for offer in self.offers if offer.save == save), None)
+        return next((offer for offer in self.offers if offer.manifest == manifest), None)
 
-    def _newest_offer(self) -> Offer | None:
-        return next((one for one in self.offers if one.save not in self.rejected), None)
+    def _newest_local(self) -> Manifest | None:
+        usable = (one.manifest for one in self.offers if one.save not in self.rejected)
+        return next(usable, None)
 
     def judge_own(
         self, manifest: Manifest, passed: Sequence[str], expected: Mapping[str, Any]
     ) -> Candidate:
-        told = self._told()
-        others = [line for line in passed if line not in told]
-        candidate = super().judge_own(manifest, others, expected)
-        candidate.notices.extend(f"passed over: {line}" for line in told)
-        shared = super().newest().manifest
+        candidate = super().judge_own(manifest, passed, expected)
+        kind, other_kind, other = "shared checkpoint", "local save", self._newest_local()
         if ABOUT in manifest.train:
-            other = "there is no shared checkpoint"
-            if shared is not None:
-                other = f"the newest shared checkpoint is of step {shared.step}"
-            candidate.notices.append(f"the local save of step {manifest.step} is taken: {other}")
-        elif self.config.load_step == -1:
-            local = self._newest_offer()
-            other = "no whole local save is newer"
-            if local is not None:
-                other = f"the newest local save is of step {local.manifest.step}"
-            candidate.notices.append(
-                f"the shared checkpoint of step {manifest.step} is taken: {other}"
-            )
+            kind, other_kind, other = other_kind, kind, super().newest().manifest
+        rest = f"there is no {other_kind}"
+        if other is not None:
+            rest = f"the newest {other_kind} is of step {other.step}"
+        candidate.notices.append(f"the {kind} of step {manifest.step} is taken: {rest}")
         return candidate
 
 
@@ -136,34 +112,34 @@ class TieredLoader(Loader):
     group: dist.ProcessGroup
     #: Hash of where the tensors of all ranks lie.
     layout = ""
-    #: Local saves that the run has abandoned.
-    past = Past()
-    #: The checkpoint that was loaded last, and what read it.
-    taken: Any = None
-    reader: Any = None
+    #: The checkpoint that was loaded last.
+    taken: Manifest | None = None
 
     def look(self, model: nn.Module) -> None:
         """Learn which local saves there are. All ranks call it together."""
         mine = digest_of(layout(gather(model)).encode())
-        places = gather_objects(mine, self.group)
-        self.layout = digest_of("\n".join(places).encode())
+        self.layout = digest_of("\n".join(gather_objects(mine, self.group)).encode())
         chooser = self.chooser
-        chooser.local_root = self.folder.mine
-        self.past = on_rank_0(self.world, lambda: read_past(chooser.root), self.group)
-        chooser.offers, chooser.notes = find_saves(
-            self.folder, self.layout, self.past, chooser.root, self.world, self.group
-        )
+        chooser.local_root = self.folder.step(0).parent
+        past, newest = on_rank_0(self.world, lambda: _shared_state(chooser.root), self.group)
+        chooser.offers = []
+        chooser.notes = []
+        manifests, problems = _gather_manifests(self.folder, self.group)
+        for manifest in sorted(manifests, key=lambda one: (-one.created, id_of(one))):
+            reason = past.abandoned(manifest, newest) or _unfit(manifest, self.layout, self.world)
+            if reason:
+                problems.append(f"the local save of step {manifest.step}: {reason}")
+            else:
+                parts = gather_objects(tuple(self.folder.parts_of(manifest)), self.group)
+                chooser.offers.append(Offer(manifest, tuple(parts)))
+        chooser.notes = problems
 
     def _reader(self, candidate: Candidate) -> Any:
         offer = self.chooser.offer_of(candidate.manifest)
         if offer is None or candidate.origin == "from":
-            self.reader = super()._reader(candidate)
-        else:
-            by_hash = self.config.verify == "hash"
-            self.reader = LocalReader(
-                offer, self.folder, self.world, self.group, by_hash, candidate.notices
-            )
-        return self.reader
+            return super()._reader(candidate)
+        by_hash = self.config.verify == "hash"
+        return LocalReader(offer, self.folder, self.world, self.group, by_hash, candidate.notices)
 
     def _compare(self, reader: Any) -> str | None:
         if not isinstance(reader, LocalReader):
@@ -179,8 +155,47 @@ class TieredLoader(Loader):
     def _result(
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
     ) -> LoadedState:
-        self.taken = candidate
+        self.taken = candidate.manifest
         loaded = super()._result(candidate, left_out, selection)
         # A save of what was loaded is another one.
         train = {name: value for name, value in loaded.train.items() if name != ABOUT}
         return replace(loaded, train=train)
+
+
+def _shared_state(shared: AnyPath) -> tuple[Past, int]:
+    """Return the run's past, and the step of its newest shared checkpoint, damaged ones too."""
+    matches = map(NAMES.fullmatch, entries(shared))
+    steps = [int(match[1]) for match in matches if match is not None and match[1]]
+    return read_past(shared), max(steps, default=-1)
+
+
+def _gather_manifests(
+    folder: LocalFolder, group: dist.ProcessGroup
+) -> tuple[list[Manifest], list[str]]:
+    """Return the manifests that any rank has, and what is wrong with others.
+
+    Each is sent once, by the first rank that has it.
+    """
+    mine, problems = on_each_rank(folder.manifests, group)
+    known = gather_objects((sorted(mine), problems), group)
+    first: dict[str, int] = {}
+    for rank, (saves, _) in enumerate(known):
+        for save in saves:
+            first.setdefault(save, rank)
+    manifests = []
+    for save, rank in first.items():
+        sent = [mine.get(save)]
+        dist.broadcast_object_list(sent, src=rank, group=group)
+        assert sent[0] is not None
+        manifests.append(sent[0])
+    return manifests, sorted({problem for _, faults in known for problem in faults})
+
+
+def _unfit(manifest: Manifest, layout: str, world: DistEnv) -> str:
+    if manifest.world_size != world.size:
+        ranks = counted(manifest.world_size, "ranks")
+        return f"it has the parts of {ranks}, and this run has {world.size}"
+    names = {GENERATORS, *map(part_name, range(world.size))}
+    if manifest.train[ABOUT].get("layout") != layout or names != manifest.hashes.keys():
+        return "other degrees divided its tensors: the shared checkpoints fit any"
+    return ""

@@ -19,25 +19,17 @@ from titanlite.checkpoint.async_save import AsyncSave, Copy
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async_save
-from titanlite.checkpoint.manifest import FILE, Manifest, find
+from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.paths import AnyPath, to_path, write_new
-from titanlite.checkpoint.retention import leftovers
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import describe, on_each_rank, on_rank_0
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import this_rank
-from titanlite.features.local_saves.abandoned import Past, Shared, read_past, write_past
 from titanlite.features.local_saves.copies import plan_copies
-from titanlite.features.local_saves.folder import (
-    GENERATORS,
-    RUN_ID,
-    LocalFolder,
-    name_of,
-    part_path,
-)
-from titanlite.features.local_saves.load import LocalReader, TieredLoader
+from titanlite.features.local_saves.folder import LocalFolder, Past, read_past, write_past
+from titanlite.features.local_saves.load import TieredLoader
 from titanlite.features.local_saves.write import LocalWriter
-from titanlite.utils import atomic_write, human_time, logger
+from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
@@ -45,6 +37,10 @@ if TYPE_CHECKING:
 
 #: The least difference in time between two saves, where a clock went back.
 _TICK = 1e-3
+#: File beside the shared checkpoints: the name of the run's local folders.
+RUN_ID = "local-saves.id"
+#: Hexadecimal digits of a run in the name of its local folders.
+_LETTERS = 16
 
 
 class TieredCheckpointer(Checkpointer):
@@ -71,6 +67,7 @@ class TieredCheckpointer(Checkpointer):
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
         #: No save gets an earlier time than this.
         self._clock = 0.0
+        self._line = ""
 
     # Loading
 
@@ -96,77 +93,38 @@ class TieredCheckpointer(Checkpointer):
         return loaded
 
     def _settle(self, loaded: LoadedState | None) -> None:
-        """Let nothing newer than what was taken come back later, and complete what was taken.
+        """Begin a new line of the run, from what was taken: nothing newer comes back later.
 
         Steps after that save are trained again: their old saves are of a past that this run no
         longer has.
         """
-        manifest = None
         created = -math.inf
-        reason = "the run began anew"
         if loaded is not None and loaded.origin == "resume":
-            manifest = self._loader.taken.manifest
-            created = manifest.created
-            reason = f"the run went on from step {manifest.step}"
-        seen = [offer.manifest.created for offer in self._loader.chooser.offers]
-        self._clock = max([created, *seen, self._clock]) + _TICK
+            assert self._loader.taken is not None
+            created = self._loader.taken.created
+        offers = self._loader.chooser.offers
+        self._clock = max([created, *(one.manifest.created for one in offers), self._clock]) + _TICK
+        kept = tuple(one.save for one in offers if one.manifest.created <= created)
+        self._line = self._on_rank_0(lambda: self._begin_line(kept))
         group = self._loader.group
-        step = 0 if manifest is None else manifest.step
-        self._loader.past = self._on_rank_0(lambda: self._begin_line(max(created, -1.0), step))
-        if manifest is not None:
-            on_each_rank(lambda: self._complete(manifest), group)
-        on_each_rank(lambda: self.local.set_own_aside(created, reason), group)
-        on_each_rank(lambda: self.local.clear(created), group)
-        # They are set aside.
+        on_each_rank(lambda: self.local.clear(kept), group)
+        on_each_rank(lambda: self.local.prune(self.config.local_keep_latest_k), group)
         self._loader.chooser.rejected.clear()
-        if manifest is not None:
-            on_each_rank(lambda: self.local.prune(self.config.local_keep_latest_k), group)
 
-    def _begin_line(self, created: float, step: int) -> Past:
-        """On rank 0: begin a new line of the run, from one save."""
-        shared = find(self.root, known_bad=self._bad).manifest
-        newest = None if shared is None else Shared(shared.step, shared.created)
-        past = self._loader.past.go_on(created, step, newest)
+    def _begin_line(self, kept: tuple[str, ...]) -> str:
+        """On rank 0: note a new line of the run; return its name."""
+        newest = max(steps_in(self.root), default=-1)
+        past = Past(uuid.uuid4().hex[:16], kept, newest)
         write_past(self.root, past)
-        return past
-
-    def _clean_up(self) -> None:
-        self._deleter.delete(leftovers(self.root))
+        return past.line
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
-        super()._publish(replace(save, proven=False), manifest)
-        self._note(manifest)
-        # Not before: where the newest one that is noted is gone, no local save may come back.
-        if save.proven:
-            self._prune(manifest.step)
-
-    def _note(self, manifest: Manifest) -> None:
-        past = self._loader.past._replace(newest=Shared(manifest.step, manifest.created))
+        super()._publish(save, manifest)
         try:
-            if read_past(self.root).line == past.line:
-                write_past(self.root, past)
-                self._loader.past = past
-        except (OSError, CheckpointError) as error:
-            # The checkpoint is there, and the one that is noted stays.
-            logger.warning(f"{self.root} does not tell of step {manifest.step}: {error}")
-        noted = self._loader.past.newest
-        if noted is not None:
-            self._stay["noted"] = noted.step
-
-    def _complete(self, manifest: Manifest) -> None:
-        """Give this rank's part of the save that was taken what it lacks, such as the manifest."""
-        reader = self._loader.reader
-        if not isinstance(reader, LocalReader):
-            return
-        folder = self.local.step(manifest.step)
-        if not part_path(folder, reader.offer.save).is_file():
-            return
-        try:
-            _ensure(folder / GENERATORS, reader.generators)
-            _ensure(folder / FILE, manifest.to_json().encode())
+            write_past(self.root, read_past(self.root)._replace(newest=manifest.step))
         except OSError as error:
-            # It is loaded, and the run can go on.
-            logger.warning(f"the local save of step {manifest.step} stays incomplete: {error}")
+            # The checkpoint is there.
+            logger.warning(f"{self.root} does not tell of step {manifest.step}: {error}")
 
     # Saving
 
@@ -199,7 +157,7 @@ class TieredCheckpointer(Checkpointer):
             config.local_keep_latest_k,
             config.verify_saves,
             self._loader.layout,
-            self._loader.past,
+            self._line,
             self._copies,
         )
         saving = self._local_async
@@ -278,41 +236,25 @@ def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | No
 def _run_name(shared: AnyPath) -> str:
     """On rank 0: return the name of a run's local folders. The first start makes its id."""
     path = shared / RUN_ID
+    place = str(shared)
     if isinstance(shared, Path):
         shared.mkdir(parents=True, exist_ok=True)
+        place = os.path.realpath(shared)
     with contextlib.suppress(FileExistsError):
         write_new(path, uuid.uuid4().hex.encode())
-    return name_of(shared, path.read_bytes().decode(errors="replace"))
-
-
-def _ensure(path: Path, content: bytes) -> None:
-    """Write a small file, unless it is there: the disk may be full."""
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == content:
-            return
-    atomic_write(path, content)
+    identity = path.read_bytes().decode(errors="replace")
+    return "run-" + digest_of(f"{identity} {place}".encode()).partition(":")[2][:_LETTERS]
 
 
 class LocalSchedule(SaveSchedule):
     """Writes a local save after every so many steps that have no shared one."""
 
-    #: Of the latest save of both kinds: its step, and `Trainer.good_steps` after it.
-    _latest = (0, 0)
+    #: `Trainer.good_steps` after the latest save of both kinds.
+    _good = 0
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        self._latest = (step, 0)
-
-    def is_proven(self, step: int, good_steps: int) -> bool:
-        """Return whether a step since the latest save was good.
-
-        good_steps: since the latest shared save, or since a rollback.
-        """
-        last, before = self._latest
-        if step <= last:
-            before = 0
-        self._latest = (step, good_steps)
-        return good_steps > before
+        self._good = 0
 
     def between(self, trainer: Trainer) -> None:
         saver = trainer.parts.checkpointer
@@ -322,10 +264,11 @@ class LocalSchedule(SaveSchedule):
             return
         trainer.phase("save")
         trainer.sync_guard()
+        good = trainer.good_steps
+        # Only a good step since the latest save shows that one's weights to be good.
+        proven = good != self._good
+        self._good = good
+        parts = trainer.parts
         saver.save_local(
-            trainer.step,
-            trainer.parts.model,
-            trainer.parts.optimizer,
-            trainer.train_state(),
-            proven=self.is_proven(trainer.step, trainer.good_steps),
+            trainer.step, parts.model, parts.optimizer, trainer.train_state(), proven=proven
         )

@@ -98,9 +98,3 @@ def place_of(tensor: torch.Tensor) -> list[Any]:
         if not placement.is_replicate():
             cuts.append(f"{placement} {where[dimension]}/{mesh.size(dimension)}")
     return [list(tensor.shape), *cuts]
-
-
-def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes that this rank's part takes, without its header."""
-    parts = map(plain_local, tensors.values())
-    return sum(part.nbytes for part in parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.manifest import FAST_HASH, SAFE_HASH, Manifest, file_digest
+from titanlite.checkpoint.manifest import FAST_HASH, FILE, SAFE_HASH, Manifest, file_digest
 from titanlite.checkpoint.storage import RNG, Tensors, Written
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local import plain_local
@@ -23,15 +23,26 @@ from titanlite.features.local_saves.copies import Incoming, transfer
 from titanlite.features.local_saves.folder import (
     GENERATORS,
     LocalFolder,
+    id_of,
     part_name,
     part_path,
+    remove,
 )
 from titanlite.features.local_saves.part import read_part
-from titanlite.features.local_saves.search import Offer
-from titanlite.utils import counted
+from titanlite.utils import atomic_write, counted, logger
 
-#: Copies that the start report names.
-_TOLD = 4
+
+@dataclass(frozen=True)
+class Offer:
+    """A local save of which at least one rank has the manifest."""
+
+    manifest: Manifest
+    #: Rank → the ranks whose parts it finds on its node with the right length.
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def save(self) -> str:
+        return id_of(self.manifest)
 
 
 @dataclass(frozen=True)
@@ -81,17 +92,24 @@ class LocalReader:
     def collect(self) -> str | None:
         """Find, compare and copy the parts; return why that cannot be, the same on all ranks.
 
-        A part of this rank that is found to be damaged is set aside.
+        A part of this rank that is found to be damaged is deleted.
         """
         sources = self._verified()
         problem = self._share_generators()
-        damage = self._bad.get(Source(self.world.rank, self.world.rank), "")
-        if damage:
-            self.local.set_aside(self.manifest.step, damage)
+        if Source(self.world.rank, self.world.rank) in self._bad:
+            remove(self.folder)
         plan = [source for source in sources if source is not None]
         if len(plan) < len(sources):
             return self._why([rank for rank, source in enumerate(sources) if source is None])
-        return problem or self._copy(plan)
+        problem = problem or self._copy(plan)
+        if problem is None and self.path.parent == self.folder:
+            # What this rank's part lacks, such as the manifest.
+            try:
+                atomic_write(self.folder / GENERATORS, self.generators)
+                atomic_write(self.folder / FILE, self.manifest.to_json().encode())
+            except OSError as error:
+                logger.warning(f"{self.folder} stays incomplete: {error}")
+        return problem
 
     def read(self, state: Tensors) -> None:
         """Fill this rank's part of tensors. Raises CheckpointError."""
@@ -102,10 +120,9 @@ class LocalReader:
             row.copy_(rows.view(-1, row.numel())[self.world.rank])
 
     def _why(self, missing: Sequence[int]) -> str:
-        ranks = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         text = (
-            f"the local save of step {self.manifest.step}: no node has the part of "
-            f"{'rank' if len(missing) == 1 else 'ranks'} {ranks}, nor a replica's"
+            f"the local save of step {self.manifest.step}: no node has the part of rank "
+            f"{missing[0]}, nor a replica's"
         )
         return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
 
@@ -187,10 +204,10 @@ class LocalReader:
                 incoming[source.holder] = Incoming(self.path, written)
         transfer(outgoing, incoming, self.group)
         problems = gather_objects([one.finish() for one in incoming.values()], self.group)
-        for to, source in moves[:_TOLD]:
+        if moves:
+            to, source = moves[0]
             self.notes.append(
-                f"rank {to} got its part of the local save from the node of rank {source.holder}"
+                f"{counted(len(moves), 'ranks')} got their part of the local save from another "
+                f"node, as rank {to} from that of rank {source.holder}"
             )
-        if len(moves) > _TOLD:
-            self.notes.append(f"so did {counted(len(moves) - _TOLD, 'other ranks')}")
         return next((text for found in problems for text in found if text), None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse, unfit
-from titanlite.data.remote import words
-from titanlite.features.tasks.entries import HARNESS, KEY
 from titanlite.utils import pip_install
 
 if TYPE_CHECKING:
+    from titanlite.features.tasks.ranks import RankScorer
     from titanlite.features.tasks.scoring import Scorer
 
+KEY = "eval.tasks"
+#: The harness's package.
+HARNESS = "lm_eval"
 #: Seeds of the harness's own command, for the examples before a question.
 _SEED, _FEWSHOT_SEED = 0, 1234
 #: Of results that are no figures.
@@ -42,7 +43,6 @@ class HarnessTask:
     limit: int | None = None
     #: What the harness has loaded; empty until then.
     loaded: dict[str, Any] = field(default_factory=dict)
-    kind = "lm-evaluation-harness"
 
     def load(self) -> None:
         """Load the task with its data; raise what the harness raises."""
@@ -50,20 +50,19 @@ class HarnessTask:
             self.loaded = self.manager.load(self.manager.match_tasks([self.name]))
 
     @property
-    def writes(self) -> bool:
-        """Whether a task in it continues texts."""
-        return any(task.OUTPUT_TYPE == "generate_until" for task in self._tasks)
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether a task in it runs code that the model writes."""
-        return any(getattr(task, "UNSAFE_CODE", False) for task in self._tasks)
+    def unfit(self) -> str:
+        """Why the task cannot run beside training; "" where it can."""
+        if any(getattr(task, "UNSAFE_CODE", False) for task in self._tasks):
+            return f"the task {self.name} runs code that the model writes"
+        if any(task.OUTPUT_TYPE == "generate_until" for task in self._tasks):
+            return f"the task {self.name} continues texts, which takes too long beside training"
+        return ""
 
     @property
     def _tasks(self) -> list[Any]:
         return list(self.loaded.get("tasks", {}).values())
 
-    def run(self, scorer: Scorer) -> dict[str, float]:
+    def run(self, scorer: RankScorer) -> dict[str, float]:
         """Return the figures; those of a task within a group or tag have its name before them."""
         with _watched(scorer):
             found = self.evaluate(scorer, iterations=0)
@@ -117,8 +116,6 @@ def load_tasks(
     key: what names them, of a config or of the command line. Raises ConfigError for names that the
     harness does not know. So it does for tasks that cannot be loaded, also for want of a network.
     """
-    if not names:
-        return []
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
         raise unfit(key, message, code="missing-package")
@@ -132,47 +129,22 @@ def load_tasks(
     for name in names:
         if not manager.match_tasks([name]):
             message = f"the harness has no task {name!r}"
-            hint = "`lm_eval ls tasks` lists them, an include path adds yours"
+            hint = "`lm_eval ls tasks` lists them; an include path adds yours"
             problems.append(Problem("unknown-value", key, message, hint))
     refuse(problems)
     found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
-    refuse([problem for task in found if (problem := load_problem(task, key))])
+    for task in found:
+        try:
+            task.load()
+        except Exception as error:
+            message = f"the task {task.name} cannot be loaded: {type(error).__name__}: {error}"
+            hint = (
+                "correct its file; without a network its data must be in the cache "
+                "(docs/evaluation.md)"
+            )
+            problems.append(Problem("unreadable", key, message, hint))
+    refuse(problems)
     return found
-
-
-def load_problem(task: HarnessTask, key: str) -> Problem | None:
-    """Load a task; return why it cannot be, None where it is."""
-    try:
-        task.load()
-    except Exception as error:
-        lead = f"the task {task.name} cannot be loaded"
-        if not _is_of_network(error):
-            message = f"{lead}: {type(error).__name__}: {error}"
-            hint = "correct its file, or leave it out"
-            return Problem("unknown-value", key, message, hint)
-        data = re.search(r"'([^']+)' on the Hub", str(error))
-        what = f"the data set {data[1]}" if data else "data that is not on this machine"
-        message = f"{lead}: {what} is not in the cache, and cannot be fetched ({words(error)})"
-        hint = (
-            f"run `titanlite eval CHECKPOINT --tasks {task.name} --limit 1` on a machine "
-            "with a network, copy its HF_HOME (~/.cache/huggingface) here, and set "
-            "HF_DATASETS_OFFLINE=1"
-        )
-        return Problem("unreadable", key, message, hint)
-    return None
-
-
-def _is_of_network(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is that a server was not reached."""
-    while error is not None:
-        name = type(error).__name__
-        # HTTP clients have their own classes, such as httpx's ConnectError.
-        if isinstance(error, ConnectionError | TimeoutError) or "Connect" in name:
-            return True
-        if "Offline" in name or "Timeout" in name:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -205,7 +177,7 @@ def _seeded() -> Iterator[None]:
 
 
 @contextmanager
-def _watched(scorer: Scorer) -> Iterator[None]:
+def _watched(scorer: RankScorer) -> Iterator[None]:
     """Replace the harness's progress bars inside, which would cut the log of a run.
 
     They are around long work of rank 0. In their place other ranks hear of it.

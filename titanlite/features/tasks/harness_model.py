@@ -14,10 +14,11 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titanlite.config.errors import unfit
-from titanlite.features.tasks.scoring import Likelihood, Request, Scorer, Writing
-from titanlite.models.generate import Sampling
+from titanlite.features.tasks.scoring import Likelihood, Request, Scorer
+from titanlite.models.generate import Sampling, generate
 
 #: New tokens of a task that names no number, as in the harness's own models.
 _MAX_NEW = 256
@@ -29,24 +30,25 @@ class HarnessModel(TemplateLM):
     def __init__(self, scorer: Scorer) -> None:
         super().__init__()
         self.scorer = scorer
+        self.tokens = scorer.subject.tokenizer
         self.max_length = scorer.subject.limit
 
     @property
     def tokenizer_name(self) -> str:
-        return self.scorer.subject.tokenizer.fingerprint
+        return self.tokens.fingerprint
 
     @property
     def prefix_token_id(self) -> int:
-        return self.scorer.subject.tokenizer.bos_id
+        return self.tokens.bos_id
 
     @property
     def eot_token_id(self) -> int:
-        return self.scorer.subject.tokenizer.eos_id
+        return self.tokens.eos_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        return self.scorer.subject.tokenizer.encode(string, bos=add_special_tokens is not False)
+        return self.tokens.encode(string, bos=add_special_tokens is not False)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[Likelihood]:
         found: list[Likelihood] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -55,11 +57,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[Likelihood]:
-        """requests: the texts for the harness's cache, the ids before, and the ids."""
-        found = self.scorer.likelihoods([(before, ids) for _, before, ids in requests])
-        for request, likelihood in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], likelihood)
-        return found
+        """requests: the texts, the ids before, and the ids."""
+        return self.scorer.likelihoods([(before, ids) for _, before, ids in requests])
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text, in windows of the context; BOS counts as its
@@ -68,10 +67,11 @@ class HarnessModel(TemplateLM):
         parts: list[Request] = []
         owners = []
         for number, request in enumerate(requests):
-            (text,) = request.args
-            rolled = self.scorer.rolling(self.tok_encode(text))
-            parts += rolled
-            owners += [number] * len(rolled)
+            ids = self.tok_encode(request.args[0])
+            rolled = get_rolling_token_windows(ids, self.tokens.bos_id, self.max_length, 1)
+            for window in rolled:
+                parts.append(make_disjoint_window(window))
+                owners.append(number)
         totals = [0.0] * len(requests)
         likelihoods = self.scorer.likelihoods(parts)
         for owner, (likelihood, _) in zip(owners, likelihoods, strict=True):
@@ -79,29 +79,57 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        """Continue texts on one device."""
         texts = [""] * len(requests)
-        # Requests with the same options are written together.
+        # Requests with the same options are continued together.
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
         for group in groups.values():
-            writing = self._writing(requests[group[0]].args[1])
+            options = requests[group[0]].args[1]
             prompts = [self.tok_encode(requests[number].args[0]) for number in group]
-            written = self.scorer.write(prompts, writing)
-            for number, text in zip(group, written, strict=True):
-                texts[number] = postprocess_generated_text(text, list(writing.until), None)
-                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+            order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+            size = self.scorer.size
+            batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
+            for batch in self.scorer.progress(batches):
+                found = self._continued([prompts[place] for place in batch], options)
+                for place, text in zip(batch, found, strict=True):
+                    texts[group[place]] = text
         return texts
 
-    def _writing(self, given: Any) -> Writing:
-        """Return how a task wants its texts. Raises ConfigError if the model is too short."""
+    def _continued(self, prompts: Sequence[list[int]], given: Any) -> list[str]:
+        """Continue prompts; all end once every text holds a stop sequence.
+
+        given: how a task wants its texts. Raises ConfigError if the model is too short.
+        """
+        subject = self.scorer.subject
         options = normalize_gen_kwargs(given, _MAX_NEW)
-        end = self.scorer.subject.tokenizer.decode([self.eot_token_id])
-        until = handle_stop_sequences(options.get("until"), eos=end)
+        until = handle_stop_sequences(options.get("until"), self.tokens.decode([self.eot_token_id]))
         most: int = options["max_gen_toks"]
-        if most >= self.scorer.longest_text:
+        if most >= self.max_length:
             message = f"the model has {self.max_length} tokens, and a task writes {most}"
             raise unfit("", message)
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-        sampling = Sampling(temperature, options.get("top_k", 0), options.get("top_p", 1.0))
-        return Writing(tuple(until), most, sampling)
+        # The harness's own models hide special tokens, too.
+        hidden = {*subject.stop_ids, *self.tokens.special_tokens.values()}
+        written: list[list[int]] = [[] for _ in prompts]
+        texts = [""] * len(prompts)
+        done = [False] * len(prompts)
+        for ids in generate(
+            subject.model,
+            [prompt[most - self.max_length :] for prompt in prompts],
+            max_tokens=most,
+            limit=self.max_length,
+            sampling=Sampling(temperature, options.get("top_k", 0), options.get("top_p", 1.0)),
+            stop_ids=subject.stop_ids,
+            head=subject.head,
+            vocab=self.tokens.vocab_size,
+        ):
+            for row, new in enumerate(ids):
+                if new is not None and new not in hidden:
+                    written[row].append(new)
+                texts[row] = self.tokens.decode(written[row])
+                done[row] = new is None or any(stop in texts[row] for stop in until)
+            if all(done):
+                break
+        return [str(postprocess_generated_text(text, until, None)) for text in texts]

@@ -23,13 +23,7 @@ import torch.distributed as dist
 
 from titanlite.data.loader import Batch
 from titanlite.dist.signals import StopSignal
-from titanlite.features.tasks.scoring import (
-    Row,
-    Scorer,
-    Subject,
-    Writing,
-    evaluating,
-)
+from titanlite.features.tasks.scoring import Row, Scorer, Subject, evaluating
 from titanlite.step import Runner, do_nothing
 from titanlite.utils import note_progress
 
@@ -75,9 +69,8 @@ class RankScorer(Scorer):
         divide: Callable[[Batch], Batch],
     ) -> None:
         """sizes: rows of a batch, and what padded rows have a multiple of."""
-        super().__init__(subject, runner, *sizes)
+        super().__init__(subject, runner, *sizes, divide)
         self.place = place
-        self._divide = divide
         #: Tells that the run is to stop.
         self.stop = StopSignal()
         #: Is called on all ranks when rank 0 has sent something.
@@ -96,11 +89,6 @@ class RankScorer(Scorer):
             self._send("score", work)
             found += self._score(work)
         return found
-
-    def _written(self, prompts: Sequence[Sequence[int]], writing: Writing) -> list[str]:
-        work = (list(prompts), writing)
-        self._send("write", work)
-        return self._write(*work)
 
     def waiting(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield items; tell the other ranks from time to time, whose collective would time out."""
@@ -121,8 +109,6 @@ class RankScorer(Scorer):
             kind, work = self._send("", None)
             if kind == "score":
                 self._score(work)
-            elif kind == "write":
-                self._write(*work)
             elif kind == "end":
                 return
 
@@ -154,23 +140,11 @@ class RankScorer(Scorer):
                     begin = sum(counts[:number])
                     sums[begin : begin + counts[number]] = found
             dist.all_reduce(sums)
-        self._poll_stop()
-        return sums.tolist()
-
-    def _write(self, prompts: Sequence[Sequence[int]], writing: Writing) -> list[str]:
-        with self._noted():
-            texts = self._continued(prompts, writing, together=True)
-        self._poll_stop()
-        return texts
-
-    def _divided(self, batch: Batch) -> Batch:
-        return self._divide(batch)
-
-    def _poll_stop(self) -> None:
         with self._noted():
             asked = self.stop.requested_anywhere()
         if asked:
             raise InterruptedTasksError
+        return sums.tolist()
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:

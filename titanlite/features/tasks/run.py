@@ -5,34 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titanlite.callbacks import Callback
 from titanlite.config.run_sections import Eval
 from titanlite.exit_codes import no_exit
 from titanlite.features.tasks.ranks import InterruptedTasksError, RankScorer
-from titanlite.features.tasks.scoring import Scorer
 from titanlite.utils import Table, human_time, logger, render
 
 if TYPE_CHECKING:
+    from titanlite.features.tasks.harness import HarnessTask
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
 #: Their name among what a run owes.
 NAME = "tasks"
-
-
-class Task(Protocol):
-    """What is measured under one name."""
-
-    @property
-    def name(self) -> str:
-        """Of its figures."""
-        ...
-
-    def run(self, scorer: Scorer) -> dict[str, float]:
-        """Return figures by name."""
-        ...
 
 
 class TaskRun(Callback):
@@ -47,7 +34,7 @@ class TaskRun(Callback):
     def __init__(
         self,
         section: Eval,
-        tasks: Sequence[Task],
+        tasks: Sequence[HarnessTask],
         scorer: RankScorer,
         weights: Callable[[], AbstractContextManager[object]],
         write: Callable[[int, Mapping[str, float]], object],
@@ -57,8 +44,6 @@ class TaskRun(Callback):
         self._scorer = scorer
         self._weights = weights
         self._write = write
-        #: Failures that were told.
-        self._told: set[tuple[str, str]] = set()
 
     def on_start(self, trainer: Trainer) -> None:
         """Run the tasks that an earlier attempt has left."""
@@ -77,12 +62,6 @@ class TaskRun(Callback):
         trainer.sync_guard()
         trainer.owed.add(NAME)  # until they are done
         if not trainer.stopping:
-            self._run(trainer)
-
-    def on_rollback(self, trainer: Trainer) -> None:
-        """Run the tasks of the end, where no text is left for another step."""
-        done = trainer.step % self._section.freq == 0
-        if trainer.step >= trainer.steps and self._section.at_end and not done:
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:
@@ -122,41 +101,22 @@ class TaskRun(Callback):
             except Exception as error:
                 if scorer.failed:
                     raise
-                self._tell(trainer.step, task.name, error)
+                logger.warning(
+                    f"step {trainer.step}: the task {task.name} failed, training continues "
+                    f"without it: {type(error).__name__}: {error}"
+                )
         scorer.end()
         return found
 
-    def _tell(self, step: int, name: str, error: Exception) -> None:
-        """Warn of a task that failed, once for each reason."""
-        reason = f"{type(error).__name__}: {error}"
-        if (name, reason) in self._told:
-            return
-        self._told.add((name, reason))
-        logger.warning(
-            f"step {step}: the task {name} failed, training continues without it: {reason}"
-        )
-
     def _report(self, step: int, found: Mapping[str, Mapping[str, float]], seconds: float) -> None:
+        row: dict[str, float] = {}
+        lines = []
+        for name, figures in found.items():
+            for metric, value in figures.items():
+                row[f"eval/{name}/{metric}"] = value
+                lines.append((name, metric, f"{value:.4f}"))
         title = f"tasks at {step}, in {human_time(seconds)}"
-        table = figures_table(found, title, terminal=False)
-        if not table:
-            logger.info(f"{title}: no figures")
-            return
+        table = render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal=False)
         for line in table.splitlines():
             logger.info(line)
-        row: dict[str, float] = {}
-        for name, figures in found.items():
-            row |= {f"eval/{name}/{metric}": value for metric, value in figures.items()}
         self._write(step, {**row, "eval_seconds": seconds})
-
-
-def figures_table(
-    found: Mapping[str, Mapping[str, float]], title: str = "", terminal: bool | None = None
-) -> str:
-    """Return the figures of tasks as a table; "" where there are none. terminal: as of `render`."""
-    lines = []
-    for name, figures in found.items():
-        lines += [(name, metric, f"{value:.4f}") for metric, value in figures.items()]
-    if not lines:
-        return ""
-    return render(Table(("task", "figure", "value"), lines, (0, 1), title), terminal)

@@ -7,7 +7,6 @@ scorer.likelihoods([(ids_before, ids)])     # [(-12.3, False)]
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.data.loader import Batch, to_device
 from titanlite.data.rows import IGNORE
-from titanlite.models.generate import Sampling, TextStream, generate
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.step import Runner
 
@@ -47,12 +45,6 @@ class Subject:
     head: str
     stop_ids: frozenset[int]
 
-    @property
-    def pads(self) -> bool:
-        """Whether a row beside a longer one has the same RoPE tables as alone."""
-        above = getattr(getattr(self.model, "rope", None), "varies_above", None)
-        return above is None or self.limit <= above
-
 
 class Row(NamedTuple):
     """One request as the model takes it: its last `asked` ids are targets."""
@@ -62,23 +54,14 @@ class Row(NamedTuple):
     asked: int
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How a task wants its texts written."""
-
-    until: tuple[str, ...]
-    max_new: int
-    sampling: Sampling
-
-
 class Scorer:
-    """Scores requests and continues texts on one device.
+    """Scores requests on one device.
 
     Requests of like length share a batch, the longest first: what needs too much memory fails at
     once. A request that is too long loses tokens on the left, as in the harness's `HFLM`.
 
-    batch_size: sequences at once. multiple: padded rows have a multiple of it. progress: takes the
-    batches, and may show how many are done.
+    batch_size: sequences at once. multiple: padded rows have a multiple of it. divide: returns this
+    rank's part of a batch. progress: takes the batches, and may show how many are done.
     """
 
     def __init__(
@@ -87,33 +70,27 @@ class Scorer:
         runner: Runner,
         batch_size: int,
         multiple: int = 1,
+        divide: Callable[[Batch], Batch] = lambda batch: batch,
         progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> None:
         self.subject = subject
-        self.size = batch_size if subject.pads else 1
+        self.size = batch_size
         self._runner = runner
         self._multiple = multiple
-        self._progress = progress
-
-    # Likelihoods
+        self._divide = divide
+        self.progress = progress
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Return the likelihood of each request, in their order."""
         rows = [self._row(before, ids) for before, ids in requests]
         asked = [number for number, row in enumerate(rows) if row.asked]
-        plan = []
-        for batch in batches_of([len(rows[number].ids) for number in asked], self.size):
-            plan.append([asked[place] for place in batch])
+        asked.sort(key=lambda number: -len(rows[number].ids))
+        ordered = [rows[number] for number in asked]
+        batches = [ordered[begin : begin + self.size] for begin in range(0, len(asked), self.size)]
         found: list[Likelihood] = [(0.0, True)] * len(rows)
-        scores = self._scored([[rows[number] for number in batch] for batch in plan])
-        numbers = [number for batch in plan for number in batch]
-        for number, (likely, misses) in zip(numbers, scores, strict=True):
+        for number, (likely, misses) in zip(asked, self._scored(batches), strict=True):
             found[number] = (likely, misses == 0)
         return found
-
-    def rolling(self, ids: Sequence[int]) -> list[Request]:
-        """Return the requests that score each id of a text once, in windows of the context."""
-        return list(windows(ids, self.subject.tokenizer.bos_id, self.subject.limit))
 
     def _row(self, before: Sequence[int], ids: Sequence[int]) -> Row:
         kept = [*before, *ids][-self.subject.limit - 1 :]
@@ -122,85 +99,16 @@ class Scorer:
     def _scored(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
         """Return for each row its log-likelihood and the targets that greedy decoding misses."""
         with evaluating(self.subject.model):
-            parts = [self._pass(batch) for batch in self._progress(batches)]
+            parts = [self._pass(batch) for batch in self.progress(batches)]
         return torch.cat(parts).tolist() if parts else []
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
         """Run the model on rows; return [rows, 2] float64, this rank's part of the sums."""
-        batch = self._divided(padded(rows, self._multiple))
+        batch = self._divide(padded(rows, self._multiple))
         (batch,) = to_device([batch], self.subject.device)
         record = TargetLogs(self.subject.device)
         self._runner.loss_sum(batch, record)
         return record.sums(len(rows))
-
-    def _divided(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch."""
-        return batch
-
-    def waiting(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Return items of long work between passes, on which no other rank waits here."""
-        return items
-
-    # Texts
-
-    @property
-    def longest_text(self) -> int:
-        """Tokens of the longest text that can be written, with its prompt."""
-        # The last token may have padding behind it.
-        return self.subject.limit - self._multiple + 1
-
-    def write(self, prompts: Sequence[Sequence[int]], writing: Writing) -> list[str]:
-        """Return the continuation of each prompt, in their order."""
-        texts = [""] * len(prompts)
-        for batch in self._progress(batches_of([len(prompt) for prompt in prompts], self.size)):
-            written = self._written([prompts[number] for number in batch], writing)
-            for number, text in zip(batch, written, strict=True):
-                texts[number] = text
-        return texts
-
-    def _written(self, prompts: Sequence[Sequence[int]], writing: Writing) -> list[str]:
-        """Continue the prompts of a batch."""
-        return self._continued(prompts, writing, together=False)
-
-    def _continued(
-        self, prompts: Sequence[Sequence[int]], writing: Writing, together: bool
-    ) -> list[str]:
-        """Continue prompts; all end once every text holds a stop sequence.
-
-        together: all ranks call it with the same arguments.
-        """
-        subject = self.subject
-        tokenizer = subject.tokenizer
-        room = self.longest_text - writing.max_new
-        rows = [prompt[-room:] for prompt in prompts]
-        # The harness's own models hide special tokens, too.
-        hidden = {*subject.stop_ids, *tokenizer.special_tokens.values()}
-        streams = [TextStream(tokenizer, row) for row in rows]
-        texts = [""] * len(rows)
-        done = [False] * len(rows)
-        steps = generate(
-            subject.model,
-            rows,
-            max_tokens=writing.max_new,
-            limit=subject.limit,
-            sampling=writing.sampling,
-            stop_ids=subject.stop_ids,
-            head=subject.head,
-            vocab=tokenizer.vocab_size,
-            multiple=self._multiple,
-            together=together,
-        )
-        for ids in steps:
-            for row, new in enumerate(ids):
-                ended = new is None or new in subject.stop_ids
-                seen = [] if new is None or new in hidden else [new]
-                texts[row] += streams[row].add(seen, whole=ended)
-                done[row] = ended or any(stop in texts[row] for stop in writing.until)
-            if all(done):
-                steps.close()
-        return [
-            text + stream.add([], whole=True) for text, stream in zip(texts, streams, strict=True)
-        ]
 
 
 class TargetLogs:
@@ -265,12 +173,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def batches_of(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the numbers of rows of like length in batches, the longest first."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    return [order[begin : begin + size] for begin in range(0, len(order), size)]
-
-
 def padded(rows: Sequence[Row], multiple: int = 1) -> Batch:
     """Return rows as one batch on the CPU; behind a row and before its targets nothing is asked.
 
@@ -286,23 +188,3 @@ def padded(rows: Sequence[Row], multiple: int = 1) -> Batch:
         tokens[place, :length] = ids[:-1]
         labels[place, length - row.asked : length] = ids[len(ids) - row.asked :]
     return Batch(tokens, labels, None)
-
-
-def windows(ids: Sequence[int], first: int, limit: int) -> Iterator[Request]:
-    """Yield requests that ask for each of a text's ids once, as the harness's rolling windows.
-
-    A window has `limit` inputs. The last one begins so early that it is full. first: the id before
-    the text.
-    """
-    whole = [first, *ids]
-    done = 0
-    while done < len(ids):
-        end = min(done + limit, len(ids))
-        begin = max(end - limit, 0)
-        yield whole[begin : done + 1], whole[done + 1 : end + 1]
-        done = end
-
-
-def bits(nats: float) -> float:
-    """Return the bits of a log-likelihood in nats."""
-    return -nats / math.log(2)
