@@ -347,7 +347,6 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["runs", str(run)],
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
-        ["runs", str(run), "--attempts", "--json"],
         ["runs", "--compare", str(run), str(earlier), "--out", str(run / "comparison")],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "inspect", step],
@@ -479,6 +478,9 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         else:
             codes[" ".join(words[:2])] = main(words)
         said += "".join(capfd.readouterr())
+    hidden = public(_url(server, "text.jsonl"))
+    main(["data", "prepare", hidden, "--out", str(run / "none"), "--tokenizer=bundled"])
+    said += "".join(capfd.readouterr())
     missing = [
         f"--{key}={_url(server, 'nothing')}"
         for key in ("training.dataset_path", "model.tokenizer_path")

@@ -1,13 +1,7 @@
 """Token files of other programs, written by the definitions of their formats.
 
-datatrove is in no extra of the project. Its bytes were compared once: `TokenizedFile` of datatrove
-0.10.1 wrote documents with and without a tokenizer's name, as 2 and as 4 bytes a token, with its
-mask. `write_datatrove` gave the same `.ds`, `.ds.index`, `.ds.loss` and `.ds.metadata` to the last
-byte, but for the third line of the metadata, which datatrove rounds from 1,000 tokens on.
-
-The same documents were then read by datatrove's own data set (positions in 199 windows), and by
-`iter_document_indices` of ai2-olmo-core 3.0.0. `IndexedDataset` of megatron-core 0.16.1 wrote and
-read them too. All agreed with the documents of titanlite.
+`iter_document_indices` of ai2-olmo-core 3.0.0 read the same documents, and `IndexedDataset` of
+megatron-core 0.16.1 wrote and read them. All agreed with the documents of titanlite.
 
 llm.c's header follows its dev/data/data_common.py, which modded-nanogpt's files share.
 """
@@ -54,26 +48,6 @@ def write_llmc(file: Path, ids: Sequence[int], model: str = "gpt-2") -> Path:
     return file
 
 
-def write_datatrove(
-    file: Path,
-    documents: Sequence[Sequence[int]],
-    item: int = 2,
-    tokenizer: str = "gpt2",
-    masked: int | None = None,
-) -> Path:
-    """Write `.ds` and the files beside it. masked: first tokens of each document without loss."""
-    ids = joined(documents)
-    ends = np.cumsum([len(document) for document in documents])
-    file.write_bytes(np.array(ids, f"<u{item}").tobytes())
-    file.with_name(f"{file.name}.index").write_bytes(ends.astype("<u8").tobytes())
-    about = f"{tokenizer}|{item}\n{len(ids)}\n{len(ids)} T"
-    file.with_name(f"{file.name}.metadata").write_text(about)
-    if masked is not None:
-        mask = [place >= masked for document in documents for place in range(len(document))]
-        file.with_name(f"{file.name}.loss").write_bytes(bytes(mask))
-    return file
-
-
 def _numpy(folder: Path, documents: Sequence[Sequence[int]]) -> Path:
     np.save(folder / "a.npy", np.array(joined(documents), np.uint16))
     return folder / "a.npy"
@@ -91,8 +65,7 @@ FORMS: dict[str, Callable[[Path, Sequence[Sequence[int]]], Path]] = {
     "nanoGPT": lambda folder, docs: write_raw(folder / "train.bin", joined(docs)),
     "llm.c, GPT-2": lambda folder, docs: write_llmc(folder / "a_train_000001.bin", joined(docs)),
     "llm.c, Llama 3": lambda folder, docs: write_llmc(folder / "a.bin", joined(docs), "llama-3"),
-    "datatrove": lambda folder, docs: write_datatrove(folder / "a.ds", docs),
-    "datatrove, 4 bytes": lambda folder, docs: write_datatrove(folder / "a.ds", docs, 4),
+    "datatrove": lambda folder, docs: write_raw(folder / "a.ds", joined(docs)),
     "numpy": _numpy,
     "Megatron-LM": _megatron,
 }

@@ -52,7 +52,7 @@ def _add_prepare(actions: Commands) -> None:
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
     add("--messages-key", "field that holds conversations", "KEY")
-    record = "text, completion, messages, sharegpt or alpaca (default: recognised by the fields)"
+    record = "text, completion, messages, sharegpt or alpaca (default: text)"
     add("--record", record, "FORM", choices=get_args(RecordForm))
     kind = "json, parquet, arrow, csv, text or source (default: by content)"
     formats = [one for one in get_args(TextFormat) if one != "tokens"]

@@ -35,7 +35,6 @@ from titanlite.cli.prepare_tasks import (
     divide,
     hash_of,
     list_source,
-    recognised,
     records_of,
 )
 from titanlite.config.urls import public_name
@@ -49,7 +48,7 @@ from titanlite.data.prepared_tokens import (
     hashes_of,
     read_index,
 )
-from titanlite.data.shards import Shards
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.dist.signals import end_with_parent
@@ -123,7 +122,7 @@ def prepare(
 class _Job:
     """What is to be tokenized."""
 
-    shards: Shards
+    shards: TextFiles
     tasks: list[Task]
     options: Options
     tokenizer: Tokenizer
@@ -149,7 +148,9 @@ def _job(
     # The files of the first attempt are read again.
     listed = known.get("listed")
     if listed:
-        shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
+        shards = TextFiles(
+            tuple(listed["names"]), options.columns, listed["kind"], listed["revision"]
+        )
         remedy = "run the same command again where there is a network"
         reach(shards.names[0], f"SOURCE: {source} cannot be read", remedy)
     else:
@@ -157,9 +158,6 @@ def _job(
         if shards.revision:
             listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
     shards = replace(shards, key="SOURCE")
-    if options.is_open:
-        shards = recognised(shards, tokenizer)
-        options = options.of_columns(shards.columns)
     shards = replace(shards, patience=_PATIENCE)
     asked = {
         "source": " ".join(filter(None, (source, subset, split))),
@@ -320,7 +318,7 @@ def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -
 class _Worker:
     """What a process keeps between tasks."""
 
-    shards: Shards
+    shards: TextFiles
     folder: Path
     options: Options
     #: That tokenize beside the process itself.
@@ -352,7 +350,7 @@ def _start(worker: _Worker) -> None:
 
 
 def _run(
-    tasks: list[Task], shards: Shards, folder: Path, options: Options, workers: int
+    tasks: list[Task], shards: TextFiles, folder: Path, options: Options, workers: int
 ) -> list[dict[str, Any]]:
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")

@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.data_sections import Data
 from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, hub_text
-from titanlite.config.urls import chain_problem, is_url, public_name
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
-from titanlite.data.kinds import WHOLE, Format
+from titanlite.data.kinds import Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
-from titanlite.data.shards import Shards, hub_files, url_text
-from titanlite.data.text_files import BUNDLED, columns_of
+from titanlite.data.shards import hub_files, url_text
+from titanlite.data.text_files import BUNDLED, TextFiles, columns_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 #: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.
@@ -83,11 +83,6 @@ class Options:
             form = form_of(self.record)
         return Columns(text, self.prompt_key, chat=self.chat, form=form)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether no fields are named, so that those of the records decide."""
-        return self.columns == Columns() and self.format not in WHOLE
-
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON has them.
 
@@ -131,10 +126,10 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def list_source(source: str, options: Options, subset: str | None, split: str | None) -> Shards:
+def list_source(source: str, options: Options, subset: str | None, split: str | None) -> TextFiles:
     """List the files of a source. Raises DataError if there are none."""
     text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
-    shards = Shards((), options.columns)
+    shards = TextFiles((), options.columns)
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
         return replace(shards, names=tuple(names), revision=revision, kind=kind)
@@ -151,14 +146,7 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
     )
 
 
-def recognised(shards: Shards, tokenizer: Tokenizer) -> Shards:
-    """Return the files with the fields of the form that their first record has."""
-    from titanlite.data.record_forms.recognition import with_form
-
-    return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
-
-
-def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:
+def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Task]:
     """Group neighbouring files, and cut large ones, so that each task makes about one part."""
     most = options.part_tokens * _LOW
     groups: list[list[Piece]] = []
@@ -187,8 +175,6 @@ def _about(name: str) -> tuple[Any, ...]:
             return os.path.realpath(name), stat.st_size, stat.st_mtime_ns
         if name.startswith("hf://") and "@" in name:  # the name has the revision
             return name, 0, ""
-        if reason := chain_problem(name):
-            raise ValueError(reason)
         system, path = url_to_fs(name)
         about = system.info(path)
     except Exception as error:
@@ -200,7 +186,7 @@ def _about(name: str) -> tuple[Any, ...]:
     )
 
 
-def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
+def _pieces(name: str, shards: TextFiles, most: int) -> list[Piece]:
     """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of
     parquet.
     """
@@ -257,7 +243,7 @@ class _Section(io.RawIOBase):
         return len(content)
 
 
-def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     """Iterate over the records of a piece after number `start`.
 
     Those of a range of bytes count from its begin.
@@ -279,7 +265,7 @@ def _place_of(piece: Piece) -> str:
     return piece.name
 
 
-def _all_records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def _all_records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     if piece.unit == "bytes":
         with open(piece.name, "rb") as file:
             content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)

@@ -151,17 +151,14 @@ class TokenFiles:
         """Whether each read asks a server."""
         return self.parts[0].is_remote
 
-    def prepare(self, ranges: Iterable[tuple[int, int]], targets: bool = True) -> None:
-        """Get tokens [begin, end) of each range ready, which are read next.
-
-        targets: also whether they are targets.
-        """
+    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each range ready, which are read next."""
         of_parts: dict[int, list[tuple[int, int]]] = {}
         for begin, end in ranges:
             for span in self._spans(begin, end):
                 of_parts.setdefault(span.number, []).append((span.begin, span.end))
         for number, spans in of_parts.items():
-            self.parts[number].prepare(spans, targets)
+            self.parts[number].prepare(spans)
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
@@ -246,7 +243,7 @@ class TokenFiles:
         begins = np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist()
         begins.append(max(self.size - _PIECE, 0))
         ranges = [(begin, min(begin + _PIECE, self.size)) for begin in begins]
-        self.prepare(ranges, targets=False)
+        self.prepare(ranges)
         for begin, end in ranges:
             digest.update(self.read(begin, end).astype("<i8").tobytes())
         return digest.hexdigest()
@@ -354,10 +351,10 @@ def _foreign(
 ) -> TokenFiles:
     from titanlite.data.foreign.opening import open_foreign
 
-    found = open_foreign(path, tokenizer, vocab_size, key, keys)
-    files = TokenFiles(path, found.parts, tokenizer, vocab_size)
-    files.found = found.listing
-    files.cut = str(found.cut or "")
+    parts, files_found, cut = open_foreign(path, tokenizer, vocab_size, key, keys)
+    files = TokenFiles(path, parts, tokenizer, vocab_size)
+    files.found = files_found
+    files.cut = str(cut or "")
     if files.is_remote:
         # One rank asks the server for all.
         files.fingerprint = keys.share(f"samples of {key}", files.sample)

@@ -57,11 +57,8 @@ class TokenPart(DocumentArray):
         """Whether `documents` is known without reading all tokens."""
         return True
 
-    def prepare(self, spans: Sequence[tuple[int, int]], targets: bool) -> None:
-        """Get tokens [begin, end) of each span ready, which are read next.
-
-        targets: also whether they are targets.
-        """
+    def prepare(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Get tokens [begin, end) of each span ready, which are read next."""
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -17,11 +17,9 @@ from titanlite.data.choose import choose_among, named_files
 from titanlite.data.kinds import is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import all_files
-from titanlite.data.token_paths import SUFFIXES
+from titanlite.data.token_paths import SUFFIXES, pair_of
 
 MEGATRON = "Megatron-LM's .bin and .idx"
-#: Ends of the names of files that belong to a token file.
-_COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ def find_tokens(place: Place) -> Found:
     if is_folder:
         files = [file for file in files if not _is_hidden(file.relative)]
     files.sort(key=lambda file: PurePosixPath(file.relative).parts)
-    names: set[str | None] = {file.name for file in files}
+    names = {file.relative for file in files}
     tokens: list[FoundFile] = []
     others: list[str] = []
     for file in files:
-        kind = _kind_of(file.name, names)
+        kind = _kind_of(file.relative, names)
         if kind is not None:
             tokens.append(file._replace(stated_kind=kind))
-        elif _owner(file.name) not in names and _pair(file.name) not in names:
+        elif _suffix(file.relative) != ".bin":
             others.append(file.relative)
     if not tokens and not is_folder:
         # Named as tokens, by `format` of a source.
@@ -73,44 +71,21 @@ def find_tokens(place: Place) -> Found:
     return Found(listing, sizes)
 
 
-def _kind_of(name: str, names: Collection[str | None]) -> str | None:
+def _kind_of(relative: str, names: Collection[str]) -> str | None:
     """Return the kind of token files that a name stands for.
 
     None: none, or the second file of Megatron-LM's pair.
     """
-    suffix = _suffix(name)
+    suffix = _suffix(relative)
     if suffix == ".idx":
         return MEGATRON
-    if suffix == ".bin" and _pair(name) in names:
+    if suffix == ".bin" and str(pair_of(Path(relative))[1]) in names:
         return None
     return f"tokens in {suffix}" if suffix in SUFFIXES else None
 
 
 def _suffix(name: str) -> str:
-    return PurePosixPath(public_name(name)).suffix.lower()
-
-
-def _pair(name: str) -> str | None:
-    """Return the other name of Megatron-LM's pair; None for a name that is none of them."""
-    for one, other in ((".bin", ".idx"), (".idx", ".bin")):
-        if _suffix(name) == one:
-            return beside(name, other, one)
-    return None
-
-
-def beside(name: str, suffix: str, instead_of: str = "") -> str:
-    """Return the name of a file beside another one: with a suffix more, or instead of its own."""
-    path, mark, query = name.partition("?")
-    return path.removesuffix(instead_of) + suffix + mark + query
-
-
-def _owner(name: str) -> str | None:
-    """Return the token file to which a file belongs."""
-    path, mark, query = name.partition("?")
-    for end in _COMPANIONS:
-        if path.endswith(end):
-            return path.removesuffix(end) + ".ds" + mark + query
-    return None
+    return PurePosixPath(name).suffix.lower()
 
 
 def _is_hidden(relative: str) -> bool:
@@ -125,40 +100,25 @@ def _local(place: Place) -> tuple[list[FoundFile], bool]:
     path = Path(place.path)
     if path.is_dir():
         return [_found(file, path) for file in all_files(path)], True
-    if path.is_file():
-        matches = [path]
-    else:
-        matches = sorted({Path(name) for name in glob.iglob(str(path), recursive=True)})
-    if not matches and Path(f"{path}.idx").is_file():
-        matches = [Path(f"{path}.idx")]
-    files = [file for file in matches if file.is_file()]
+    matches = [path]
+    if not path.is_file():
+        matches = [Path(name) for name in glob.iglob(str(path), recursive=True)]
+    files = {file for file in matches or pair_of(path) if file.is_file()}
     if not files:
         raise DataError(
             f"{place.key}: {path} does not exist; give a token file, a pattern or a folder"
         )
-    names = [str(file) for file in files]
-    extra = [name for name in _companions(names) if os.path.isfile(name)]
+    pairs = [pair_of(file) for file in files if file.suffix in (".bin", ".idx")]
+    files |= {file for pair in pairs for file in pair if file.is_file()}
     root = Path(os.path.commonpath([file.parent for file in files]))
-    return [_found(Path(name), root) for name in dict.fromkeys([*names, *extra])], False
+    return [_found(file, root) for file in files], False
 
 
 def _found(file: Path, root: Path) -> FoundFile:
     return FoundFile(str(file), file.relative_to(root).as_posix(), file.stat().st_size)
 
 
-def _companions(names: Sequence[str]) -> list[str]:
-    """Return the names of files that may belong to token files."""
-    found: list[str] = []
-    for name in names:
-        pair = _pair(name)
-        if pair is not None:
-            found.append(pair)
-        if _suffix(name) == ".ds":
-            found += [beside(name, end.removeprefix(".ds")) for end in _COMPANIONS]
-    return found
-
-
 def _remote(place: Place) -> tuple[list[FoundFile], bool]:
     from titanlite.data.shards import remote_tokens
 
-    return remote_tokens(place, _companions)
+    return remote_tokens(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ from titanlite.data.token_paths import pair_of
 
 #: Places of Megatron's sequences that are compared at the start.
 _PIECES = 256
-#: Sequences of Megatron's index that are compared together.
-_GROUP = 1 << 20
 #: Head of Megatron's index, the last two numbers are of sequences and of documents + 1.
 _HEAD = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
@@ -39,16 +36,16 @@ class _Index(NamedTuple):
     documents: NDArray[np.int64]
 
 
-def megatron_part(name: Path, thorough: bool = False) -> Part:
+def megatron_part(name: Path) -> Part:
     """Open a pair of files (Megatron-LM's megatron/core/datasets/indexed_dataset.py).
 
-    Their sequences must lie end to end. thorough: compare the place of each, not of some alone.
-    Raises DataError for files that are not whole, and OSError for those that cannot be read.
+    Their sequences must lie end to end. Raises DataError for files that are not whole, and OSError
+    for those that cannot be read.
     """
     file, index_file = pair_of(name)
     index = _read_index(index_file)
     end = file.stat().st_size
-    if not _lie_end_to_end(index, end, thorough):
+    if not _lie_end_to_end(index, end):
         raise DataError(f"{index_file}: the sequences do not lie end to end in {file.name}")
     if not _has_order(index):
         raise DataError(
@@ -94,21 +91,20 @@ def _read_index(file: Path) -> _Index:
     )
 
 
-def _lie_end_to_end(index: _Index, end: int, thorough: bool) -> bool:
-    """Whether each sequence begins where the one before it ends. end: bytes of the file."""
+def _lie_end_to_end(index: _Index, end: int) -> bool:
+    """Whether some sequences from everywhere begin where the one before ends.
+
+    end: bytes of the file.
+    """
     lengths, positions = index.lengths, index.positions
     count = len(lengths)
     if not count:
         return True
-    if positions[0] != 0:
-        return False
-    item = np.int64(index.dtype.itemsize)
-    for some in _numbers(count, thorough):
-        following = positions[np.minimum(some + 1, count - 1)]
-        after = np.where(some < count - 1, following, end)
-        if (positions[some] + lengths[some] * item != after).any():
-            return False
-    return True
+    some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+    following = positions[np.minimum(some + 1, count - 1)]
+    after = np.where(some < count - 1, following, end)
+    found = positions[some] + lengths[some] * np.int64(index.dtype.itemsize)
+    return bool(positions[0] == 0 and (found == after).all())
 
 
 def _has_order(index: _Index) -> bool:
@@ -119,12 +115,3 @@ def _has_order(index: _Index) -> bool:
     if (np.diff(documents) < 0).any():
         return False
     return bool(documents[0] >= 0 and documents[-1] <= len(index.lengths))
-
-
-def _numbers(count: int, all_of_them: bool) -> Iterator[NDArray[np.int64]]:
-    """Yield numbers below `count` in groups: all, or some from everywhere."""
-    if not all_of_them:
-        yield np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
-        return
-    for begin in range(0, count, _GROUP):
-        yield np.arange(begin, min(begin + _GROUP, count))

@@ -7,7 +7,6 @@ Reads that continue where the last one ended fetch more ahead.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import cache
@@ -37,17 +36,9 @@ ByteFile: TypeAlias = "LocalFile | RemoteFile"
 Numbers: TypeAlias = "NDArray[Any] | RemoteNumbers"
 
 
-def open_bytes(
-    name: str, size: int, patience: float = 0.0, identity: Identity | None = None
-) -> ByteFile:
-    """Return a file by its path or URL.
-
-    size: bytes. patience: see `retried`. identity: of the remote file that is meant; one that was
-    put in its place is refused.
-    """
-    if is_url(name):
-        return RemoteFile(name, size, patience, identity)
-    return LocalFile(Path(name), size)
+def open_bytes(name: str, size: int, patience: float = 0.0) -> ByteFile:
+    """Return a file of `size` bytes by its path or URL. patience: see `retried`."""
+    return RemoteFile(name, size, patience) if is_url(name) else LocalFile(Path(name), size)
 
 
 class LocalFile:
@@ -58,7 +49,6 @@ class LocalFile:
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
-        self.identity: Identity | None = None
 
     @property
     def name(self) -> str:
@@ -84,20 +74,15 @@ class RemoteFile:
 
     is_remote: ClassVar[bool] = True
 
-    def __init__(
-        self, url: str, size: int, patience: float, identity: Identity | None = None
-    ) -> None:
+    def __init__(self, url: str, size: int, patience: float) -> None:
         self.url = url
         self.size = size
         self.patience = patience
-        self._lock = threading.Lock()
-        #: What was read last, and its first byte.
-        self._begin = 0
-        self._bytes = b""
-        #: What is on its way, by its first byte and its end.
-        self._coming: dict[tuple[int, int], Future[bytes]] = {}
+        #: The bytes [begin, end) that were asked for last.
+        self._blocks: dict[tuple[int, int], Future[bytes]] = {}
+        #: Readers that no thread uses.
         self._idle: list[RemoteReader] = []
-        self.identity = identity
+        self._identity: Identity | None = None
 
     @property
     def name(self) -> str:
@@ -109,42 +94,26 @@ class RemoteFile:
 
         What was prepared before is dropped.
         """
-        pool = _pool()
-        with self._lock:
-            for future in self._coming.values():
-                future.cancel()
-            wanted = [span for span in merged(spans) if not self._holds(*span)]
-            self._coming = {span: pool.submit(self._fetch, *span) for span in wanted}
+        self._blocks = {span: _pool().submit(self._fetch, *span) for span in merged(spans)}
 
     def read(self, begin: int, count: int) -> bytes:
+        """Return bytes [begin, begin + count); fewer at the end of the file."""
         end = min(begin + count, self.size)
-        with self._lock:
-            if not self._holds(begin, end):
-                self._begin, self._bytes = self._block(begin, end)
-            return self._bytes[begin - self._begin : end - self._begin]
-
-    def _holds(self, begin: int, end: int) -> bool:
-        return self._begin <= begin <= end <= self._begin + len(self._bytes)
-
-    def _block(self, begin: int, end: int) -> tuple[int, bytes]:
-        """Return bytes that hold [begin, end), and the first byte of them."""
-        exact = self._coming.get((begin, end))
-        if exact is not None:
-            return begin, exact.result()
-        for span, future in self._coming.items():
-            if span[0] <= begin and end <= span[1]:
-                return span[0], future.result()
+        blocks = self._blocks
+        for (first, last), block in blocks.items():
+            if first <= begin and end <= last:
+                return block.result()[begin - first : end - first]
+        last = end
         # Neighbouring rows share a token.
-        if self._begin < begin <= self._begin + len(self._bytes):
-            end = min(max(end, begin + _AHEAD), self.size)
-        return begin, self._fetch(begin, end)
+        if any(before < begin <= after for before, after in blocks):
+            last = min(max(end, begin + _AHEAD), self.size)
+        found = _pool().submit(self._fetch, begin, last)
+        self._blocks = {(begin, last): found}
+        return found.result()[: end - begin]
 
     def _fetch(self, begin: int, end: int) -> bytes:
         """Read bytes [begin, end) from the server; several threads may do so."""
-        try:
-            reader = self._idle.pop()
-        except IndexError:
-            reader = self._open()
+        reader = self._idle.pop() if self._idle else self._open()
         found = bytearray(max(end - begin, 0))
         view = memoryview(found)
         at = 0
@@ -158,13 +127,11 @@ class RemoteFile:
         return bytes(found)
 
     def _open(self) -> RemoteReader:
-        from titanlite.data.remote import FileChangedError, RemoteReader, check_url
+        from titanlite.data.remote import RemoteReader, check_url
 
         check_url("a file of tokens", self.url)
-        reader = RemoteReader(self.url, self.patience, self.identity)
-        self.identity = reader.identity
-        if reader.identity is not None and reader.identity[0] not in (None, self.size):
-            raise FileChangedError(f"{self.name} has changed since it was listed")
+        reader = RemoteReader(self.url, self.patience, self._identity)
+        self._identity = reader.identity
         return reader
 
     def numbers(self, dtype: Any, count: int, first_byte: int = 0) -> RemoteNumbers:
