@@ -34,7 +34,8 @@ from titanlite import exit_codes, main
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import watchdog
-from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
+from titanlite.metrics.hang_report import MAX_ROWS, table, verdict
+from titanlite.metrics.rank_state import RankState
 from titanlite.metrics.run_callbacks import Watchdog
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.optim.bad_steps import BadStepError

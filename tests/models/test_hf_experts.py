@@ -9,7 +9,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,8 @@ from titanlite.checkpoint.hf import open_hf
 from titanlite.config.errors import ConfigError
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import SPECS, ShapeError, get_spec
-from titanlite.models.families import builtin_family
+from titanlite.models import ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
-from titanlite.models.hf.args import read_args
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.resolve.load import check_config
 
@@ -420,10 +417,10 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
         ("mixtral", {"output_router_logits": True}, "load-balancing loss"),
         ("mixtral", {"intermediate_size": 100}, "multiples of 8"),
         *(
-            (kind, {"num_experts_per_tok": 99}, "num_experts_per_tok is 99, and ")
+            (kind, {"num_experts_per_tok": count}, "does not run on tensors without data")
             for kind in ROUTED
+            for count in (0, 99)
         ),
-        *((kind, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, and ") for kind in ROUTED),
     ],
 )
 def test_experts_that_cannot_be_computed_are_refused(
@@ -432,20 +429,6 @@ def test_experts_that_cannot_be_computed_are_refused(
     given = {**MIXTURES.get(kind, ARCHITECTURES["llama"]), "vocab_size": 192, **entries}
     with pytest.raises(ShapeError, match=words):
         args_from_hf({"model_type": kind, **given})
-
-
-@pytest.mark.parametrize("name", sorted(set(SPECS) - {"hf"}))
-def test_a_refused_config_names_the_family_that_reads_it(tmp_path: Path, name: str) -> None:
-    """Whatever the reason is, and only where the family itself takes the file."""
-    flavor = next(iter(SPECS[name].flavors.values()))
-    content = SPECS[name].hf_config(replace(flavor, vocab_size=192))
-    family = builtin_family(content)
-    file = tmp_path / "config.json"
-    for problem, hinted in (({"pad_token_id": "none"}, True), ({"hidden_size": "x"}, False)):
-        file.write_text(json.dumps({**content, **problem}))
-        with pytest.raises(ShapeError) as caught:
-            read_args(str(file), {})
-        assert (f'model.name = "{family}"' in str(caught.value)) is hinted, caught.value
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, planned
 from tests.support.pool import Pools
-from titanlite.cli.plan import trace as plan_trace
 from titanlite.cli.plan.trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.plan.memory import estimate
@@ -258,16 +256,6 @@ def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
     traced = trace(planned(case), ranks - 1, "cpu")
     before = sum(traced.moments[0].parts[part] for part in ("parameters", "optimizer"))
     assert traced.peak.total - before == pytest.approx(real, rel=BELOW_OPERATORS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}]
-)
-def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags):
-    short = trace(config(8, **flags))
-    monkeypatch.setattr(plan_trace, "_QuickFake", FakeTensorMode)
-    assert trace(config(8, **flags)) == short
 
 
 @pytest.mark.slow

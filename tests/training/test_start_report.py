@@ -27,7 +27,6 @@ from titanlite.features.float8.report import float8_rows
 from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
 from titanlite.run.config import BatchSizes, MeshSizes
 from titanlite.run.features import features_of
@@ -123,18 +122,12 @@ def test_float8_has_a_row_for_each_kind_of_linear() -> None:
         (
             {"mode": "full"},
             4,
-            (
-                "8.0 KiB of 32.0 KiB kept per micro-batch; 4 of 4 blocks recompute 6 of 7 matmuls "
-                "and attention"
-            ),
+            "8.0 KiB of 32.0 KiB kept per micro-batch; 4 of 4 blocks recompute",
         ),
         (
             {"selective_ac_option": "2"},
             2,
-            (
-                "20.0 KiB of 32.0 KiB kept per micro-batch; 2 of 4 blocks recompute 6 of 7 matmuls "
-                "and attention"
-            ),
+            "20.0 KiB of 32.0 KiB kept per micro-batch; 2 of 4 blocks recompute",
         ),
         (
             {"mode": "budget", "memory_budget": 0.3},
@@ -149,9 +142,8 @@ def test_float8_has_a_row_for_each_kind_of_linear() -> None:
 def test_activations_name_how_much_is_kept_and_where(
     keys: Any, recomputing: int, text: str
 ) -> None:
-    operators = Repeated(7, 4, True, 6, True)
     total = 2048 * recomputing + 8192 * (4 - recomputing)
-    kept = KeptActivations(4, recomputing, total, 4 * 8192, operators)
+    kept = KeptActivations(4, recomputing, total, 4 * 8192)
     assert report.activations_text(ActivationCheckpoint(**keys), kept) == text
 
 

@@ -149,11 +149,7 @@ def activations_text(config: ActivationCheckpoint, kept: KeptActivations) -> str
         return f"{amount}; the compiler keeps {config.memory_budget:.0%} of what it would by itself"
     if not kept.recomputing:
         return f"{human_bytes(kept.plain)} kept per micro-batch, all of {blocks}"
-    count = kept.operators
-    again = f"{count.repeated_products} of {count.products} matmuls"
-    if count.repeats_attention:
-        again += " and attention"
-    return f"{amount}; {kept.recomputing} of {blocks} recompute {again}"
+    return f"{amount}; {kept.recomputing} of {blocks} recompute"
 
 
 def _data(run: RunConfig, train: Rows) -> str:

@@ -53,7 +53,7 @@ def _add_prepare(actions: Commands) -> None:
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
     add("--messages-key", "field that holds conversations", "KEY")
-    record = "text, completion, messages, sharegpt or alpaca (default: recognised by the fields)"
+    record = "text, completion, messages, sharegpt or alpaca (default: text)"
     add("--record", record, "FORM", choices=get_args(RecordForm))
     kind = "json, parquet, arrow, csv, text or source (default: by content)"
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
@@ -96,7 +96,7 @@ def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
         tokenizer = load_tokenizer(arguments.tokenizer)
         columns = columns_of(keys, source, path, None, tokenizer)
         options = Options(arguments.tokenizer, columns, arguments.part_tokens, kind)
-        shards = list_source(source, options, tokenizer, arguments.subset, arguments.split)
+        shards = list_source(source, options, arguments.subset, arguments.split)
         name = " ".join(filter(None, (source, arguments.subset, arguments.split)))
         text = prepare(name, shards, arguments.out, options, tokenizer, arguments.workers)
         return _as_options(text)

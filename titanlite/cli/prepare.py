@@ -82,7 +82,6 @@ def prepare(
     Raises DataError for text that cannot be read. A folder that holds something else or is being
     written to raises it too.
     """
-    options = options._replace(columns=shards.columns)
     tasks = divide(shards, options, tokenizer)
     asked = {
         "source": source,

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
-from titanlite.data.kinds import WHOLE, Format
+from titanlite.data.kinds import Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
@@ -41,11 +40,6 @@ class Options(NamedTuple):
     columns: Columns
     part_tokens: int
     format: Format | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no fields are named, so that those of the records decide."""
-        return self.columns == Columns() and self.format not in WHOLE
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as the index of a folder has them."""
@@ -98,32 +92,20 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def list_source(
-    source: str, options: Options, tokenizer: Tokenizer, subset: str | None, split: str | None
-) -> Shards:
-    """List the files of a source, with the fields of the form that their first record has, unless
-    the options name some.
-
-    Raises DataError if there are none.
-    """
+def list_source(source: str, options: Options, subset: str | None, split: str | None) -> Shards:
+    """List the files of a source. Raises DataError if there are none."""
     text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
     kind = options.format or "auto"
     shards = Shards((), options.columns, kind, key="SOURCE")
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
-        shards = replace(shards, names=tuple(names), revision=revision, kind=kind)
-    elif subset:
+        return replace(shards, names=tuple(names), revision=revision, kind=kind)
+    if subset:
         raise DataError(f"--subset is of data sets of the hub, and {source} is none")
-    else:
-        bundled = None if os.path.exists(source) else BUNDLED.get(source)
-        place = Place(str(bundled or source), "SOURCE", split, kind)
-        listing = url_text(place) if is_url(source) else list_text(place)
-        shards = replace(shards, names=listing.files, listing=None if bundled else listing)
-    if not options.is_open:
-        return shards
-    from titanlite.data.record_forms.recognition import with_form
-
-    return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
+    bundled = None if os.path.exists(source) else BUNDLED.get(source)
+    place = Place(str(bundled or source), "SOURCE", split, kind)
+    listing = url_text(place) if is_url(source) else list_text(place)
+    return replace(shards, names=listing.files, listing=None if bundled else listing)
 
 
 def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:

@@ -28,7 +28,6 @@ from titanlite.data.text_files import (
     TextFiles,
     columns_of,
     find_text,
-    has_known_fields,
     iter_records,
 )
 from titanlite.data.text_keys import held_out_texts, key_of, training_texts
@@ -209,15 +208,6 @@ class TextReader:
         return rows
 
     def files_of(self, source: DataSource, section: str) -> TextFiles:
-        """List the files of a source, and recognise the form of their records."""
-        files = self._files(source, section)
-        if has_known_fields(files, self.data, source):
-            return files
-        from titanlite.data.record_forms.recognition import with_form
-
-        return with_form(files, self.data, source, self.tokenizer)
-
-    def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""
         name = source.name or ""
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)

@@ -138,19 +138,6 @@ def _names_text(source: DataSource) -> bool:
     return bool(source.text_key or source.prompt_key or source.completion_key)
 
 
-def has_known_fields(files: TextFiles, data: Data, source: DataSource) -> bool:
-    """Return whether nothing is to be found out, or to be said, of the fields of a source."""
-    if source.path is None and (source.name in BUNDLED or source.name in REGISTERED):
-        return True
-    return files.columns.chat is None and names_records(data, source)
-
-
-def names_records(data: Data, source: DataSource) -> bool:
-    """Return whether the config says which fields a record has."""
-    names = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
-    return any(getattr(source, name) or getattr(data, name) for name in names)
-
-
 def _prompt_keys(data: Data, source: DataSource) -> tuple[str | None, str | None]:
     """Return the fields of prompt and completion; of a source that names its text alone, none."""
     if source.text_key and not source.prompt_key and not source.completion_key:

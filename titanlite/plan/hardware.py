@@ -93,6 +93,8 @@ class Instance(NamedTuple):
     rdma: bool = False
     #: Gbit/s of the machine's network, per direction.
     network: int = 0
+    #: GiB of the host's memory.
+    host: int = 0
 
     @property
     def gpu_key(self) -> str:
@@ -115,7 +117,8 @@ _WITHOUT_EFA = ("xlarge", "2xlarge", "4xlarge")
 _G6E_EFA = {"24xlarge": 2, "48xlarge": 4}
 
 
-def _graphics(name: str, gpu: str, memory: int) -> dict[str, Instance]:
+def _graphics(name: str, gpu: str, memory: int, host: int) -> dict[str, Instance]:
+    """Return the machines of a kind. host: GiB of an xlarge, of which larger ones have several."""
     is_newest = name == "g6e"
     found: dict[str, Instance] = {}
     for size, (gpus, network, larger) in _SIZES.items():
@@ -123,35 +126,24 @@ def _graphics(name: str, gpu: str, memory: int) -> dict[str, Instance]:
         if is_newest:
             efa = _G6E_EFA.get(size, efa)
             network = larger
-        found[f"{name}.{size}"] = Instance(gpu, gpus, memory, efa, network=network)
+        shares = int(size.removesuffix("xlarge") or 1)
+        machine = Instance(gpu, gpus, memory, efa, network=network, host=host * shares)
+        found[f"{name}.{size}"] = machine
     return found
 
 
 #: AWS instance types with GPUs, as of 2026, from Amazon's tables of instance types and of EFA.
 INSTANCES: dict[str, Instance] = {
-    **_graphics("g5", "A10G", 24),
-    **_graphics("g6", "L4", 24),
-    **_graphics("g6e", "L40S", 48),
-    "p4d.24xlarge": Instance("A100", 8, 40, 4, rdma=True, network=400),
-    "p4de.24xlarge": Instance("A100", 8, 80, 4, rdma=True, network=400),
-    "p5.48xlarge": Instance("H100", 8, 80, 32, rdma=True, network=3200),
-    "p5e.48xlarge": Instance("H200", 8, 141, 32, rdma=True, network=3200),
-    "p5en.48xlarge": Instance("H200", 8, 141, 16, rdma=True, network=3200),
-    "p6-b200.48xlarge": Instance("B200", 8, 180, 8, rdma=True, network=3200),
+    **_graphics("g5", "A10G", 24, 16),
+    **_graphics("g6", "L4", 24, 16),
+    **_graphics("g6e", "L40S", 48, 32),
+    "p4d.24xlarge": Instance("A100", 8, 40, 4, rdma=True, network=400, host=1152),
+    "p4de.24xlarge": Instance("A100", 8, 80, 4, rdma=True, network=400, host=1152),
+    "p5.48xlarge": Instance("H100", 8, 80, 32, rdma=True, network=3200, host=2048),
+    "p5e.48xlarge": Instance("H200", 8, 141, 32, rdma=True, network=3200, host=2048),
+    "p5en.48xlarge": Instance("H200", 8, 141, 16, rdma=True, network=3200, host=2048),
+    "p6-b200.48xlarge": Instance("B200", 8, 180, 8, rdma=True, network=3200, host=2048),
 }
-
-#: Instance type → GiB of the host's memory; of g types an xlarge has a share.
-HOST_GIB: dict[str, int] = {
-    "p4d.24xlarge": 1152,
-    "p4de.24xlarge": 1152,
-    "p5.48xlarge": 2048,
-    "p5e.48xlarge": 2048,
-    "p5en.48xlarge": 2048,
-    "p6-b200.48xlarge": 2048,
-}
-for _kind, _gib in (("g5", 16), ("g6", 16), ("g6e", 32)):
-    for _size in _SIZES:
-        HOST_GIB[f"{_kind}.{_size}"] = _gib * int(_size.removesuffix("xlarge") or 1)
 
 #: Network of machines of which AWS has none with the GPU: bytes/s of each GPU, as of 400 Gbit/s.
 DEFAULT_NETWORK = 50e9
@@ -178,8 +170,7 @@ class Cluster:
     @property
     def host(self) -> int | None:
         """Bytes of host memory of one machine; None: no instance type is named."""
-        gib = HOST_GIB.get(self.instance.removeprefix("ml."))
-        return None if gib is None else gib * GIB
+        return find_instance(self.instance).host * GIB if self.instance else None
 
 
 def find_gpu(name: str) -> Gpu:
@@ -243,53 +234,32 @@ def cluster_of(
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
     ranks.
     """
-    instance = _instance_name(run, gpu, instance)
+    if gpu and instance:
+        raise _error("gpu", f"both {gpu} and {instance} are given", "give one of them")
+    instance = instance or ("" if gpu else run.launch.instance_type)
     machine = find_instance(instance) if instance else None
+    if not (gpu or machine):
+        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
+        raise _error("gpu", "no GPU is named", hint)
     kind = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
     size = gpus_per_node
     if not size:
         size = machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
-    network = _network_of_gpu(kind, machine) * size
+    same = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
+    shares = [one.network / 8 * 1e9 / one.gpus for one in ([machine] if machine else same)]
+    network = min(shares, default=DEFAULT_NETWORK) * size
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
     if total < size and nodes in (None, 1):
         # A part of one machine.
         size = total
-    _check_machines(total, size, nodes)
-    if total != run.mesh.world_size:
-        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
-    return Cluster(kind, size, total // size, network, instance)
-
-
-def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
-    """Return the instance type that is given; empty: a GPU is. Raises ConfigError."""
-    if gpu and instance:
-        named = f"both a GPU ({gpu}) and an instance type ({instance}) are given"
-        raise _error("gpu", named, "give one of them")
-    found = instance or ("" if gpu else run.launch.instance_type)
-    if not (gpu or found):
-        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
-        raise _error("gpu", "no GPU is named", hint)
-    return found
-
-
-def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
-    """Return a GPU's share of its machine's network, in bytes per second."""
-    machines = [machine] if machine else []
-    if not machine:
-        for other in INSTANCES.values():
-            if other.gpu_key == kind.key and other.gpus == 8:
-                machines.append(other)
-    shares = [one.network / 8 * 1e9 / one.gpus for one in machines]
-    return min(shares, default=DEFAULT_NETWORK)
-
-
-def _check_machines(total: int, size: int, nodes: int | None) -> None:
-    """Raise ConfigError if `total` GPUs are no whole machines, or not `nodes` of them."""
     if total % size:
         raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
     if nodes not in (None, total // size):
         machines = counted(total // size, "machines")
         raise _error("gpus", f"{total} GPUs are {machines} of {size}, but --nodes says {nodes}")
+    if total != run.mesh.world_size:
+        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
+    return Cluster(kind, size, total // size, network, instance)
 
 
 def _error(key: str, message: str, hint: str = "") -> ConfigError:

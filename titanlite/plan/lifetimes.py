@@ -132,35 +132,6 @@ class Recomputed(NamedTuple):
     runs: int
 
 
-class Repeated(NamedTuple):
-    """Operators of a block by what becomes of them under recomputation."""
-
-    products: int
-    #: Matrix products and attention whose outputs are saved, and those that run again.
-    saved_products: int
-    saves_attention: bool
-    repeated_products: int
-    repeats_attention: bool
-
-
-def repeated(module: OpList, mode: str) -> Repeated:
-    """Count a module's products and attention. mode: as in `measure`."""
-    ops = module.ops
-    cached = _by_policy(ops) if mode == "op" else set()
-    again: list[Op] = []
-    if mode != "none":
-        again = [op for op in ops[: _recomputed(ops).runs] if op.name not in cached]
-    products = [op for op in ops if op.kind == "matmul"]
-    attention = [op for op in ops if op.kind == "attention"]
-    return Repeated(
-        products=len(products),
-        saved_products=sum(op.name in cached for op in products),
-        saves_attention=any(op.name in cached for op in attention),
-        repeated_products=sum(op in again for op in products),
-        repeats_attention=any(op in again for op in attention),
-    )
-
-
 def _recomputed(ops: Sequence[Op]) -> Recomputed:
     """Return how far recomputation goes: to the last operator that saves something."""
     last = max(index for index, op in enumerate(ops) if op.saved)

@@ -8,15 +8,13 @@ FORMULAS.md derives each formula. `titanlite.cli.plan.trace` runs the real code 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
 from titanlite.models.llama import LlamaArgs
-from titanlite.plan.blocks import block_ops
 from titanlite.plan.events import replay
-from titanlite.plan.lifetimes import Repeated, repeated
 from titanlite.plan.loss_ops import Loss
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.plan.rank_sizes import RankSizes, block_memory
@@ -96,8 +94,7 @@ def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunCon
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
 
 
-@dataclass(frozen=True)
-class KeptActivations:
+class KeptActivations(NamedTuple):
     """What the blocks of the model keep for the backward, on a rank and in one micro-batch."""
 
     blocks: int
@@ -106,23 +103,18 @@ class KeptActivations:
     #: Bytes of all blocks, and those that they would keep without recomputation.
     kept: int
     plain: int
-    #: Operators of a block that recomputes.
-    operators: Repeated
 
 
 def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
     """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
     args = _known_args(run)
     sizes = RankSizes(run, args, loss_of(run), 0, device)
-    blocks = run.spec.block_names(args)
-    modes = {block: sizes.mode(block) for block in blocks}
-    chosen = [block for block in blocks if modes[block] != "none"]
-    first = chosen[0] if chosen else blocks[0]
-    shapes = {block: sizes.shape_of(block) for block in blocks}
-    return KeptActivations(
-        blocks=len(blocks),
-        recomputing=len(chosen),
-        kept=sum(block_memory(shapes[block], modes[block]).kept for block in blocks),
-        plain=sum(block_memory(shapes[block], "none").kept for block in blocks),
-        operators=repeated(block_ops(shapes[first]), modes[first]),
-    )
+    found = KeptActivations(0, 0, 0, 0)
+    for block in run.spec.block_names(args):
+        shape = sizes.shape_of(block)
+        mode = sizes.mode(block)
+        kept = block_memory(shape, mode).kept
+        plain = block_memory(shape, "none").kept
+        one = (1, mode != "none", kept, plain)
+        found = KeptActivations(*map(sum, zip(found, one, strict=True)))
+    return found

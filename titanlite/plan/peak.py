@@ -54,33 +54,31 @@ class PeakCheck(Callback):
         import torch.distributed as dist
 
         world = trainer.parts.world
-        peaks = torch.zeros(2, world.size, dtype=torch.float64)
+        sizes = torch.zeros(world.size, 2, dtype=torch.float64)
         try:
             here = self._run.steady_at(trainer.step)
             planned = estimate(here, world.rank, self._device).peak.total
         except Exception:  # the start report has said so
             planned = 0
-        peaks[:, world.rank] = torch.tensor([self._read_peak(), planned])
-        peaks = peaks.to(world.device)
-        dist.all_reduce(peaks)
-        measured, plans = peaks.tolist()
-        if not all(plans):
+        sizes[world.rank] = torch.tensor([self._read_peak(), planned])
+        sizes = sizes.to(world.device)
+        dist.all_reduce(sizes)
+        if not sizes[:, 1].all():
             return
-        shares = [size / plan - 1 for size, plan in zip(measured, plans, strict=True)]
-        wrong = shares if self._run.training.compile else [abs(one) for one in shares]
-        rank = max(range(world.size), key=wrong.__getitem__)
+        shares = sizes[:, 0] / sizes[:, 1] - 1
+        wrong = shares if self._run.training.compile else shares.abs()
+        rank = int(wrong.argmax())
+        peak, plan = sizes[rank].tolist()
         where = f" on rank {rank}" if world.size > 1 else ""
         text = (
-            f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the "
-            f"peak{where}, "
+            f"memory of step {trainer.step}: measured {peak / GIB:,.2f} GiB at the peak{where}, "
+            f"{planned_word(self._run)} {plan / GIB:,.2f} GiB ({shares[rank]:+.1%})"
         )
-        text += f"{planned_word(self._run)} {plans[rank] / GIB:,.2f} GiB ({shares[rank]:+.1%})"
-        far = wrong[rank] > APART and abs(measured[rank] - plans[rank]) > APART_BYTES
+        far = wrong[rank] > APART and abs(peak - plan) > APART_BYTES
         if not far or world.rank:  # the console shows a warning once
             logger.info(text)
             return
         logger.warning(
-            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with "
-            f"this line and with config.toml and logs/rank_{rank}.log of "
-            f"{self._run.job.dump_folder}"
+            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it with "
+            f"config.toml and logs/rank_{rank}.log of {self._run.job.dump_folder}"
         )

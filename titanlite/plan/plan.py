@@ -253,34 +253,18 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
     tokens = run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
     loaders = (run.data.prefetch + 2) * 16 * tokens
     parts = {"processes": PROCESS, **memory.host, "loaders": loaders}
-    if run.checkpoint.enable_checkpoint:
-        parts |= _saves_in_memory(run, memory)
+    if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
+        held = {**memory.peak.parts, **memory.host}
+        weights = held.get("parameters", 0)
+        lora = run.features.lora
+        if lora is not None:
+            # Frozen weights are in no checkpoint.
+            adapters = lora.adapters(run.spec, run.model_args()).parameters
+            shares = run.mesh.weight_shards * run.mesh.pipeline
+            weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
+        parts["copy of an asynchronous save"] = weights + held.get("optimizer", 0)
     ranks = min(cluster.gpus_per_node, run.mesh.world_size)
     return {name: size * ranks for name, size in parts.items()}
-
-
-def _saves_in_memory(run: RunConfig, memory: RankMemory) -> dict[str, int]:
-    """Return what a rank's saves take of the host's memory, in bytes by part."""
-    held = {**memory.peak.parts, **memory.host}
-    weights = held.get("parameters", 0)
-    lora = run.features.lora
-    if lora is not None:
-        # Frozen weights are in no checkpoint.
-        adapters = lora.adapters(run.spec, run.model_args()).parameters
-        shares = run.mesh.weight_shards * run.mesh.pipeline
-        weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
-    part = weights + held.get("optimizer", 0)
-    section = run.checkpoint
-    found = {}
-    if section.async_mode != "disabled":
-        found["copy of an asynchronous save"] = part
-        if section.local_folder is not None:
-            found["copy of an asynchronous local save"] = part
-    if (section.local_folder or "").startswith("/dev/shm/"):
-        # One more is being written; each rank keeps others' copies too.
-        kept = (section.local_keep_latest_k + 1) * (1 + section.local_copies)
-        found["local saves in memory"] = kept * part
-    return found
 
 
 # Checkpoints

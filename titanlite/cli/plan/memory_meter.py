@@ -20,7 +20,8 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -33,26 +34,33 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.plan.parts import PARTS, Moment
 
-#: More moments than these are merged with their neighbours.
-MOST_MOMENTS = 1000
 #: The method of `ShardingPropagator` that runs operators on tensors without data.
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 
 
+@dataclass(slots=True, eq=False)
 class _Storage:
     """The life of a storage."""
 
-    __slots__ = ("born", "died", "host", "nbytes", "part", "ref")
+    nbytes: int
+    part: str | None
+    #: Number of the visit in which it was made.
+    born: int
+    #: What it is for in host memory; None: it is on the device.
+    host: str | None = None
+    #: Number of the visit in which it was freed; None: it lives.
+    died: int | None = None
+    #: Tells its end.
+    ref: weakref.ref[torch.UntypedStorage] | None = None
 
-    def __init__(self, nbytes: int, part: str | None, born: int) -> None:
-        self.nbytes, self.part, self.born = nbytes, part, born
-        #: What it is for in host memory; None: it is on the device.
-        self.host: str | None = None
-        #: Number of the moment in which it was freed; None: it lives.
-        self.died: int | None = None
-        #: Tells its end.
-        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+
+class _Visit(NamedTuple):
+    """A module runs in a phase, while storages begin, end and change by so many bytes."""
+
+    phase: str
+    module: str
+    events: list[tuple[_Storage, int]]
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -88,9 +96,8 @@ class MemoryMeter(TorchDispatchMode):
         self._parameters = list(model.parameters())
         self._hooked = {id(parameter): parameter for parameter in self._parameters}
         self._live: dict[int, _Storage] = {}
-        self._events: list[tuple[_Storage, int]] = []
-        #: Phase, module, and number of events before it.
-        self._marks: list[tuple[str, str, int]] = [("forward", "", 0)]
+        #: The first is of what lived before.
+        self._visits = [_Visit("forward", "", []), _Visit("forward", "", [])]
         #: DTensor runs an operator without data at the size of all ranks, to learn the shape of its
         #: result.
         self._shapes_alone = False
@@ -132,8 +139,8 @@ class MemoryMeter(TorchDispatchMode):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self.track(parameter.grad, "gradients")
-        if self._marks[-1][:2] != (phase, module):
-            self._marks.append((phase, module, len(self._events)))
+        if self._visits[-1][:2] != (phase, module):
+            self._visits.append(_Visit(phase, module, []))
 
     def track(self, tensor: Tensor, part: str | None = None, weak: bool = False) -> None:
         """Count the storages of a tensor.
@@ -163,16 +170,17 @@ class MemoryMeter(TorchDispatchMode):
     def _add(
         self, storage: torch.UntypedStorage, nbytes: int, part: str | None, host: str | None = None
     ) -> None:
-        key, life = storage._cdata, _Storage(nbytes, part, len(self._marks))
+        key = storage._cdata
+        life = _Storage(nbytes, part, self._now)
         if self._offloaded and part in ("parameters", "optimizer"):
             host = part
-        elif self._offloaded and self._marks[-1][0] == "optimizer":
+        elif self._offloaded and self._visits[-1].phase == "optimizer":
             host = "working memory"
         life.host = host
 
         def gone(_: object) -> None:
             self._count(life, -life.nbytes)
-            life.died = len(self._marks)
+            life.died = self._now
             if self._live.get(key) is life:
                 del self._live[key]
 
@@ -180,9 +188,14 @@ class MemoryMeter(TorchDispatchMode):
         self._live[key] = life
         self._count(life, nbytes)
 
+    @property
+    def _now(self) -> int:
+        """Number of the visit that goes on."""
+        return len(self._visits) - 1
+
     def _count(self, life: _Storage, delta: int) -> None:
         if life.host is None:
-            self._events.append((life, delta))
+            self._visits[-1].events.append((life, delta))
             return
         self._on_host[life.host] += delta
         self.host[life.host] = max(self.host[life.host], self._on_host[life.host])
@@ -234,9 +247,8 @@ class MemoryMeter(TorchDispatchMode):
         gathered.
         """
         lives = [self._live[tensor.untyped_storage()._cdata] for tensor in inputs]
-        copies = _Storage(
-            sum(life.nbytes for life in lives if life.host), "communication", len(self._marks)
-        )
+        size = sum(life.nbytes for life in lives if life.host)
+        copies = _Storage(size, "communication", self._now)
         self._count(copies, copies.nbytes)
         self._count(copies, -copies.nbytes)
 
@@ -294,45 +306,38 @@ class MemoryMeter(TorchDispatchMode):
     def restart(self) -> None:
         """Forget what was measured, but not what lives."""
         self._track_state()
-        self._events = []
+        before = _Visit("forward", "", [])
         for life in self._live.values():
             life.born = 0
             if not life.host:
-                self._events.append((life, life.nbytes))
-        self._on_host = Counter({part: count for part, count in self._on_host.items() if count})
+                before.events.append((life, life.nbytes))
         self.host = Counter(self._on_host)
-        self._marks = [("forward", "", len(self._events))]
+        self._visits = [before, _Visit("forward", "", [])]
 
     def moments(self) -> tuple[Moment, ...]:
         """Return the peak within each visit of a module since `restart`."""
-        found, now, total, at = list[Moment](), Counter[str](), 0, 0
-        marks = [("", "", 0), *self._marks]  # the first is of what lived before
-        for (phase, module, _), end in zip(
-            marks, [*(mark[2] for mark in self._marks), len(self._events)], strict=True
-        ):
-            most, parts = total, dict(now)
-            for life, delta in self._events[at:end]:
+        found: list[Moment] = []
+        now = Counter[str]()
+        total = 0
+        for phase, module, events in self._visits:
+            most = total
+            parts = dict(now)
+            for life, delta in events:
                 now[self._part(life)] += delta
                 total += delta
                 if total > most:
-                    most, parts = total, dict(now)
-            at = end
+                    most = total
+                    parts = dict(now)
             found.append(Moment(phase, module, {part: parts.get(part, 0) for part in PARTS}))
-        del found[0]
-        while len(found) > MOST_MOMENTS:
-            found = [
-                max(found[i : i + 2], key=lambda moment: moment.total)
-                for i in range(0, len(found), 2)
-            ]
-        return tuple(found)
+        return tuple(found[1:])
 
     def _part(self, life: _Storage) -> str:
         if life.part:
             return life.part
-        phase, module, _ = self._marks[max(life.born - 1, 0)]
-        if module == self._head:
+        made = self._visits[life.born]
+        if made.module == self._head:
             return "logits and loss"
-        kept = phase == "forward" and life.died != life.born
+        kept = made.phase == "forward" and life.died != life.born
         return "activations" if kept else "working memory"
 
 

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace as replace_fields
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.cli.plan.memory_meter import MemoryMeter
@@ -72,7 +71,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
             patches.enter_context(
                 mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
             )
-        fake = _QuickFake(allow_non_fake_inputs=True)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
         vocabulary = run.model_args().vocab_size or VOCABULARY
@@ -137,67 +136,6 @@ def _first_update(
     if run.features.ema is None:
         return []
     return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
-
-
-_ATEN = torch.ops.aten
-#: Most operators of a step; their kernels for tensors without data need nothing of what
-#: `FakeTensorMode` adds.
-_PLAIN = {
-    _ATEN.view.default,
-    _ATEN.detach.default,
-    _ATEN.t.default,
-    _ATEN._unsafe_view.default,
-    _ATEN.transpose.int,
-    _ATEN.slice.Tensor,
-    _ATEN.split.Tensor,
-    _ATEN.split_with_sizes.default,
-    _ATEN.as_strided.default,
-    _ATEN.select.int,
-    _ATEN.unsqueeze.default,
-    _ATEN.expand.default,
-    _ATEN.mm.default,
-    _ATEN.cat.default,
-    _ATEN.add.Tensor,
-    _ATEN.add_.Tensor,
-    _ATEN.sub.Tensor,
-    _ATEN.mul.Tensor,
-    _ATEN.mul_.Tensor,
-    _ATEN.neg.default,
-    _ATEN.silu.default,
-    _ATEN.silu_backward.default,
-    _ATEN.sum.dim_IntList,
-}
-
-
-class _QuickFake(FakeTensorMode):
-    """`FakeTensorMode` with a short way for frequent operators: the keys of its cache take half the
-    time of a trace.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            # Its operators on local tensors come here.
-            return NotImplemented
-        if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        with in_kernel_invocation_manager(self):
-            out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            return self._wrap(out)
-        return [self._wrap(tensor) for tensor in out]
-
-    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        return FakeTensor(self, tensor, torch.device("cpu"))
-
-
-def _has_no_data(argument: Any) -> bool:
-    return (
-        not isinstance(argument, torch.Tensor)
-        or type(argument) is FakeTensor
-        and argument.constant is None
-    )
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:

@@ -31,8 +31,6 @@ from titanlite.models.hf.config_json import refused
 NAME = "titanlite"
 #: Kernels of grouped products want rows of 16 bytes, in bfloat16.
 _MULTIPLE = 8
-#: Names that configs have for the experts of a token.
-_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_selected_experts")
 
 
 class MoELayer(NamedTuple):
@@ -108,7 +106,6 @@ def moe_layers_of(model: Any) -> dict[str, MoELayer]:
     if getattr(model.config, "output_router_logits", False):
         message = "the load-balancing loss that output_router_logits adds is not computed here"
         raise refused(message, "set model.overrides.output_router_logits = false")
-    _check_top_k(model.config, stacks)
     chosen = _choices(model, stacks)
     found = {}
     for name, module in stacks.items():
@@ -129,20 +126,6 @@ def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
                 "transformers for experts (use_experts_implementation), and cannot be trained here",
                 field="name",
             )
-
-
-def _check_top_k(config: Any, stacks: dict[str, Any]) -> None:
-    """Raise ShapeError for a number of experts of each token that these layers cannot choose."""
-    for name in _TOP_K:
-        top_k = getattr(config, name, None)
-        if not isinstance(top_k, int):
-            continue
-        for path, module in stacks.items():
-            if not 1 <= top_k <= module.num_experts:
-                raise refused(
-                    f"{name} is {top_k}, and {path} has {module.num_experts} experts",
-                    f"set model.overrides.{name} between 1 and {module.num_experts}",
-                )
 
 
 def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
