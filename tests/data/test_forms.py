@@ -30,8 +30,8 @@ from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.record_forms import Alpaca, ShareGPT, form_columns, plain
 from titanlite.data.records import Columns, strings_of
 from titanlite.data.rows import IGNORE, Rows
-from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
@@ -381,7 +381,7 @@ def test_a_form_decides_kept_tokens_and_the_place_in_a_stream(tmp_path: Path) ->
         Columns("output", "instruction", form=ShareGPT()),
     ]
     stamps = {_Text([path], TOKENIZER, 2304, one, "auto").stamp() for one in columns}
-    prints = {Shards((str(path),), one).fingerprint("x") for one in columns}
+    prints = {TextFiles((str(path),), one).fingerprint("x") for one in columns}
     assert len(stamps) == len(prints) == 3
 
 

@@ -45,7 +45,7 @@ from titanlite.data.prepared_tokens import (
     hashes_of,
     read_index,
 )
-from titanlite.data.shards import Shards
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.dist.signals import end_with_parent
@@ -71,7 +71,7 @@ _REPORT_SECONDS = 10.0
 
 def prepare(
     source: str,
-    shards: Shards,
+    shards: TextFiles,
     folder: Path,
     options: Options,
     tokenizer: Tokenizer,
@@ -234,7 +234,7 @@ def summary(index: dict[str, Any], folder: Path) -> str:
 class _Worker:
     """What a process keeps between tasks."""
 
-    shards: Shards
+    shards: TextFiles
     folder: Path
     options: Options
     #: That tokenize beside the process itself.
@@ -265,7 +265,7 @@ def _start(worker: _Worker) -> None:
 
 
 def _run(
-    tasks: list[Task], shards: Shards, folder: Path, options: Options, workers: int
+    tasks: list[Task], shards: TextFiles, folder: Path, options: Options, workers: int
 ) -> list[dict[str, Any]]:
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")

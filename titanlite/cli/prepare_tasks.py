@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.config.text_names import hub_text
-from titanlite.config.urls import chain_problem, is_url, public_name
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
@@ -25,8 +25,8 @@ from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
-from titanlite.data.shards import Shards, hub_files, url_text
-from titanlite.data.text_files import BUNDLED
+from titanlite.data.shards import hub_files, url_text
+from titanlite.data.text_files import BUNDLED, TextFiles
 from titanlite.data.tokenizer import Tokenizer
 
 #: Bytes of text to a token, a low guess.
@@ -92,11 +92,11 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def list_source(source: str, options: Options, subset: str | None, split: str | None) -> Shards:
+def list_source(source: str, options: Options, subset: str | None, split: str | None) -> TextFiles:
     """List the files of a source. Raises DataError if there are none."""
     text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
     kind = options.format or "auto"
-    shards = Shards((), options.columns, kind, key="SOURCE")
+    shards = TextFiles((), options.columns, kind, key="SOURCE")
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
         return replace(shards, names=tuple(names), revision=revision, kind=kind)
@@ -108,7 +108,7 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
     return replace(shards, names=listing.files, listing=None if bundled else listing)
 
 
-def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:
+def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Task]:
     """Group neighbouring files, and cut large ones, so that each task makes about one part."""
     most = options.part_tokens * _LOW
     groups: list[list[Piece]] = []
@@ -137,8 +137,6 @@ def _about(name: str) -> tuple[Any, ...]:
             return os.path.realpath(name), stat.st_size, stat.st_mtime_ns
         if name.startswith("hf://") and "@" in name:  # the name has the revision
             return name, 0, ""
-        if reason := chain_problem(name):
-            raise ValueError(reason)
         system, path = url_to_fs(name)
         about = system.info(path)
     except Exception as error:
@@ -150,7 +148,7 @@ def _about(name: str) -> tuple[Any, ...]:
     )
 
 
-def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
+def _pieces(name: str, shards: TextFiles, most: int) -> list[Piece]:
     """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of
     parquet.
     """
@@ -207,7 +205,7 @@ class _Section(io.RawIOBase):
         return len(content)
 
 
-def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     """Iterate over the records of a piece after number `start`.
 
     Those of a range of bytes count from its begin.
@@ -227,7 +225,7 @@ def _place_of(piece: Piece) -> str:
     return piece.name
 
 
-def _all_records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def _all_records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     if piece.unit == "bytes":
         with open(piece.name, "rb") as file:
             content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)

@@ -251,10 +251,8 @@ class TextReader:
     def _corpus(self, files: TextFiles) -> Corpus:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
-            from titanlite.data.shards import all_records
-
             workers = workers_of(self.data.num_workers)
-            return tokenize((), self.tokenizer, self.vocab_size, workers, all_records(files))
+            return tokenize((), self.tokenizer, self.vocab_size, workers, files.all_records())
         return load_corpus(
             [Path(name) for name in files.names],
             self.tokenizer,
