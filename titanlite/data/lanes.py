@@ -19,8 +19,8 @@ from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
 from titanlite.data.records import Record
 from titanlite.data.rows import Row
-from titanlite.data.shards import Shards
 from titanlite.data.state import StateError
+from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
 from titanlite.utils import logger
 
@@ -51,7 +51,7 @@ class StreamText:
     whole into rows, those of a block together (see `titanlite.data.best_fit`).
     """
 
-    shards: Shards
+    shards: TextFiles
     encode: Encode
     description: str
     seq_len: int
