@@ -76,7 +76,7 @@ CONFIG = {
         ["{step}"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
-    "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
+    "config diff": (["{run}", "debug_model.toml"], []),  # it shows the keys, and runs none
 }
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
@@ -216,7 +216,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
-@pytest.mark.parametrize("command", sorted(CONFIG))
+@pytest.mark.parametrize("command", sorted(CONFIG.keys() - {"config diff"}))
 def test_code_that_a_kept_config_names_is_not_imported(
     poisoned: Poisoned, command: str, way: str
 ) -> None:
@@ -229,9 +229,7 @@ def test_code_that_a_kept_config_names_is_not_imported(
     assert not poisoned.evil.ran
     for key in keys:
         _names(said, file, key, poisoned.evil.named(CODE[key], way))
-    assert said.count(trust.FLAG) == len(keys) + (
-        command == "config diff"
-    )  # there also compile.cache_dir
+    assert said.count(trust.FLAG) == len(keys)
     _, said = poisoned.call(command, words, trust.FLAG)
     for key in keys:
         _is_announced(
