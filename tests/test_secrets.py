@@ -347,7 +347,6 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["runs", str(run)],
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
-        ["runs", str(run), "--attempts", "--json"],
         ["runs", "--compare", str(run), str(earlier), "--out", str(run / "comparison")],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "inspect", step],

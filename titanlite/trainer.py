@@ -16,10 +16,9 @@ from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
 from titanlite.data import file_stamps
-from titanlite.data.loader import Batch, gather_state, to_device
+from titanlite.data.loader import Batch, Fetched, gather_state, to_device
 from titanlite.dist.dist_env import log_once
 from titanlite.dist.signals import StopRequested, StopSignal
-from titanlite.metrics.anomalies import Fetched, check_weights, explain
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.utils import human_time, logger
 from titanlite.validation import ValidationResult
@@ -197,6 +196,8 @@ class Trainer:
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
             if bad.kind == "not finite":
+                from titanlite.metrics.anomalies import check_weights
+
                 check_weights(bad, self.parts.model)
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 
@@ -316,13 +317,12 @@ class Trainer:
     def end(self, error: BaseException | None = None) -> None:
         """Tell the callbacks how the run ended, and close its threads and files."""
         self.stop.notice = "the run is ending already"
-        together = isinstance(error, BadStepError) or getattr(error, "together", False)
         end = RunEnd("done", self.step)
         if error is not None:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             end = RunEnd("failed", self.done, error, reason)
         with contextlib.ExitStack() as stack:
-            if together:
+            if getattr(error, "together", False):
                 # The first rank that leaves would end the others before they are done.
                 stack.callback(dist.barrier)
             stack.callback(self.parts.close)
@@ -337,6 +337,8 @@ class Trainer:
                 self.phase("end")
                 self.poll_saves(wait=True)
                 if not error.applied:  # else the step cannot be computed again
+                    from titanlite.metrics.anomalies import explain
+
                     runner = self.parts.train_step.runner
                     explain(error, self.parts.model, runner, self.recent[error.step])
                 end.reason = str(error)

@@ -94,7 +94,7 @@ def test_code_in_an_index_never_runs(
     folder = _changed(tmp_path / "bad", ".metadata", payload)
     said = pool(1).run(_refusal, folder.parent)
     said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
-    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "torch"]):
+    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "hf"]):
         assert main(["checkpoint", *map(str, command)]) == exit_codes.CHECKPOINT
         said.append("".join(capsys.readouterr()))
     for text in said:
@@ -109,8 +109,12 @@ def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     file = tmp_path / "weights.pt"
     torch.save({"state_dict": _Touch(marker)}, file)
-    with pytest.raises(CheckpointError, match="is no file of tensors"):
-        convert(file, tmp_path / "out", "checkpoint")
+    meta = tmp_path / "meta"
+    meta.mkdir()
+    (meta / "params.json").write_text("{}")
+    shutil.copy(file, meta / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match="cannot be used as one of Meta's: Weights only load"):
+        convert(meta, tmp_path / "out", "checkpoint")
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     index = pickle.loads((folder / ".metadata").read_bytes())
     for place in index.storage_data.values():

@@ -63,7 +63,7 @@ SHOWS = {
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
-    "checkpoint convert": ["{step}", "{out}", "--to", "torch"],
+    "checkpoint convert": ["{step}", "{out}", "--to", "checkpoint"],
     "export": ["{step}", "{out}"],
     "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
@@ -76,7 +76,7 @@ CONFIG = {
         ["{step}"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
-    "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
+    "config diff": (["{run}", "debug_model.toml"], []),  # it shows the keys, and runs none
 }
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
@@ -155,7 +155,7 @@ def _start(words: list[str]) -> int:
             load_model(arguments)
         else:
             target = arguments.source.parent.parent / "exports"
-            export(find_weights(arguments.source, None), target, arguments)
+            export(find_weights(arguments.source), target, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -216,7 +216,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
-@pytest.mark.parametrize("command", sorted(CONFIG))
+@pytest.mark.parametrize("command", sorted(CONFIG.keys() - {"config diff"}))
 def test_code_that_a_kept_config_names_is_not_imported(
     poisoned: Poisoned, command: str, way: str
 ) -> None:
@@ -229,9 +229,7 @@ def test_code_that_a_kept_config_names_is_not_imported(
     assert not poisoned.evil.ran
     for key in keys:
         _names(said, file, key, poisoned.evil.named(CODE[key], way))
-    assert said.count(trust.FLAG) == len(keys) + (
-        command == "config diff"
-    )  # there also compile.cache_dir
+    assert said.count(trust.FLAG) == len(keys)
     _, said = poisoned.call(command, words, trust.FLAG)
     for key in keys:
         _is_announced(
@@ -356,38 +354,6 @@ def _is_announced(said: str, evil: Evil, value: str) -> None:
 
 
 # Files of weights, folders of Hugging Face's, tokens
-
-
-def test_a_torch_file_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    import torch
-
-    file = tmp_path / "weights.pt"
-    path = poisoned.evil.named("SPEC")
-    assert main(["checkpoint", "convert", str(poisoned.step), str(file), "--to", "torch"]) == 0
-    content = torch.load(file, weights_only=True)
-    content["model"]["family"] = path
-    torch.save(content, file)
-    words = {
-        "checkpoint convert": [str(file), "{out}", "--to", "hf"],
-        "export": [str(file), "{out}"],
-    }
-    words["sample"] = [str(file), "text"]
-    for command, given in words.items():
-        code, said = poisoned.call(command, given)
-        assert code == exit_codes.CONFIG and not poisoned.evil.ran, command
-        _names(said, file, "model.family", path)
-    _, said = poisoned.call("export", words["export"], trust.FLAG)
-    _is_announced(said, poisoned.evil, path)
-
-
-def test_a_torch_file_with_an_object_is_refused(poisoned: Poisoned, tmp_path: Path) -> None:
-    import torch
-
-    torch.save({"state_dict": {}, "model": Pickled(poisoned.evil.mark)}, tmp_path / "evil.pt")
-    for command in ("export", "sample"):
-        code, _ = poisoned.call(command, [str(tmp_path / "evil.pt"), "{out}"])
-        assert code == exit_codes.CHECKPOINT
-        assert not poisoned.evil.ran
 
 
 def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:

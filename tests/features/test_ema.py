@@ -88,8 +88,8 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
             expected.lerp_(weights, 0.5)
     assert torch.equal(found["seen"][2], found["seen"][3])
     assert torch.equal(Contents(root / "step-6").read("ema.output.weight"), expected)
-    convert(root, tmp_path / "average.pt", "torch", ema=True)
-    assert torch.equal(torch.load(tmp_path / "average.pt")["state_dict"]["output.weight"], expected)
+    average = convert(root, tmp_path / "average", "checkpoint", ema=True)
+    assert torch.equal(Contents(average).read("model.output.weight"), expected)
     plain = pool(2).run(_run_kept, str(tmp_path), *EMA, *VALIDATE, "--optimizer.ema_decay=0")[0]
     assert losses_of(plain["rows"]) == losses_of(found["rows"])
     assert _validations(plain).keys() == _validations(found).keys() == set(range(1, 7))
@@ -110,7 +110,7 @@ def test_the_last_save_has_the_weights_that_were_validated(
     found = pool(2).run(train_run, str(tmp_path / "a"), *flags)[0]
     weights = tmp_path / "a" / "checkpoint" / "step-6"
     with pytest.raises(CheckpointError, match="no average of the weights"):
-        convert(weights, tmp_path / "none.pt", "torch", ema=True)
+        convert(weights, tmp_path / "none", "checkpoint", ema=True)
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
     again = [
         f"--checkpoint.initial_load_path={weights}",

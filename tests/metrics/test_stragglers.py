@@ -13,7 +13,7 @@ from tests.support.pool import Pools
 from tests.support.stand_ins import burn
 from tests.support.whole_runs import make_trainer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
+from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.runs.jsonl import read_metrics
 
 CPU = torch.device("cpu")
@@ -68,7 +68,6 @@ def test_ranks_are_compared_with_the_median() -> None:
     assert figures == pytest.approx(
         {"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50}
     )
-    assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) == ({}, "")
 
 
 def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:

@@ -25,28 +25,26 @@ OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
 
 
 @pytest.mark.parametrize(
-    ("own", "size", "ranks", "expected"),
+    ("own", "size", "expected"),
     [
-        ({}, 7, 2, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
-        ({}, 0, 2, {SIZE: "0"}),  # without it torch keeps 2,000
-        (OWN, 7, 2, OWN),
-        ({}, 7, 1, {}),
+        ({}, 7, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
+        ({}, 0, {SIZE: "0"}),  # without it torch keeps 2,000
+        (OWN, 7, OWN),
     ],
-    ids=["nccl", "off", "the user's", "one rank"],
+    ids=["nccl", "off", "the user's"],
 )
 def test_torch_gets_its_settings_unless_the_user_set_them(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     own: Any,
     size: int,
-    ranks: int,
     expected: dict[str, str],
 ) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    with recording(f"{tmp_path}/traces", size, torch.device("cuda"), ranks):
+    with recording(f"{tmp_path}/traces", size, torch.device("cuda")):
         seen = {
             name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
             for name in NAMES
@@ -54,14 +52,14 @@ def test_torch_gets_its_settings_unless_the_user_set_them(
         }
         assert seen == expected
         # NCCL's watchdog opens the file, and makes no folder.
-        assert (tmp_path / "traces").is_dir() is (size > 0 and ranks > 1)
+        assert (tmp_path / "traces").is_dir() is (size > 0)
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
         "a later run is not affected"
     )
 
 
 def _fail(world: DistEnv, folder: str, text: str) -> None:
-    with pytest.raises(RuntimeError), recording(folder, 20_000, torch.device("cpu"), 2):
+    with pytest.raises(RuntimeError), recording(folder, 20_000, torch.device("cpu")):
         dist.barrier()  # the other record must be newer than the beginning here
         raise RuntimeError(text)
     for name in NAMES:

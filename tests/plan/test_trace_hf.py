@@ -58,7 +58,7 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
         pytest.param("gpt_oss", {**EP, **BY_OP}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", MASKS, marks=pytest.mark.slow),
         pytest.param("llama", {**CHUNKS, **MASKS}, marks=pytest.mark.slow),
-        pytest.param("gemma2", {**TP, **CHUNKS, **MASKS}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {**TP, **MASKS}, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {**TP, **BY_OP, **MASKS}, marks=pytest.mark.slow),
     ],
     ids=str,

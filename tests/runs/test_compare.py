@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_folders import Start, change_start, training_row, write_metrics
-from titanlite.cli.comparison import compare, compare_json, read_runs, steady
+from titanlite.cli.comparison import compare, read_runs, steady
 from titanlite.cli.main import main
 from titanlite.cli.pictures import COLORS, DARK_COLORS
-from titanlite.cli.run_figures import to_json
 from titanlite.runs.read import read_run
 
 
@@ -43,27 +41,20 @@ def two(tmp_path: Path, start: Start) -> list[Path]:
 def test_medians_leave_out_first_rows_and_losses_stand_at_equal_steps(two: list[Path]) -> None:
     found = compare(read_runs(two))
     values = {figure.name: figure.values for figure in found.figures}
-    assert values["tokens/s per device"] == (110, 221)
-    assert values["tokens/s"] == (pytest.approx(220), pytest.approx(442))
-    assert values["MFU %"] == (22, 44.5)
-    assert values["memory GiB, peak"] == (1.5, 2.0)
-    assert found.steps == (1, 20, 40)
-    assert [values[f"loss at step {step}"] for step in found.steps] == [
-        (8.0, 8.0),
-        (6.0, 5.5),
-        (4.0, 4.25),
-    ]
-    assert values["validation loss at step 40"] == (4.5, 4.75)
-    assert values["final validation loss"] == (4.5, 3.5)
-    assert values["final validation, step"] == (
-        40,
-        60,
-    )
-    assert "reserved GiB, peak" not in values
+    assert values["tokens/s per device"] == [110, 221]
+    assert values["tokens/s"] == [pytest.approx(220), pytest.approx(442)]
+    assert values["MFU %"] == [22, 44.5]
+    assert values["memory GiB, peak"] == [1.5, 2.0]
+    losses = {name: two for name, two in values.items() if name.startswith("loss")}
+    assert losses == {
+        "loss at step 1": [8.0, 8.0],
+        "loss at step 20": [6.0, 5.5],
+        "loss at step 40": [4.0, 4.25],
+    }
+    assert values["validation loss at step 40"] == [4.5, 4.75]
     cells = {figure.name: figure.cells() for figure in found.figures}
     assert cells["tokens/s per device"] == ["110", "221 (2.01×)"]
     assert cells["loss at step 40"] == ["4.0000", "4.2500 (+0.2500)"]
-    assert cells["final validation loss"] == ["4.5000", "3.5000"]
 
 
 def test_config_keys_and_circumstances_that_differ_are_named(two: list[Path]) -> None:
@@ -74,8 +65,8 @@ def test_config_keys_and_circumstances_that_differ_are_named(two: list[Path]) ->
     change_start(two[1], 1, ranks=8, git=git, versions={"torch": "9.9"}, environment=environment)
     differences = {name: values[1] for name, values in compare(read_runs(two)).differences.items()}
     expected = {
-        "world_size": 8,
-        "git commit": "d" * 12,
+        "ranks": 8,
+        "git commit": "d" * 40,
         "version of torch": "9.9",
         "NCCL_ALGO": "Ring",
     }
@@ -96,16 +87,6 @@ def test_the_first_rows_of_every_attempt_are_left_out(tmp_path: Path, start: Sta
     assert [row["step"] for row in steady(read_run(two_rows))] == [10]
 
 
-def test_a_run_that_changed_when_it_was_resumed_is_pointed_out(
-    two: list[Path], start: Start
-) -> None:
-    start(two[0], 0.005, step=40, ranks=4).end("done", 80)
-    found = compare(read_runs(two))
-    assert any(note.startswith(f"{two[0]}: ran on 2, then 4 ranks") for note in found.notes)
-    assert any(note.startswith(f"{two[0]}: its config changed") for note in found.notes)
-    assert found.differences["optimizer.lr"] == (0.005, 0.002)
-
-
 def test_the_command_prints_the_table_and_writes_the_page(
     two: list[Path],
     tmp_path: Path,
@@ -122,17 +103,14 @@ def test_the_command_prints_the_table_and_writes_the_page(
     assert out.endswith("written: comparison/comparison.html\n")
     assert [p.name for p in (tmp_path / "comparison").iterdir()] == ["comparison.html"]
 
-    assert main(["runs", "--compare", *map(str, two), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["loss at step 40"] == [4.0, 4.25]
-    assert found["differences"]["optimizer.lr"] == [0.001, 0.002]
-    assert [(run["label"], run["steady_rows"]) for run in found["runs"]] == [("a", 3), ("b", 2)]
-
 
 def _lines(page: str) -> list[tuple[str, bool, int]]:
     """Class of the colour of each line, whether it is dashed, and its number of points."""
-    found = re.findall(r'<polyline class="(.*?)"(.*?) points="(.*?)"', page)
-    return [(color, "dash" in more, len(points.split())) for color, more, points in found]
+    found = []
+    for color, group in re.findall(r'<g class="(.*?)">(.*?)</g>', page, re.DOTALL):
+        for more, points in re.findall(r'<polyline(.*?) points="(.*?)"', group):
+            found.append((color, "dash" in more, len(points.split())))
+    return found
 
 
 def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_path: Path) -> None:
@@ -158,20 +136,13 @@ def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path
     assert "<b>&" not in page
     assert "&lt;b&gt;&amp;" in page
     assert [points for *_, points in _lines(page)][:2] == [2, 2]
-    figures = json.loads(to_json(compare_json(compare(read_runs([folder])))))["figures"]
-    assert figures["loss at step 3"] == ["nan"]
-    assert figures["loss at step 2"] == [7.0]
 
 
 def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
     a = write_metrics(tmp_path / "a", [training_row(step, 5.0) for step in (3, 6, 9)])
-    b = write_metrics(
-        tmp_path / "b", [training_row(step, 5.0, tokens_seen=2000 * step) for step in (5, 10)]
-    )
+    b = write_metrics(tmp_path / "b", [training_row(step, 5.0) for step in (5, 10)])
     notes = "\n".join(compare(read_runs([a, b])).notes)
-    assert "no step was logged by all runs, so no losses are compared: metrics.log_freq" in notes
-    assert "tokens per step differ (a 1,000, b 2,000): equal steps are not equal tokens" in notes
-    assert f"configs are not compared: no config.toml in {a}, {b}" in notes
+    assert "no step was logged by all runs: metrics.log_freq" in notes
 
 
 @pytest.mark.parametrize(
@@ -234,7 +205,7 @@ def test_damaged_lines_are_named_and_the_others_compared(
 def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[Path]) -> None:
     write_metrics(two[0], [training_row(step, 6.5) for step in (1, 20, 40)], "metrics-1.jsonl")
     found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))
-    assert {f.name: f.values for f in found.figures}["loss at step 40"] == (4.0, 6.5)
+    assert {f.name: f.values for f in found.figures}["loss at step 40"] == [4.0, 6.5]
     assert found.runs[1].attempts == ()
 
 

@@ -38,7 +38,6 @@ MORE = (
     "git-1.diff",
     "memory_snapshot/iteration_5/rank0_memory_snapshot.pickle",
     "metrics-1.jsonl",
-    "run.json",
     "run.lock",
     "samples.jsonl",
     "wandb",
@@ -51,7 +50,7 @@ MORE = (
 #: guessed, to a store, or below a place that the user's environment names.
 BY_NAME = Counter(
     {
-        "checkpoint/hf_save.py": 2,
+        "checkpoint/hf_save.py": 4,
         "checkpoint/paths.py": 2,
         "checkpoint/retention.py": 2,
         "data/tokenizer/hf_export.py": 1,
@@ -61,7 +60,6 @@ BY_NAME = Counter(
         "main.py": 2,
         "runs/lock.py": 6,
         "assembly/rank_checks.py": 1,
-        "cli/hub/torch_file.py": 1,
         "cli/launch.py": 2,
         "torchrun.py": 1,
         "utils.py": 1,

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.ranks import train
+from titanlite.cli.comparison import compare, read_runs, steady
 from titanlite.cli.main import main
+from titanlite.runs.attempts import read_entries
 from titanlite.runs.jsonl import read_metrics
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
@@ -115,9 +117,9 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
         for name, run in found.items()
     }
     assert shown == {
-        "finished": ["done", 8, 8, 1, []],
-        "killed": ["died", 7, 8, 2, []],
-        "stopped": ["preempted", 5, 8, 1, []],
+        "finished": ["done", 8, None, 1, []],
+        "killed": ["died", 7, None, 2, []],
+        "stopped": ["preempted", 5, None, 1, []],
     }
     assert [found[name]["loss"] for name in shown] == [
         _rows(runs / name / UNDISTURBED)[step, "training"]["loss"]
@@ -125,7 +127,7 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
     ]
     assert found["stopped"]["reason"].startswith("SIGTERM on every rank")
     assert 0 < found["killed"]["duration"] < 60, "the pause between the attempts does not count"
-    entries = _json(capsys, "runs", str(runs), "--attempts")[str(runs / "killed")]
+    entries = read_entries(runs / "killed")
     assert [(e["event"], e["attempt"], e["step"]) for e in entries] == [
         ("start", 1, 0),
         ("end", 1, 3),
@@ -133,21 +135,15 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
     ]
 
 
-def test_they_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(
-        capsys,
-        "runs",
-        "--compare",
-        *(str(runs / name) for name in RUNS),
-        "--out",
-        str(runs / "out"),
-    )
-    assert [run["steady_rows"] for run in found["runs"]] == [6, 3, 3], (
+def test_they_are_compared(runs: Path) -> None:
+    found = compare(read_runs([runs / name for name in RUNS]))
+    assert [len(steady(run)) for run in found.runs] == [6, 3, 3], (
         "without the first two of each attempt"
     )
-    assert found["differences"]["training.tensor_parallel_degree"] == [1, 1, 2]
-    assert found["steps"] == [1, 2, 3, 4, 5]
-    assert len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
+    assert found.differences["training.tensor_parallel_degree"] == (1, 1, 2)
+    losses = {figure.name: figure.values for figure in found.figures}
+    assert [f"loss at step {step}" in losses for step in range(1, 6)] == [True] * 5
+    assert len({f"{x:.4f}" for x in losses["loss at step 5"]}) == 1
 
 
 @pytest.mark.slow
@@ -175,7 +171,7 @@ def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
     assert f"resume verified at step {step}" in said
     _check_numbers(runs / name, 8)
     assert not list((runs / name).rglob("run.lock"))
-    start, end = _json(capsys, "runs", str(runs / name), "--attempts")[str(runs / name)][-2:]
+    start, end = read_entries(runs / name)[-2:]
     assert (start["attempt"], start["after"], start["step"]) == (
         RUNS[name].attempts + 1,
         after,

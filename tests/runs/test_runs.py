@@ -107,34 +107,6 @@ def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(
     assert (run.state, run.step, len(run.attempts)) == ("failed", 5, 1)
 
 
-def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(
-    tmp_path: Path, start: Start
-) -> None:
-    about = {
-        "state": "running",
-        "started": "2026-01-02T03:00:00.000+00:00",
-        "host": "node7",
-        "process": {"id": 7},
-    }
-    old = {**about, "first_step": 0, "steps": 40, "world_size": 4, "config": "config.toml"}
-    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
-    (run,) = (read_run(path) for path in find_runs(tmp_path))
-    assert (run.state, run.steps, run.attempts[0]["ranks"]) == ("died", 40, 4)
-    (tmp_path / "config.toml").write_text("[optimizer]\nlr = 0.5\n")
-    start(tmp_path, step=20).end("done", 40)
-    found = read_run(tmp_path).attempts
-    assert [(one["attempt"], one.get("state"), one["ranks"], one["config"]) for one in found] == [
-        (1, None, 4, "config-1.toml"),
-        (2, "done", 2, "config.toml"),
-    ]
-    assert (found[1]["after"], found[1]["config_changes"]["optimizer.lr"]) == (
-        "killed",
-        "0.5 -> 0.001",
-    )
-    (tmp_path / "run.json").write_text("{")
-    assert [one["attempt"] for one in read_run(tmp_path).attempts] == [2]
-
-
 def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: Path) -> None:
     for name in ("", "a/b/c", "a/b/c/d/e", "x/checkpoint/step-10", "x/.hidden", "x/step-20"):
         write_metrics(tmp_path / name, [training_row(1, 8.0)])

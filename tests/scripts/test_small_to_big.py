@@ -65,7 +65,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.mark.soak
 def test_activations_change_alike_at_all_widths_with_mup_alone(story: Story) -> None:
-    row = r"^(.+?) +(yes|no) .* ([+-][\d.]+) +[+-][\d.]+$"
+    row = r"^(.+?) +(yes|no) .* ([+-][\d.]+)$"
     slopes: dict[str, dict[str, float]] = {"yes": {}, "no": {}}
     for kind, mup, slope in re.findall(row, story.output("mup check"), re.MULTILINE):
         slopes[mup][kind.strip()] = float(slope)
@@ -79,7 +79,6 @@ def test_activations_change_alike_at_all_widths_with_mup_alone(story: Story) -> 
     assert max(map(abs, slopes["yes"].values())) <= 0.25
     for kind in ("attention", "feed-forward", "residual"):
         assert slopes["no"][kind] > 0.5, kind
-    assert (story.folder / "mup-check.svg").read_text().startswith("<svg ")
 
 
 def _best_rates(results: Any) -> dict[tuple[int, int], float]:

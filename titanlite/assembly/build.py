@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from titanlite.config.errors import unfit
 from titanlite.data.course import Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.dist.dist_env import DistEnv
-from titanlite.metrics.anomalies import AnomalyLog
 from titanlite.metrics.console import ensure_console
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.init import fix_workspace, use_deterministic
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.data.phases import Phases
     from titanlite.features.ema.average import WeightAverage
+    from titanlite.metrics.anomalies import AnomalyLog
     from titanlite.metrics.watchdog import HangWatchdog
 
 
@@ -62,7 +63,6 @@ class TrainingComponents:
     loaders: LoaderParts
     #: None where checkpoints are off.
     saves: SaveParts | None
-    anomalies: AnomalyLog
     #: The sizes of the steps from where the run started or went back to.
     course: Course
     #: Fits the model's parts to the size of a step.
@@ -120,6 +120,14 @@ class TrainingComponents:
         section = self.run.checkpoint
         return section.export_dtype if section.model_weights_only else None
 
+    @cached_property
+    def anomalies(self) -> AnomalyLog:
+        """What reports bad steps."""
+        from titanlite.metrics.anomalies import AnomalyLog
+
+        folder = Path(self.run.job.dump_folder) if self.world.rank == 0 else None
+        return AnomalyLog(folder, self.datasets.train, self.run.course, self.loaders.share)
+
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""
         with contextlib.ExitStack() as stack:
@@ -163,7 +171,6 @@ def build(
     ema = run.features.ema
     average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
-    folder = Path(run.job.dump_folder) if world.rank == 0 else None
     parts = TrainingComponents(
         run=run,
         world=world,
@@ -175,7 +182,6 @@ def build(
         average=average,
         loaders=loaders,
         saves=_saves(run, world, model, datasets, loaders, average),
-        anomalies=AnomalyLog(folder, datasets.train, run.course, loaders.share),
         course=loaders.course,
     )
     if run.data.phase:

@@ -111,7 +111,7 @@ def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
     names = run.spec.block_names(builder.args)
     size = run.sequences_at_once, run.batch.seq_len
     model = run.spec.build_on_meta(builder.args)
-    check_policy(model, names, size, builder.device, builder.param_dtype)
+    check_policy(model, names, size, builder.device)
 
 
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:

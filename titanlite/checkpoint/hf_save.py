@@ -2,8 +2,8 @@
 the tokenizer.
 
 All ranks share the work: each file has an owner among the ranks that hold its tensors. The ranks
-gather one tensor at a time, and its owner writes it in a thread. So a rank has at most two whole
-tensors in memory.
+gather one tensor at a time, and the owner of its file writes that in a thread, when it has all of
+them. So a rank has at most one file in memory, and one whole tensor.
 
 torch's HuggingFaceStorageWriter (2.13) is no replacement. Each rank writes its own file, and rank 0
 alone joins them: twice the time, twice the disk. It syncs no joined file, and takes the URL of a
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
-from titanlite.checkpoint.safetensors_header import header
 from titanlite.checkpoint.weights import total_bytes
 from titanlite.dist.dist_env import gather_objects
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
@@ -83,50 +82,8 @@ def plan_files(
     return files
 
 
-class FileWriter:
-    """Writes the header of a safetensors file, then the tensors one by one, in the order of the
-    header.
-    """
-
-    def __init__(self, path: AnyPath, file: File, entries: Entries) -> None:
-        self._stack = contextlib.ExitStack()
-        self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))
-        self._left = len(file.names)
-        self._is_local = isinstance(path, Path)
-        self._stream.write(header(_tensors_of(file, entries)))
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor [whole, on the CPU]; a stack is its tensors in order.
-
-        The last one closes the file.
-        """
-        self._stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._left -= 1
-        if not self._left:
-            if self._is_local:
-                sync(self._stream)
-            self.close()
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def _tensors_of(file: File, entries: Entries) -> Iterator[tuple[str, str, Sequence[int], int]]:
-    """Yield name, type, shape and bytes of each tensor of a file."""
-    for ours, theirs in file.names.items():
-        dtype, shape = entries[ours][:2]
-        if not isinstance(theirs, str):
-            shape = [shape[1] // parts_of_entry(theirs), *shape[2:]]
-        for name in as_names(theirs):
-            yield name, dtype, shape, total_bytes({name: [dtype, shape]})
-
-
 def write_files(
-    folder: AnyPath,
-    files: Sequence[File],
-    entries: Entries,
-    read: Callable[[str], torch.Tensor],
-    rank: int = 0,
+    folder: AnyPath, files: Sequence[File], read: Callable[[str], torch.Tensor], rank: int = 0
 ) -> str:
     """Write this rank's part of the files; return what went wrong, "" if nothing did.
 
@@ -135,29 +92,48 @@ def write_files(
     """
     problem = ""
     writing: Future[None] | None = None
-    writers: dict[str, FileWriter] = {}
-
-    def write(file: File, tensor: torch.Tensor) -> None:
-        if file.name not in writers:
-            writers[file.name] = FileWriter(folder / file.name, file, entries)
-        writers[file.name].write(tensor)
-
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
-            for file, ours in _interleaved([file for file in files if rank in file.holders]):
+    with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
+        for file in files:
+            if rank not in file.holders:
+                continue
+            is_own = file.owner == rank
+            if is_own:
+                problem = problem or _failure(writing)
+            tensors: dict[str, torch.Tensor] = {}
+            for ours, theirs in file.names.items():
                 note_progress("save")
                 tensor = read(ours)
-                problem = problem or _failure(writing)
-                writing = None
-                if file.owner == rank and not problem:
-                    writing = pool.submit(write, file, tensor)
-                del tensor
-        return problem or _failure(writing)
-    finally:
-        for writer in writers.values():
-            # The disk may be full.
-            with contextlib.suppress(OSError):
-                writer.close()
+                if is_own and not problem:
+                    tensors |= _as_theirs(theirs, tensor)
+            if tensors:
+                writing = pool.submit(_write, folder / file.name, tensors)
+    return problem or _failure(writing)
+
+
+def _as_theirs(name: HFName, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a tensor by its name in files; of a stack the tensors in order."""
+    if isinstance(name, str):
+        return {name: tensor.contiguous()}
+    rows = tensor.shape[1] // parts_of_entry(name)
+    parts = tensor.reshape(-1, rows, *tensor.shape[2:])
+    return {one: part.clone() for one, part in zip(as_names(name), parts, strict=True)}
+
+
+def _write(path: AnyPath, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save, save_file
+
+    # Without the format, `transformers` 4 refuses the file.
+    about = {"format": "pt"}
+    if isinstance(path, Path):
+        # safetensors' own files are for their user alone.
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(tensors, path, about)
+        path.chmod(mode)
+        with open(path, "rb") as stream:
+            sync(stream)
+    else:
+        path.write_bytes(save(tensors, about))
 
 
 def _failure(writing: Future[None] | None) -> str:
@@ -165,20 +141,6 @@ def _failure(writing: Future[None] | None) -> str:
     if error is None:
         return ""
     return str(error) if isinstance(error, OSError) else repr(error)
-
-
-def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
-    """Yield the tensors of as many files at a time as there are owners.
-
-    Tensors come in turns, so that all owners write at once.
-    """
-    wide = len({file.owner for file in files}) or 1
-    for start in range(0, len(files), wide):
-        group = [(file, list(file.names)) for file in files[start : start + wide]]
-        for place in range(max(len(names) for _, names in group)):
-            for file, names in group:
-                if place < len(names):
-                    yield file, names[place]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,7 +294,7 @@ def save_hf(
     try:
         files = _agree_on_files(weights, group, shard_bytes)
         tensors, entries = weights.tensors, weights.entries
-        problem = write_files(aside, files, entries, lambda name: whole(tensors[name]), rank)
+        problem = write_files(aside, files, lambda name: whole(tensors[name]), rank)
         problems = gather_objects(problem and f"rank {rank}: {problem}", group)
         if any(problems):
             raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")

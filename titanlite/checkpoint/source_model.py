@@ -256,16 +256,6 @@ def deciding(args: Any) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if name != "max_seq_len"}
 
 
-def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
-    """Return the flavor with the shape of a folder's model; "" where there is none."""
-    if there.args is None:
-        return ""
-    for flavor, args in spec.flavors.items():
-        if getattr(args, "vocab_size", None) and not differences(there, spec.name, args):
-            return flavor
-    return ""
-
-
 def remedy(there: SourceModel, spec: ModelSpec) -> str:
     """Return how `[model]` becomes the model of a folder."""
     if there.family is not None and is_dotted(there.family):
@@ -275,8 +265,6 @@ def remedy(there: SourceModel, spec: ModelSpec) -> str:
         )
     if there.family is not None:
         return f"set model.name = {quote(there.family)}"
-    if like := flavor_like(there, spec):
-        return f'model.flavor = "{like}" of {spec.name} is that model'
     if there.args is not None and spec.name != "hf":
         return 'model.flavor = "from_folder" takes the shape from there'
     if spec.name == "hf":

@@ -105,21 +105,21 @@ def _add_diff(actions: Commands) -> None:
 def _add_convert(actions: Commands) -> None:
     more = (
         "SOURCE: a checkpoint (or the newest valid one of a folder), a folder of Hugging Face's "
-        "layout, a file made with --to torch, or step-N of torchtitan with --config; checkpoints "
+        "layout, or step-N of torchtitan with --config; checkpoints "
         "are compared with their hashes first. TARGET appears when it is whole, and nothing is "
-        "overwritten. It needs no GPU, and memory for a few tensors."
+        "overwritten. It needs no GPU, and memory for one file of 4 GB."
     )
     help = "write the weights in SOURCE to TARGET, in another format"
     add = add_to_group(actions, _convert, help, more, _CODES).add
     add("source", "what to convert", "SOURCE", type=to_path)
     add("target", "where to", "TARGET", type=to_path)
     formats = (
-        "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
-        "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
+        "hf: a folder with config.json and model.safetensors, for `transformers`; "
+        "checkpoint: a checkpoint of weights only in the folder TARGET, for "
         "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
         "the adapters alone, for `peft`"
     )
-    add("--to", formats, required=True, choices=("hf", "torch", "checkpoint", "peft"))
+    add("--to", formats, required=True, choices=("hf", "checkpoint", "peft"))
     add("--dtype", DTYPE, choices=PRECISIONS)
     add("--ema", EMA)
     add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
@@ -129,8 +129,8 @@ def _add_convert(actions: Commands) -> None:
 
 def _add_rm(actions: Commands) -> None:
     more = (
-        "Refused, before anything is deleted: pinned ones, saves that may be under way, and "
-        "deletions that would leave no good checkpoint (a remaining one is read in full)."
+        "Refused, before anything is deleted: pinned ones, saves that may be under way, and the "
+        "last valid one that a run can resume from."
     )
     help = "delete checkpoints and leftovers of crashes"
     add = add_to_group(actions, _rm, help, more, _CODES).add

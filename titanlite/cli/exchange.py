@@ -69,7 +69,7 @@ def _add(commands: Commands, name: str, help: str, text: str) -> Parser:
         "of 64 random tokens are computed from what was read and from what was written, with "
         "`transformers` for the folder if it is installed and has the memory. If they differ, "
         "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
-        "one block of the model."
+        "one file of 4 GB."
     )
     exits = (
         f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that "

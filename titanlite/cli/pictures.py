@@ -1,13 +1,11 @@
-"""Curves over axes as SVG, for pages and as files. They follow the reader's light or dark, and need
-no package.
-"""
+"""Curves over steps as SVG in a page, light or dark as its reader's browser is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from titanlite.cli import render_page
 
@@ -46,10 +44,6 @@ DARK_COLORS = (
 
 #: Numbers this much apart, as a part of them, have the same grid lines.
 _SAME = 1e-8
-#: Floats beyond these lose digits, or become infinite in sums.
-_LEAST = 1e-300
-_MOST = 1e300
-
 
 Point = tuple[float, float]
 
@@ -58,105 +52,66 @@ Point = tuple[float, float]
 class Curve:
     """Points over an axis; one that is not finite interrupts the line.
 
-    color: its number. mark: drawn at each point.
+    color: its number. is_dashed: with a dot at each point.
     """
 
     label: str
     points: Sequence[Point]
     color: int = 0
-    line: Literal["solid", "dashed", "dotted", "none"] = "solid"
-    mark: Literal["", "dot", "cross"] = ""
-
-    @property
-    def style(self) -> str:
-        """The class of the picture that has the colour, on white and on dark grey."""
-        return f"c{self.color % len(COLORS)}"
+    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one pair of axes, and what these show.
-
-    columns: values of the vertical grid lines; none: round numbers. from_zero: the vertical axis
-    begins at 0.
-    """
+    """Curves over the steps of a run. from_zero: the vertical axis begins at 0."""
 
     title: str
-    across: str
     up: str
     curves: Sequence[Curve]
-    columns: Sequence[float] = ()
     from_zero: bool = False
-    log_across: bool = False
-    log_up: bool = False
-
-    def has(self, point: Point) -> bool:
-        """Return whether a point has a place in the chart."""
-        x, y = point
-        is_positive = (x > 0 or not self.log_across) and (y > 0 or not self.log_up)
-        return is_positive and math.isfinite(x) and math.isfinite(y)
 
 
-def draw(charts: Sequence[Chart], title: str, columns: int = 1, *, in_page: bool = False) -> str:
-    """Return charts in rows of so many, with one legend, as SVG.
-
-    in_page: as a part of an HTML page. Axes of a chart without a finite value are empty.
-    """
-    wide = Frame(width=960, height=400, top=34, bottom=46, left=100, right=48)
-    small = Frame(width=300, height=220, top=34, bottom=46, left=76, right=24)
-    frame = wide if columns == 1 else small
-    labels = {curve.label: curve for chart in charts for curve in chart.curves if curve.label}
-    panels = []
-    for number, chart in enumerate(charts):
-        row, column = divmod(number, columns)
-        panels.append((column * frame.width, row * frame.height, _panel(chart, frame)))
+def draw(chart: Chart) -> str:
+    """Return a chart with its legend, as SVG; without a finite value its axes are empty."""
+    frame = Frame(width=960, height=400, top=34, bottom=46, left=100, right=48)
     return render_page(
         "charts.svg.jinja",
-        title=title,
-        in_page=in_page,
+        chart=chart,
         frame=frame,
-        panels=panels,
-        labels=labels.values(),
-        width=frame.width * columns,
-        height=frame.height * math.ceil(len(charts) / columns),
         colors=list(zip(COLORS, DARK_COLORS, strict=True)),
+        **_placed(chart, frame),
     )
 
 
-def _panel(chart: Chart, frame: Frame) -> dict[str, Any]:
-    """Return a chart as the template draws it, in pixels."""
-    points = [point for curve in chart.curves for point in curve.points if chart.has(point)]
+def _placed(chart: Chart, frame: Frame) -> dict[str, Any]:
+    """Return grid lines and curves as the template draws them, in pixels."""
+    points = [point for curve in chart.curves for point in curve.points if math.isfinite(point[1])]
     if not points:
-        return {"chart": chart, "across": [], "up": [], "curves": []}
+        return {"across": [], "up": [], "curves": []}
     xs, ys = zip(*points, strict=True)
-    columns = chart.columns or _grid(min(xs), max(xs), frame.width // 120, chart.log_across)
     lowest = 0.0 if chart.from_zero else min(ys)
-    rows = _grid(lowest, max(ys), frame.height // 60, chart.log_up)
-    across = Axis(columns, frame.left, frame.width - frame.right, chart.log_across)
-    up = Axis(rows, frame.height - frame.bottom, frame.top, chart.log_up)
+    across = frame.across(ticks(min(xs), max(xs), frame.width // 120))
+    up = frame.up(ticks(lowest, max(ys), frame.height // 60))
     curves = []
     for curve in chart.curves:
         parts: list[list[Point]] = [[]]
-        for point in curve.points:
-            if chart.has(point):
-                parts[-1].append((across.place(point[0]), up.place(point[1])))
+        for x, y in curve.points:
+            if math.isfinite(y):
+                parts[-1].append((across.place(x), up.place(y)))
             elif parts[-1]:
                 parts.append([])
-        curves.append((curve, [part for part in parts if part]))
-    return {"chart": chart, "across": across.lines(), "up": up.lines(), "curves": curves}
+        style = f"c{curve.color % len(COLORS)}"
+        curves.append((curve, style, [part for part in parts if part]))
+    return {"across": across.lines(), "up": up.lines(), "curves": curves}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Grid lines at values, and the pixels of the first and the last of them.
-
-    log: equal ratios have equal distances.
-    """
+    """Grid lines at values, and the pixels of the first and the last of them."""
 
     values: Sequence[float]
     start: float
     end: float
-    log: bool = False
 
     @property
     def pixels(self) -> float:
@@ -165,10 +120,7 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Return the pixel of a value."""
-        if not self.log:
-            return round(self.start + self.pixels * (value - self.values[0]), 1)
-        share = math.log(value / self.values[0]) / math.log(self.values[-1] / self.values[0])
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + self.pixels * (value - self.values[0]), 1)
 
     def lines(self) -> list[tuple[str, float]]:
         """Return the text of each grid line and its pixel."""
@@ -199,12 +151,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
     Numbers that are equal in the digits of grid lines get room around them.
     """
-    low = max(low, -_MOST)
-    high = min(high, _MOST)
-    if high - low <= max(_SAME * max(abs(low), abs(high)), _LEAST):
-        room = abs(low) * 0.1
-        if room < _LEAST:
-            room = 1.0
+    if high - low <= _SAME * max(abs(low), abs(high)):
+        room = abs(low) * 0.1 or 1.0
         low = low - room
         high = high + room
     rough = (high - low) / count
@@ -215,20 +163,3 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     final = math.ceil(high / step - 1e-9)
     digits = max(12, 2 - power)
     return [round(number * step, digits) for number in range(first, final + 1)]
-
-
-def _grid(low: float, high: float, count: int, log: bool) -> list[float]:
-    """Return the values of the grid lines of an axis: with `log` powers of ten, and 2 and 5 times
-    them where these are few.
-    """
-    if not log:
-        return ticks(low, high, count)
-    first = math.floor(math.log10(low))
-    last = max(math.ceil(math.log10(high)), first + 1)
-    powers = [10.0**power for power in range(first, last + 1)]
-    if len(powers) > 4:
-        return powers
-    values = sorted({power * times for power in powers for times in (1, 2, 5)})
-    start = max(place for place, value in enumerate(values) if value <= low)
-    end = min(place for place, value in enumerate(values) if value >= high)
-    return values[start : max(end, start + 1) + 1]

@@ -73,23 +73,17 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     def curves(name: str, suffix: str = "") -> list[Curve]:
         found = []
         for color, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            points = [(row["step"], row[name]) for row in run.rows if name in row]
-            if suffix and points:
-                found.append(Curve(label + suffix, points, color, "dashed", "dot"))
-            elif points:
-                found.append(Curve(label, points, color, mark="dot" if len(points) == 1 else ""))
+            if points := [(row["step"], row[name]) for row in run.rows if name in row]:
+                found.append(Curve(label + suffix, points, color, bool(suffix)))
         return found
 
     losses = [*curves("loss"), *curves("validation_loss", ", validation")]
-    reserved = any("reserved_gib" in row for run in runs for row in run.rows)
-    memory = curves("reserved_gib" if reserved else "memory_gib")
-    unit = f"GiB of rank 0, {'reserved' if reserved else 'the peak'}"
     found = [
-        Chart("Loss", "step", "nats per token", losses),
-        Chart("Speed", "step", "tokens/s, all devices", curves("total_tps"), from_zero=True),
-        Chart("Gradient norm", "step", "before clipping", curves("grad_norm")),
-        Chart("Learning rate", "step", "", curves("lr"), from_zero=True),
-        Chart("Memory", "step", unit, memory, from_zero=True),
+        Chart("Loss", "nats per token", losses),
+        Chart("Speed", "tokens/s, all devices", curves("total_tps"), from_zero=True),
+        Chart("Gradient norm", "before clipping", curves("grad_norm")),
+        Chart("Learning rate", "", curves("lr"), from_zero=True),
+        Chart("Memory", "GiB of rank 0, the peak", curves("memory_gib"), from_zero=True),
     ]
     return [chart for chart in found if chart.curves]
 

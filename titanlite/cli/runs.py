@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from titanlite.cli.parser import Commands, new_command
 from titanlite.cli.run_figures import NONE, last, number, state_words, table, to_json
 from titanlite.config.errors import bad_flag
-from titanlite.runs.attempts import read_attempts, read_entries
+from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Run, RunError, find_runs, read_run
 from titanlite.utils import Table, atomic_write, escape_name, render, say
@@ -45,8 +45,6 @@ def _run(arguments: argparse.Namespace) -> str:
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
-        if arguments.json:
-            return to_json({str(run.folder): read_entries(run.folder) for run in found})
         tables = (attempts_text(run.folder) for run in found)
         return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
     if arguments.json:
@@ -57,13 +55,7 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.comparison import (
-        compare,
-        compare_json,
-        comparison_page,
-        read_runs,
-        tables,
-    )
+    from titanlite.cli.comparison import compare, comparison_page, read_runs, tables
 
     if not arguments.folders:
         raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
@@ -78,8 +70,6 @@ def _compare(arguments: argparse.Namespace) -> str:
         ) from None
     for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
         say(f"note: {escape_name(problem)}")
-    if arguments.json:
-        return to_json({**compare_json(comparison), "written": str(page)})
     parts = list(map(render, tables(comparison)))
     if comparison.notes:
         parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
@@ -112,7 +102,12 @@ def _as_json(run: Run) -> dict[str, Any]:
         "steps": run.steps,
         "loss": last(run, "loss"),
         "validation_loss": last(run, "validation_loss"),
-        "tasks": _tasks(run),
+        "tasks": {
+            name.removeprefix(TASKS): value
+            for row in run.rows
+            for name, value in row.items()
+            if name.startswith(TASKS)
+        },
         "tokens_per_second": last(run, "total_tps"),
         "tokens_per_second_per_device": last(run, "tps"),
         "started": run.started,
@@ -123,69 +118,32 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _tasks(run: Run) -> dict[str, float]:
-    """Return the newest figures of the tasks of a run, as `quiz/acc`."""
-    found: dict[str, float] = {}
-    for row in run.rows:
-        for name, value in row.items():
-            if name.startswith(TASKS):
-                found[name.removeprefix(TASKS)] = value
-    return found
-
-
 def attempts_text(folder: Path) -> str:
     """Return the attempts of a run as a table; "" where none is recorded."""
-    problems: list[str] = []
-    attempts = read_attempts(folder, problems)
-    said = [f"note: {escape_name(problem)}" for problem in problems]
-    if not attempts:
-        return "\n".join(said)
-    lost = {
-        one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one
-    }
+    notes: list[str] = []
     rows = []
-    notes = []
-    for one in attempts:
-        tokens = 0
-        if one.get("state") != "done":
-            tokens = one.get("lost_tokens", lost.get(one["attempt"]))
-        step = one.get("step") if "state" in one else None
-        texts = (
-            one["attempt"],
-            _utc(one.get("started")),
-            one.get("began", NONE),
-            _utc(one.get("ended")),
-        )
-        figures = (
-            number(figure, ",")
-            for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens)
-        )
+    for one in read_attempts(folder, notes):
         unknown = "died" if one.get("ended") else "no end"
-        rows.append([*map(str, texts), one.get("state", unknown), *figures])
-        changes: Mapping[str, str] = one.get("config_changes", {})
-        about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
-        notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]
-    columns = (
-        "attempt",
-        "started (UTC)",
-        "began",
-        "ended (UTC)",
-        "state",
-        "exit",
-        "step",
-        "saved",
-        "tokens lost",
-    )
-    return "\n".join(
-        [
-            render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder))),
-            *notes,
-            *said,
+        # Without an end its step is that of its start.
+        end = one if "state" in one else {}
+        figures = [end.get(name) for name in ("exit_code", "step", "saved_step", "lost_tokens")]
+        words = [
+            str(one["attempt"]),
+            _time(one.get("started")),
+            one.get("began", NONE),
+            _time(one.get("ended")),
+            one.get("state", unknown),
         ]
-    )
+        rows.append([*words, *(number(figure, ",") for figure in figures)])
+        changes = [f"{key}: {change}" for key, change in one.get("config_changes", {}).items()]
+        if lost := one.get("lost"):
+            changes.append(f"attempt {lost['attempt']} lost {lost['tokens']:,} tokens")
+        told = filter(None, (one.get("reason"), *changes))
+        notes += [f"attempt {one['attempt']}: {text}" for text in told]
+    columns = ("attempt", "started", "began", "ended", "state", "exit", "step", "saved", "lost")
+    shown = [render(Table(columns, rows, left=range(1, 5), title=str(folder)))] if rows else []
+    return "\n".join([*shown, *(f"note: {escape_name(note)}" for note in notes)])
 
 
-def _utc(seconds: float | None) -> str:
-    if seconds is None:
-        return NONE
-    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
+def _time(seconds: float | None) -> str:
+    return NONE if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

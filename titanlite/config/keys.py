@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -70,6 +71,10 @@ class Key:
         return get_origin(self.type) is dict
 
 
+#: Name of a table's entry, as TOML writes it.
+_ENTRY = re.compile(r"[\w-]+|\"(?:[^\"\\]|\\.)*\"")
+
+
 @cache
 def sections() -> dict[str, type[Section]]:
     """Return section name → class, in order."""
@@ -82,14 +87,19 @@ def keys() -> dict[str, Key]:
     return {key.name: key for name, owner in sections().items() for key in Key.all_of(name, owner)}
 
 
+@cache
+def tables() -> list[str]:
+    """Return the keys that are free tables."""
+    return [name for name, key in keys().items() if key.is_table]
+
+
 def table_of(name: str) -> str | None:
     """Return the free table that a dotted name lies in: `model.overrides` for
     `model.overrides.n_layers`.
     """
     table = ".".join(name.split(".", 2)[:2])
-    if table != name and table in keys() and keys()[table].is_table:
-        return table
-    return None
+    is_entry = _ENTRY.fullmatch(name, len(table) + 1) is not None
+    return table if is_entry and table in tables() else None
 
 
 def type_of(name: str) -> Any:
@@ -143,7 +153,7 @@ def _misfit(type_: Any, value: Any) -> str | None:
 
 def fits(type_: Any, value: Any) -> bool:
     """Return whether a value is right for a type."""
-    return not check(type_, value)
+    return _misfit(type_, value) is None
 
 
 def _finite(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
-from titanlite.config.keys import keys, table_of
+from titanlite.config.keys import keys, table_of, tables
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
@@ -82,7 +82,7 @@ class LoadedConfig:
 
     def _entries_of(self, key: str) -> list[str]:
         """Return the given entries of a table; none for another key."""
-        if key not in keys() or not keys()[key].is_table:
+        if key not in tables():
             return []
         return [name for name in self.sources if name.startswith(f"{key}.")]
 

@@ -154,6 +154,7 @@ def load_template(
     place, source = _find_source(folder, path, config, key)
     if not isinstance(source, str) and (or_plain or path == _PLAIN):
         source = plain.SOURCE
+        logger.info("conversations are rendered by the plain chat template")
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "

@@ -42,6 +42,25 @@ class Batch(NamedTuple):
         return Batch(function(self.tokens), function(self.labels), documents)
 
 
+class Fetched(NamedTuple):
+    """The data of one step."""
+
+    #: This rank's micro-batches, on its device.
+    batches: list[Batch]
+    #: The loader's state before and after they were fetched.
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences of the step, over all ranks."""
+        first, end = self.before["next_sequence"], self.after["next_sequence"]
+        left_out = skip_ranges.merged(self.after.get("left_out", ()))
+        return skip_ranges.take(
+            first, end - first - skip_ranges.count(first, end, left_out), left_out
+        )
+
+
 def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
     """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see
     `Prefetcher`).

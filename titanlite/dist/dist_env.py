@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -140,9 +140,6 @@ class DistEnv:
         import torch
         import torch.distributed as dist
 
-        from titanlite.dist.flight_recorder import recording
-        from titanlite.dist.rendezvous import barrier, connect
-
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         env = this_rank()
         rank, size = env.rank, env.world_size
@@ -152,19 +149,25 @@ class DistEnv:
                 yield cls(rank, env.local_rank, size, device)
             return
         timeout = timedelta(seconds=init_timeout_seconds)
-        record = recording(trace_folder, trace_buf_size, device, size)
-        with record, kernel_order(device_type):
-            store = store or connect_store(rendezvous_seconds) or dist.HashStore()
-            barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
-            # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs
-            # too.
-            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            connect(backend, store, rank, size, rendezvous_seconds)
-            near = {}
-            if size > 1:
+        # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs too.
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        near: dict[int, int] = {}
+        with ExitStack() as stack:
+            if size == 1:
+                store = store or dist.HashStore()
+                dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            else:
+                from titanlite.dist.flight_recorder import recording
+                from titanlite.dist.rendezvous import barrier, connect
                 from titanlite.dist.run_store import near_processes
 
+                stack.enter_context(recording(trace_folder, trace_buf_size, device))
+                store = store or connect_store(rendezvous_seconds)
+                assert store is not None
+                barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
+                connect(backend, store, rank, size, rendezvous_seconds)
                 near = near_processes(store, env)
+            stack.enter_context(kernel_order(device_type))
             store.set_timeout(timeout)
             _set_timeout(timeout)
             try:

@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def recording(
-    folder: str, buffer_size: int, device: torch.device, world_size: int
+    folder: str, buffer_size: int, device: torch.device
 ) -> Iterator[None]:
     """Record the last `buffer_size` collectives (0: none).
 
@@ -42,11 +42,8 @@ def recording(
     Variables that the user has set stay. When a collective fails inside, this rank writes its
     record to `folder`, one file per rank. "": torch's place on GPUs, none on CPUs. On GPUs NCCL's
     watchdog writes, also on ranks that are stuck elsewhere. With gloo a rank that is not in a
-    collective leaves no record. Does nothing for one rank.
+    collective leaves no record.
     """
-    if world_size == 1:
-        yield
-        return
     wanted = {_ENTRIES: str(buffer_size)}
     if buffer_size > 0 and folder:
         wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}

@@ -17,14 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from titanlite.data.course import Course
-from titanlite.data.loader import Batch
+from titanlite.data.loader import Fetched
 from titanlite.data.rows import Rows
-from titanlite.data.skip_ranges import count, merged, take
 from titanlite.optim.bad_steps import BadStepError, WeightsError
 from titanlite.runs.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
@@ -35,23 +34,6 @@ FILE = "guard.jsonl"
 #: A checkpoint is suspect when a bad step followed this many returns to it, within this many steps.
 #: The text differs each time, so the weights are to blame.
 _SOON, _RETURNS = 10, 2
-
-
-class Fetched(NamedTuple):
-    """The data of one step."""
-
-    #: This rank's micro-batches, on its device.
-    batches: list[Batch]
-    #: The loader's state before and after they were fetched.
-    before: dict[str, Any]
-    after: dict[str, Any]
-
-    @property
-    def sequences(self) -> list[int]:
-        """The sequences of the step, over all ranks."""
-        first, end = self.before["next_sequence"], self.after["next_sequence"]
-        left_out = merged(self.after.get("left_out", ()))
-        return take(first, end - first - count(first, end, left_out), left_out)
 
 
 class AnomalyLog:

@@ -17,13 +17,7 @@ from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
-from titanlite.metrics.throughput import (
-    Reading,
-    StragglerDetector,
-    Throughput,
-    read_memory,
-    reset_peak,
-)
+from titanlite.metrics.throughput import Reading, Throughput, read_memory, reset_peak
 from titanlite.runs.jsonl import FILE, MetricsLog
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
@@ -31,6 +25,7 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.boards import BackgroundWriter, TensorBoard
+    from titanlite.metrics.stragglers import StragglerDetector
     from titanlite.metrics.trackers import Tracker
     from titanlite.trainer import Trainer
 
@@ -77,7 +72,8 @@ class MetricsLogger(Callback):
         self._meter = meter
         self._gc_seconds = gc_seconds
         self._more = more
-        self._ranks = StragglerDetector(world.device)
+        #: None: a rank alone.
+        self._ranks: StragglerDetector | None = None
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
@@ -102,8 +98,11 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step, _measured_again(trainer))
             self._open_trackers(folder, resumed=not is_new)
         self._open_tensorboard(0 if is_new else step)
-        head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
-        self._ranks = StragglerDetector(self._world.device, head)
+        if self._world.size > 1:
+            from titanlite.metrics.stragglers import StragglerDetector
+
+            head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
+            self._ranks = StragglerDetector(self._world.device, head)
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -241,7 +240,10 @@ class MetricsLogger(Callback):
         tokens_after = trainer.parts.course.tokens_after
         reading = self._meter.read(step, tokens_after(trainer.steps) - tokens_after(step))
         per_step = reading.figures["seconds_per_step"]
-        ranks, warning = self._ranks.compare(found.work, found.waits, per_step)
+        ranks: dict[str, float] = {}
+        warning = ""
+        if self._ranks is not None:
+            ranks, warning = self._ranks.compare(found.work, found.waits, per_step)
         row = {
             "loss": found.loss,
             "max_loss": found.max_loss,
@@ -301,7 +303,8 @@ class MetricsLogger(Callback):
         """
         size, rank = self._world.size, self._world.rank
         times = torch.zeros(3, size, dtype=torch.float64)
-        times[1:, rank] = torch.tensor(self._ranks.read(self._meter))
+        own = self._ranks.read(self._meter) if self._ranks else self._meter.own_seconds()
+        times[1:, rank] = torch.tensor(own)
         places = times.to(self._world.device)
         places[0, rank] = result.local_loss.detach()
         shared = torch.cat([places.flatten(), *parts])

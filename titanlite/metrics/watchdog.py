@@ -48,8 +48,7 @@ from titanlite.dist.process import has_ended
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
-from titanlite.metrics.hang_report import RankState, table, verdict
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.metrics.rank_state import RankState
 from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
@@ -81,12 +80,12 @@ _UNWIND_SECONDS = 7.0
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: Held by the thread that looks at frames.
 _looks = threading.Lock()
-#: All ranks raise these together.
-_TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _is_common(error: BaseException) -> bool:
-    return isinstance(error, _TOGETHER) or getattr(error, "together", False)
+    """Return whether all ranks raise this error together."""
+    by_python = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    return isinstance(error, (StopRequested, *by_python)) or getattr(error, "together", False)
 
 
 class PeerError(RuntimeError):
@@ -400,6 +399,8 @@ class HangWatchdog:
 
     def _report(self, reason: str) -> None:
         """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
+        from titanlite.metrics.hang_report import table, verdict
+
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
@@ -453,6 +454,8 @@ class HangWatchdog:
         """A rank has raised: end, unless this one has its own reason."""
         has_reason = self._has_reason.wait(_OWN_REASON_SECONDS)
         if not has_reason:
+            from titanlite.metrics.hang_report import verdict
+
             _, self.verdict = verdict([peer])
         if self.rank == 0:
             if not has_reason:

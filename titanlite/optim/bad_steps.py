@@ -18,6 +18,8 @@ class BadStepError(RuntimeError):
     """
 
     exit_code = exit_codes.GUARD
+    #: All ranks raise it at the same place.
+    together = True
 
     def __init__(  # noqa: PLR0913
         self,

@@ -2,7 +2,5 @@
 
 #: A line for each start of a run and for each end, see `titanlite.runs.record`.
 ATTEMPTS = "attempts.jsonl"
-#: The same in folders of titanlite 0.1.0.
-OLD_ATTEMPTS = "run.json"
 #: Folder of the export under way to the hub.
 HUB = ".hub"

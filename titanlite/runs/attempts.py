@@ -2,68 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, TypedDict
 
-from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+import msgspec
+
+from titanlite.runs import ATTEMPTS
 from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.runs.links import read_own
-from titanlite.utils import parse_json, read_lines, tell
+from titanlite.utils import read_lines, tell
 
 Attempt = Mapping[str, Any]
 
-_COUNTS = (
-    "attempt",
-    "step",
-    "first_step",
-    "steps",
-    "exit_code",
-    "saved_step",
-    "ranks",
-    "pid",
-    "lost_steps",
-    "lost_tokens",
-)
-_TEXTS = (
-    "time",
-    "state",
-    "reason",
-    "began",
-    "after",
-    "config",
-    "diff",
-    "host",
-    "description",
-)
-_TABLES = (
-    "renamed",
-    "config_changes",
-    "lost",
-    "git",
-    "versions",
-    "environment",
-)
-#: Types of what is read from a line.
-_TYPES: Mapping[str, type] = {
-    **dict.fromkeys(_COUNTS, int),
-    **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(_TABLES, dict),
-    "launched": float,
-}
-_MAY_BE_NULL = (
-    "step",
-    "first_step",
-    "steps",
-    "saved_step",
-    "after",
-    "ranks",
-    "pid",
-    "host",
-    "launched",
-)
+_MOST = 2**63 - 1
+Count = Annotated[int, msgspec.Meta(ge=-_MOST, le=_MOST)]
+
+
+class _Needed(TypedDict):
+    attempt: Count
+
+
+class _Entry(_Needed, total=False):
+    """Types of what is read from a line."""
+
+    time: str
+    state: str
+    reason: str
+    began: str
+    after: str | None
+    config: str
+    diff: str
+    host: str | None
+    description: str
+    step: Count | None
+    first_step: Count | None
+    steps: Count | None
+    saved_step: Count | None
+    exit_code: Count
+    ranks: Count | None
+    pid: Count | None
+    lost_steps: Count
+    lost_tokens: Count
+    launched: float | None
+    renamed: dict[str, str]
+    config_changes: dict[str, str]
+    lost: dict[str, Count]
+    git: dict[str, Any]
+    versions: dict[str, Any]
+    environment: dict[str, Any]
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
@@ -78,36 +66,13 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
     for entry in read_lines(folder / ATTEMPTS, problems):
         if entry.get("event") not in ("start", "end"):
             continue
-        if wrong := _misfit(entry):
-            said.append(f"{folder / ATTEMPTS}: a line whose {wrong} is passed over")
-        else:
+        try:
+            msgspec.convert(entry, _Entry)
             found.append(entry)
+        except msgspec.ValidationError as error:
+            said.append(f"{folder / ATTEMPTS}: a line is passed over: {error}")
     tell(said, problems)
     return found
-
-
-def _misfit(entry: Mapping[str, Any]) -> str:
-    """Return what is wrong with a line of attempts.jsonl; "" for a line that this program may have
-    written.
-    """
-    if entry.get("attempt") is None:
-        return "attempt is missing"
-    for name, kind in _TYPES.items():
-        value = entry.get(name)
-        if value is None and (name not in entry or name in _MAY_BE_NULL):
-            continue
-        if not isinstance(value, kind) or (kind is int and not _is_count(value)):
-            return f"{name} is {value!r:.40}"
-    for name in ("renamed", "config_changes"):
-        if not all(isinstance(text, str) for text in (entry.get(name) or {}).values()):
-            return f"{name} has an entry that is no text"
-    if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
-        return "lost has an entry that is no number"
-    return ""
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
@@ -126,31 +91,9 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
-    older = _add_old(found.values(), folder / OLD_ATTEMPTS)
-    attempts = [*older, *found.values()]
+    attempts = list(found.values())
     _name_kept_files(attempts)
     return attempts
-
-
-def _add_old(found: Collection[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Complete attempts by what run.json tells of them; return those that it alone tells of."""
-    older = []
-    for number, old in enumerate(_old_attempts(path), 1):
-        part = _same_process(found, old)
-        if part is not None:
-            part.update({**old, **part})
-        else:
-            older.append({"attempt": number, **old})
-    return older
-
-
-def _same_process(found: Iterable[dict[str, Any]], old: Attempt) -> dict[str, Any] | None:
-    """Return the part of an old attempt that stands in attempts.jsonl; None without one."""
-    for part in found:
-        is_of_process = (part.get("host"), part.get("pid")) == (old.get("host"), old["pid"])
-        if "command" not in part and is_of_process:
-            return part
-    return None
 
 
 def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
@@ -163,21 +106,13 @@ def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
         names.update(attempt.get("renamed", {}))
 
 
-def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the attempts in a run.json in the form of `read_attempts`."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        for old in parse_json(read_own(path))["attempts"]:
-            new = {
-                **old,
-                "started": _seconds(old.get("started")),
-                "ended": _seconds(old.get("ended")),
-                "ranks": old.get("world_size"),
-                "pid": (old.get("process") or {}).get("id"),
-            }
-            if old.get("state") in ("running", "died"):
-                del new["state"], new["ended"]
-            if not _misfit({"attempt": 1, **new}):
-                yield new
+class _Row(msgspec.Struct):
+    """A training row of the metrics."""
+
+    step: Count
+    tokens_seen: Count
+    #: Seconds since 1970; 0: unknown.
+    time: Annotated[float, msgspec.Meta(ge=0, lt=2**63)] = 0.0
 
 
 def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[str, int]:
@@ -187,31 +122,17 @@ def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[s
     Only its metrics can tell.
     """
     # The run that resumes names the damaged lines when it takes the file over.
-    reached = _newest_row(read_lines(folder / METRICS, problems=[]))
+    reached = _Row(0, 0)
+    for row in reversed(read_lines(folder / METRICS, problems=[])):
+        with suppress(msgspec.ValidationError):
+            reached = msgspec.convert(row, _Row)
+            break
     return {
         "attempt": attempt["attempt"],
         "steps": max(reached.step - step, 0),
-        "tokens": max(reached.tokens - tokens, 0),
-        **({"seen": reached.time} if reached.time else {}),
+        "tokens": max(reached.tokens_seen - tokens, 0),
+        **({"seen": int(reached.time)} if reached.time else {}),
     }
-
-
-class _Row(NamedTuple):
-    step: int = 0
-    tokens: int = 0
-    #: Seconds since 1970; 0: unknown.
-    time: int = 0
-
-
-def _newest_row(rows: Sequence[Mapping[str, Any]]) -> _Row:
-    """Return step, tokens seen and time of the last training row; zeros without one."""
-    for row in reversed(rows):
-        step, tokens = row.get("step"), row.get("tokens_seen")
-        if _is_count(step) and _is_count(tokens):
-            time = row.get("time")
-            is_time = isinstance(time, int | float) and 0 <= time < 2**63
-            return _Row(step, tokens, int(time) if is_time else 0)
-    return _Row()
 
 
 def _seconds(text: object) -> float | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.utils import atomic_write, logger, not_a_link, parse_json, timestamp
@@ -53,13 +53,6 @@ class LockedError(RuntimeError):
 
 class LockLostError(OSError):
     """Another run has taken the folder over."""
-
-
-class _Renewal(NamedTuple):
-    #: Seconds since 1970.
-    time: float
-    #: Seconds that have passed since.
-    age: float
 
 
 class RunLock:
@@ -205,10 +198,17 @@ class RunLock:
         alive = process_is_alive(holder)
         if alive is not None:
             return alive
-        seen = self._last_renewal(path)
-        if seen is None:
+        probe = self.folder / f".{FILE}.now.{self._token}"
+        try:
+            # Ages are by the clock of the file system or the store.
+            probe.write_bytes(b"")
+            now = _modified(probe)
+            seen = _modified(path)
+        finally:
+            _remove(probe)
+        if now is None or seen is None:
             return False
-        deadline = time.monotonic() + LEASE_SECONDS - seen.age
+        deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
         wait = deadline - time.monotonic()
         if wait > 0:
             logger.warning(
@@ -218,24 +218,9 @@ class RunLock:
         while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
             now = _modified(path)
-            if now != seen.time:
+            if now != seen:
                 return now is not None
         return False
-
-    def _last_renewal(self, path: Path | StorePath) -> _Renewal | None:
-        """Return the time of a lock, by the clock of the file system or the store; None without a
-        lock.
-        """
-        probe = self.folder / f".{FILE}.now.{self._token}"
-        try:
-            probe.write_bytes(b"")
-            now = _modified(probe)
-            seen = _modified(path)
-        finally:
-            _remove(probe)
-        if now is None or seen is None:
-            return None
-        return _Renewal(seen, max(now - seen, 0.0))
 
     def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """Wait for a live holder that was asked to stop; return whether it has gone."""

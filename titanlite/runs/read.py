@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS
+from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.jsonl import read_metrics
@@ -179,7 +179,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """
     path = Path(path)
     problems: list[str] = []
-    if path.is_file() and path.name not in (ATTEMPTS, OLD_ATTEMPTS, METRICS):
+    if path.is_file() and path.name not in (ATTEMPTS, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
         # Nothing of the rest of the folder surely belongs to that run.
@@ -191,7 +191,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a "
             "folder"
         )
-    if not any((folder / name).exists() for name in (ATTEMPTS, OLD_ATTEMPTS, METRICS)):
+    if not any((folder / name).exists() for name in (ATTEMPTS, METRICS)):
         raise RunError(
             f"{folder}: not a run: it has neither {ATTEMPTS} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
@@ -254,7 +254,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
             folders.clear()
             continue
         seen.add(real)
-        if {ATTEMPTS, OLD_ATTEMPTS, METRICS} & {*files}:
+        if {ATTEMPTS, METRICS} & {*files}:
             found.append(Path(path))
         if len(Path(path).relative_to(folder).parts) >= depth:
             folders.clear()

@@ -15,8 +15,6 @@ its loss, and the time of its last row, under `lost`, as far as metrics.jsonl te
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml
     git.diff      changes to the checkout that titanlite was run from; earlier ones as git-N.diff
-
-titanlite 0.1.0 wrote only a part of a start here, and all of it into run.json, which is still read.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titanlite.runs import ATTEMPTS, OLD_ATTEMPTS, provenance
+from titanlite.runs import ATTEMPTS, provenance
 from titanlite.runs.links import read_own
 from titanlite.utils import (
     append_line,
@@ -172,32 +170,13 @@ def begin(folder: Path, start: Start) -> Begun:
     return Begun(record, lines)
 
 
-def end_silent(folder: Path, exit_code: int, reason: str) -> None:
-    """Record the end of an attempt whose process has ended without a word. Raises OSError."""
-    attempt = _attempts_before(folder)[-1]
-    if "ended" not in attempt:
-        entry = {"event": "end", "attempt": attempt["attempt"], "time": timestamp()}
-        append_line(folder / ATTEMPTS, {**entry, "exit_code": exit_code, "reason": reason})
-
-
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
     """Return the attempts in a folder, oldest first; a new one has none to read."""
-    if not any(_may_exist(folder / name) for name in (ATTEMPTS, OLD_ATTEMPTS)):
+    if not os.path.exists(folder / ATTEMPTS):
         return []
     from titanlite.runs.attempts import read_attempts
 
     return read_attempts(folder)
-
-
-def _may_exist(path: Path) -> bool:
-    """Return whether there is a file, or something that keeps us from seeing it."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 @dataclass

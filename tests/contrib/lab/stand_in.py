@@ -53,15 +53,15 @@ def main() -> None:
     config, _ = check_config(words, RANKS, training=True)
     (folder / "config.toml").write_text(config.to_toml())
     attempt = {
-        "state": "done",
-        "first_step": 0,
         "steps": steps,
-        "step": steps,
-        "world_size": RANKS,
+        "ranks": RANKS,
         "device": DEVICE,
     }
     attempt["versions"] = provenance.versions()
-    (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
+    start = {**attempt, "event": "start", "attempt": 1, "step": 0}
+    end = {"event": "end", "attempt": 1, "state": "done", "step": steps}
+    lines = [json.dumps(line) + "\n" for line in (start, end)]
+    (folder / "attempts.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from msgspec import to_builtins
@@ -55,7 +53,6 @@ ORDER = [
     "default-3",
     "compile-3",
 ]
-FILES = ("benchmark.md", "benchmark.json", "benchmark.svg")
 
 
 @pytest.fixture
@@ -114,11 +111,12 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     assert rows["default"] == [
         "default",
         "1,000",
-        "1",
+        "1.00",
+        "(1.00–1.00)",
         "–",
         "2.50",
         "8.4000",
-        "baseline",
+        "–",
         "3",
         "of",
         "3",
@@ -129,28 +127,15 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     assert rows["more"][-4] == "0.002"
     said = [line[9:] for line in err.splitlines()]
     assert said[0].startswith("default-1 starts; its output: ")
-    assert said[2] == "run 1 of 9: default, repeat 1: 2,000 tokens/s, loss 8.4000"
+    assert said[2] == "run 1 of 9: default, repeat 1 is done"
 
     folder = tmp_path / "out"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "runs"])
-    assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["benchmark.json", "runs"]
     found = results(tmp_path)
     assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5]
     assert found["levels"][1]["tokens_per_second"] == 1500
-    assert found["hardware"] == {
-        "device": "CPU (made up)",
-        "world_size": 2,
-        "cores": os.cpu_count(),
-    }
     assert found["runs"][0]["losses"]["6"] == pytest.approx(8.4)
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
-    page = (folder / "benchmark.md").read_text()
-    assert all(line in page for line in out.splitlines() if line[:4] in ("defa", "comp", "more"))
-    assert "(benchmark.svg)" in page
-    assert f"more: {tmp_path}/more.toml over default" in page
-    panels = ElementTree.parse(folder / "benchmark.svg").findall("{*}g")
-    # Losses and speeds of the first run of each level.
-    assert [len(panel.findall("{*}polyline")) for panel in panels] == [3, 3]
     assert benchmark("--warmup", "3")[0] == 0  # only counts other steps
     assert log(tmp_path) == ORDER, "finished runs are kept"
 
@@ -166,16 +151,12 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
     assert "0 of 1" in out
     assert "run 3 of 3: more, repeat 1 failed with exit code 3" in err
     assert "    error: the cat sat on the keyboard\n" in err
-    assert "--skip more" in err
+    assert "--skip leaves a level out" in err
     monkeypatch.delenv("STAND_IN_FAIL")
-    (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
     code, out, err = benchmark("--repeats", "1")
     assert code == 0
     assert log(tmp_path) == [*ORDER[:3], "more-1"]
-    assert "more differs from default in data.seed, sequences per step: losses not compared" in out
-    levels = results(tmp_path)["levels"]
-    assert levels[2]["loss_difference"] is None
-    assert levels[1]["loss_difference"] == pytest.approx(0.001)
+    assert results(tmp_path)["levels"][1]["loss_difference"] == pytest.approx(0.001)
 
 
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -204,7 +185,6 @@ def test_all_four_levels_train_in_the_pool(
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0
     found = json.loads((tmp_path / "benchmark.json").read_text())
-    said = capsys.readouterr().out
     losses = {run["level"]: run["losses"] for run in found["runs"]}
     assert list(losses) == ["default", "compile", "float8", "float8-all-gather"]
     assert losses["compile"]["1"] == pytest.approx(losses["default"]["1"], abs=1e-5)
@@ -216,10 +196,6 @@ def test_all_four_levels_train_in_the_pool(
         assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
         # And yet other products; by then, as the first step of a small model may show none.
         assert losses[level]["3"] != losses["compile"]["3"]
-    assert (
-        "float8 is emulated in float8, float8-all-gather: compare their losses, not their speed"
-        in said
-    )
 
 
 CONFIGS = ROOT / "train_configs"
@@ -241,9 +217,9 @@ def values(*arguments: str) -> dict[str, Any]:
 
 def test_the_shipped_levels_are_those_of_the_command() -> None:
     levels = levels_of(str(CONFIGS / "llama3_8b.toml"), [], [])
-    for i, (level, name) in enumerate(zip(levels, SHIPPED, strict=True)):
+    for i, (words, name) in enumerate(zip(levels.values(), SHIPPED, strict=True)):
         shipped = CONFIGS / f"llama3_8b_{name}.toml"
-        assert values(*level.arguments) == values(f"--job.config_file={shipped}")
+        assert values(*words) == values(f"--job.config_file={shipped}")
         config = load_file(shipped)
         assert config.sections.job.dump_folder == f"./outputs/{shipped.stem}"
         assert config.files[0].endswith("llama3_8b.toml")
@@ -260,7 +236,7 @@ def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path:
     (tmp_path / "on.toml").write_text("training.compile = true\n")
     overlays = [f"full={tmp_path}/over.toml", f"on={tmp_path}/on.toml"]
     levels = levels_of(str(tmp_path / "base.toml"), overlays, [])
-    configs = [read(level.arguments)[0] for level in levels]
+    configs = [read(words)[0] for words in levels.values()]
     on: list[str] = []
     for (_, adds), config in zip(LEVELS.values(), configs, strict=False):
         on += adds
@@ -273,7 +249,7 @@ def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path:
 
 
 def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path) -> None:
-    (default,) = levels_of(str(CONFIGS / "llama3_8b.toml"), [], list(LEVELS)[1:])
+    (default,) = levels_of(str(CONFIGS / "llama3_8b.toml"), [], list(LEVELS)[1:]).values()
     flags = common_flags(default, ["--training.seq_len=64"], 20, ranks=2)
     for flag in ("--training.steps=20", "--training.seed=0", "--lr_scheduler.total_steps=50000"):
         assert flag in flags
@@ -284,7 +260,7 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
     seeded.write_text(
         '[training]\nseed = 7\n[checkpoint]\nenable_checkpoint = true\nstart = "resume"'
     )
-    flags = common_flags(levels_of(str(seeded), [], [])[0], [], 20, ranks=2)
+    flags = common_flags(levels_of(str(seeded), [], [])["default"], [], 20, ranks=2)
     assert "--training.seed=7" in flags
     assert "--checkpoint.start=resume-or-fresh" in flags
     load_file(seeded, flags)  # without a checkpoint "resume" would be a contradiction
@@ -346,10 +322,10 @@ def check(tmp_path: Path, text: str) -> list[dict[str, Any]]:
     """The values of a config of each level that needs no float8."""
     (tmp_path / "base.toml").write_text(text)
     levels = levels_of(str(tmp_path / "base.toml"), [], ["float8", "float8-all-gather"])
-    common = common_flags(levels[0], [], 5, ranks=2)
+    common = common_flags(levels["default"], [], 5, ranks=2)
     found = []
-    for level in levels:
-        config, _ = check_config([*level.arguments, *common], 2)
+    for words in levels.values():
+        config, _ = check_config([*words, *common], 2)
         found.append(config_values(config.to_toml()))
     return found
 
@@ -364,7 +340,7 @@ def test_the_problems_of_all_levels_are_told_before_the_first_run(
     (tmp_path / "odd.toml").write_text("[training]\nbatch_size = 3\nglobal_batch_size = 8\n")
     code, out, err = benchmark("--overlay", f"odd={tmp_path}/odd.toml")
     assert (code, out) == (2, "")
-    assert "1 of 4 runs cannot start; nothing was started\n  odd-1:" in err
+    assert "odd-1 cannot start; nothing was started\n" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -374,12 +350,11 @@ def test_the_problems_of_all_levels_are_told_before_the_first_run(
         (["nosuch.toml"], 'no file "nosuch.toml"'),
         (["debug_model.toml", "--steps", "5", "--warmup", "5"], "--steps 5"),
         (["debug_model.toml", "--skip", "compiled"], "the levels are default, comp"),
-        (
-            ["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level))],
-            "--skip: leaves no level",
-        ),
         (["debug_model.toml", "--overlay", "x.toml"], "--overlay x.toml: expected NAME=FILE.toml"),
-        (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
+        (
+            ["debug_model.toml", "--overlay", "compile={config}"],
+            "a plain name other than default, compile",
+        ),
         (["debug_model.toml", "--optimizer.lr=1e-3", "--training.tokens=500"], "--steps"),
     ],
 )
@@ -456,17 +431,12 @@ def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
         made("compile", 1, 1, {1: 8.0, 2: 6.5, 3: 6.125, 4: 99.0}),
         made("compile", 2, 1, base),
     ]
-    measured += [made("other", 1, 1, {1: 2.0})]
-    default, compiled, other = summarize(
-        ["default", "compile", "other"], measured, not_comparable=["other"]
-    )
+    default, compiled = summarize(["default", "compile"], measured)
     assert default.loss_difference is None
     assert default.loss_spread == 0.25
     assert compiled.loss_difference == 0.5  # and 0.25 in the second repeat
     assert default.loss == 6.0
     assert compiled.loss == pytest.approx((99 + 6) / 2)
-    assert other.loss_difference is None
-    assert other.loss == 2.0
 
 
 def test_a_loss_that_is_no_number_is_not_hidden() -> None:

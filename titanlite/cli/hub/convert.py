@@ -1,7 +1,6 @@
-"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of
-torch.
+"""`titanlite checkpoint convert`: weights between checkpoints and Hugging Face folders.
 
-A few tensors are in memory at a time.
+A few tensors are in memory at a time, or one file of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, d
 from titanlite.checkpoint.weights import on_meta
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, quiet
-from titanlite.cli.hub.torch_file import MODEL, STATE, STEP, write_torch
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.files import FILES, hf_files
 from titanlite.features.lora.settings import RECORD, without_adapters
@@ -67,7 +65,7 @@ from titanlite.utils import human_bytes
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
 
-Format = Literal["hf", "torch", "checkpoint", "peft"]
+Format = Literal["hf", "checkpoint", "peft"]
 
 
 class ModelOf(NamedTuple):
@@ -178,7 +176,7 @@ def open_source(
 def _any_source(
     path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
 ) -> Source:
-    """Return the weights in a folder of another program, a file of torch's or a checkpoint."""
+    """Return the weights in a folder of another program, or in a checkpoint."""
     if holds_adapters(path):
         return _peft(path, progress, origin, base)
     if holds_weights(path):
@@ -186,8 +184,6 @@ def _any_source(
     names_step = step_of(path) is not None
     if not names_step:
         refuse_older(path)
-    if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
-        return _torch_file(path, origin)
     folder = checkpoint_of(path)
     if not names_step:
         refuse_older(folder.parent)
@@ -316,27 +312,6 @@ def _of_torchtitan(path: AnyPath, model: ModelOf | None) -> Source:
     return replace(source, step=step, tokenizer=model.tokenizer)
 
 
-def _torch_file(path: Path, origin: Origin) -> Source:
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
-    except Exception as error:
-        raise CheckpointError(f"{path} is no file of tensors by torch.save: {error}") from None
-    state = content.get(STATE) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
-        raise CheckpointError(
-            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": '
-            "titanlite.models.args.as_record(…)}, as `titanlite checkpoint convert --to torch` "
-            "writes it"
-        )
-    family, args = _described(path, content[MODEL], origin, f"{MODEL}.family")
-    tensors = {
-        str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
-    }
-    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
-
-
 def convert(  # noqa: PLR0913
     path: AnyPath,
     target: AnyPath,
@@ -350,12 +325,12 @@ def convert(  # noqa: PLR0913
     base: AnyPath | None = None,
     described: ModelOf | None = None,
 ) -> AnyPath:
-    """Write the weights in `path` to `target` in another format; return the written folder or file.
+    """Write the weights in `path` to `target` in another format; return the written folder.
 
-    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a
-    file that `to = "torch"` wrote. target: a folder of Hugging Face's layout, a file for
-    `torch.load`, or a folder of checkpoints in which the new one, of weights only, becomes
-    `step-N`; that one may be in a store. It appears when it is whole, and nothing is overwritten.
+    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's or Meta's.
+    target: a folder of Hugging Face's layout, or a folder of checkpoints in which the new one, of
+    weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and
+    nothing is overwritten.
     dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
     the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
     both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
@@ -383,10 +358,8 @@ def convert(  # noqa: PLR0913
     try:
         if to == "checkpoint":
             _write_checkpoint(source, target, dtype, report)
-        elif to == "hf":
+        else:
             _write_hf(source, target, shard_bytes, report)
-        elif isinstance(target, Path):
-            write_torch(source, target)
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
@@ -424,7 +397,7 @@ def _write_hf(
     beside = hf_files(source.tokenizer) if source.tokenizer else {}
     with new_folder(final) as folder:
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
-        problem = write_files(folder, files, entries, source.read)
+        problem = write_files(folder, files, source.read)
         if problem:
             raise CheckpointError(f"{final} cannot be written: {problem}")
         write_configs(folder, config, files, entries, beside)

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.hf_files import PEFT_CONFIG
-from titanlite.config.text_names import BUNDLED, hub_text
 from titanlite.config.toml import TOMLDecodeError, loads, quote
-from titanlite.config.urls import public_name
 from titanlite.contrib.hub.weights import Weights
-from titanlite.runs.provenance import config_values, public_config
+from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS
 from titanlite.utils import parse_json
 
@@ -32,59 +29,45 @@ _PRIVATE = re.compile(
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 #: Where the run uploads its own checkpoints: a reader may not write there.
 _UPLOADS = re.compile(r"^hub = .*\n", re.MULTILINE)
-#: A URL of a data set of the hub.
-_OF_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 _BASE = "base_model_name_or_path"
 
 
 def files_beside(
-    weights: Weights, folder: Path | None, place: tuple[str, str], license: str | None
+    weights: Weights, folder: Path, place: tuple[str, str], license: str | None
 ) -> dict[str, bytes]:
     """Return the files that go up with weights, by name.
 
-    folder: the exported weights; None before their export. place: repository and branch.
+    folder: the exported weights. place: repository and branch.
     """
     found = {}
     base = ""
-    if folder is not None and (folder / PEFT_CONFIG).is_file():
+    if (folder / PEFT_CONFIG).is_file():
         config = parse_json((folder / PEFT_CONFIG).read_bytes())
         base = str(config.get(_BASE) or "")
         # A folder of this machine is its own affair.
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) or Path(base).exists():
             base = _name(base)
         found[PEFT_CONFIG] = json.dumps({**config, _BASE: base}, indent=2).encode()
-    if folder is None or weights.manifest is not None or not (folder / README).is_file():
+    if weights.manifest is not None or not (folder / README).is_file():
         found[README] = _card(weights, base, place, license).encode()
-    toml = shown_config(weights.config_toml)
-    if toml:
+    if toml := shown_config(weights.config_toml):
         found[CONFIG_FILE] = f"{toml}\n".encode()
     return found
 
 
 def _card(weights: Weights, base: str, place: tuple[str, str], license: str | None) -> str:
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
     repository, branch = place
-    texts = list(texts_of(weights.config_toml))
-    figures = weights.figures
-    manifest = weights.manifest
-    tokens = figures.get("tokens_seen")
-    loss = figures.get("validation_loss")
-    if manifest is not None:
-        tokens = manifest.train.get("tokens_seen", tokens)
-        loss = manifest.validation_loss if manifest.validation_loss is not None else loss
-    results = []
-    for figure, value in figures.items():
-        if figure.startswith(TASKS):
-            task, _, metric = figure.removeprefix(TASKS).rpartition("/")
-            results.append(EvalResult("text-generation", task, task, metric, round(value, 6)))
+    figures: dict[str, Any] = dict(weights.figures)
+    if (manifest := weights.manifest) is not None:
+        figures |= {"tokens_seen": manifest.train.get("tokens_seen")}
+        if manifest.validation_loss is not None:
+            figures["validation_loss"] = manifest.validation_loss
     data = ModelCardData(
         base_model=base if "/" in base else None,
-        datasets=[dataset for _, dataset, _ in texts if dataset] or None,
-        eval_results=results or None,
         library_name="peft" if base else "transformers",
         license=license,
-        model_name=repository if results else None,
         pipeline_tag="text-generation",
         tags=["titanlite"],
     )
@@ -95,12 +78,10 @@ def _card(weights: Weights, base: str, place: tuple[str, str], license: str | No
         branch=branch,
         base=base,
         step=weights.step,
-        steps=weights.run.steps if weights.run is not None else None,
-        tokens=tokens,
-        loss=loss,
+        steps=weights.run.steps,
+        figures=figures,
+        tasks={name: figures[name] for name in figures if name.startswith(TASKS)},
         manifest=manifest,
-        texts=texts,
-        results=results,
         mark=MARK,
     )
     return str(text)
@@ -132,31 +113,3 @@ def _public_part(match: re.Match[str]) -> str:
 
 def _name(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def texts_of(toml: str) -> Iterator[tuple[str, str, float | None]]:
-    """Yield name, id on the hub ("": none) and weight of each text that a run was trained on."""
-    try:
-        config: Mapping[str, Any] = config_values(toml)
-    except ValueError:
-        return
-    sources = config.get("data.source")
-    if not sources:
-        name = config.get("training.dataset")
-        sources = [{"name": name, "path": config.get("training.dataset_path")}]
-    for source in sources:
-        path = source.get("path")
-        shown = str(path or source.get("name") or "")
-        dataset = ""
-        if of_hub := _OF_HUB.match(shown):
-            dataset = of_hub[1]
-        elif not path and shown not in BUNDLED and (known := hub_text(shown)):
-            dataset = known.repository
-        if dataset:
-            shown = dataset
-        elif shown.startswith(("http://", "https://")):
-            shown = public_name(shown)
-        elif _name(shown) != shown:
-            shown = f"…/{_name(shown)}"
-        if shown:
-            yield re.sub(r"[`\s]+", " ", shown), dataset, source.get("weight")

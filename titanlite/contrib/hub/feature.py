@@ -43,8 +43,6 @@ class HubFeature(Feature):
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
-        from titanlite.checkpoint.manifest import steps_in
-        from titanlite.checkpoint.paths import to_path
         from titanlite.contrib.hub.upload import HubError, open_repository
         from titanlite.dist.launch_env import this_rank
 
@@ -52,14 +50,8 @@ class HubFeature(Feature):
             if args is not None:
                 hf_form(run.spec, args)
             elif this_rank().rank == 0:
-                repository = self.section.hub
-                api = open_repository(repository, self.section.hub_private)
-                branches = [one.name for one in api.list_repo_refs(repository).branches]
-                is_new = not steps_in(to_path(run.checkpoint.folder))
-                if is_new and any(name.startswith("step-") for name in branches):
-                    message = f"{repository} holds checkpoints of another run, and this one begins"
-                    yield Problem("does-not-fit", self.key, message, "name another repository")
-        except (HubError, OSError, ValueError) as error:
+                open_repository(self.section.hub, self.section.hub_private)
+        except (HubError, ValueError) as error:
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 
     def callback(self, parts: TrainingComponents) -> Callback | None:
@@ -68,9 +60,7 @@ class HubFeature(Feature):
             return None
         from titanlite.contrib.hub.callback import HubUploads
 
-        run = parts.run
-        root = parts.saves.checkpointer.root
-        return HubUploads(self.section, Path(run.job.dump_folder), root, run.model.name)
+        return HubUploads(self.section, Path(parts.run.job.dump_folder), parts.run.model.name)
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         every = self.section.hub_every

@@ -5,7 +5,6 @@ No token is an argument here: huggingface_hub takes that of HF_TOKEN or of a log
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from titanlite.data.remote import words
 
 MAIN = "main"
 #: Names of what an export may hold: such files of older weights go, and all others stay.
-_REPLACED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
+_REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
 class HubError(RuntimeError):
@@ -68,21 +67,18 @@ def upload(
     that no upload of titanlite wrote stays.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub.utils import filter_repo_objects
 
     try:
         if branch != MAIN:
             api.create_branch(repository, branch=branch, exist_ok=True)
         there: Sequence[str] = api.list_repo_files(repository, revision=branch)
-        kept = README in there and not _is_ours(api, repository, branch)
-        operations: list[Any] = []
+        old = filter_repo_objects(there, allow_patterns=_REPLACED, ignore_patterns=[*files, "*/*"])
+        operations: list[Any] = [CommitOperationDelete(name) for name in old]
         for name, content in files.items():
-            if name != README or not kept:
+            if name != README or name not in there or _is_ours(api, repository, branch):
                 source = content if isinstance(content, bytes) else str(content)
                 operations.append(CommitOperationAdd(name, source))
-        for name in there:
-            is_old = any(fnmatch.fnmatchcase(name, pattern) for pattern in _REPLACED)
-            if is_old and name not in files and "/" not in name:
-                operations.append(CommitOperationDelete(name))
         commit = api.create_commit(repository, operations, commit_message=title, revision=branch)
     except Exception as error:
         raise HubError(f"{repository}, branch {branch}, takes no upload", error) from None
@@ -92,13 +88,3 @@ def upload(
 def _is_ours(api: Any, repository: str, branch: str) -> bool:
     path = api.hf_hub_download(repository, README, revision=branch)
     return MARK in Path(path).read_text(encoding="utf-8", errors="replace")
-
-
-def titles(api: Any, repository: str, branch: str) -> list[str]:
-    """Return the titles of the commits of a branch; none where it is not there."""
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    try:
-        return [commit.title for commit in api.list_repo_commits(repository, revision=branch)]
-    except RevisionNotFoundError:
-        return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -61,62 +61,51 @@ def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
 def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
     """Return the figures of a finished run that logged steps after the warm-up."""
     rows = after_warmup(run.training, warmup)
-    memory = max(finite(run.training, "memory_gib"), default=None)
-    losses = {int(row["step"]): row["loss"] for row in run.training}
     return RunFigures(
         level,
         repeat,
         median(finite(rows, "total_tps")),
-        _median(finite(rows, "mfu")),
-        memory,
-        losses,
+        _known(median, finite(rows, "mfu")),
+        _known(max, finite(run.training, "memory_gib")),
+        {int(row["step"]): row["loss"] for row in run.training},
     )
 
 
-def summarize(
-    levels: Sequence[str], runs: Sequence[RunFigures], not_comparable: Iterable[str] = ()
-) -> list[LevelFigures]:
-    """Return one row per level; the first level is the baseline.
-
-    not_comparable: levels with other weights or text, whose losses are not compared with the
-    baseline.
-    """
+def summarize(levels: Sequence[str], runs: Sequence[RunFigures]) -> list[LevelFigures]:
+    """Return one row per level; the first level is the baseline."""
     baseline = {run.repeat: run for run in runs if run.level == levels[0]}
     found = []
-    for i, level in enumerate(levels):
+    for level in levels:
         mine = sorted((run for run in runs if run.level == level), key=lambda run: run.repeat)
         pairs = [(run, baseline[run.repeat]) for run in mine if run.repeat in baseline]
         ratios = [run.tokens_per_second / base.tokens_per_second for run, base in pairs]
         figures = LevelFigures(
             level,
             len(mine),
-            _median(run.tokens_per_second for run in mine),
+            _known(median, [run.tokens_per_second for run in mine]),
             (median(ratios), min(ratios), max(ratios)) if ratios else None,
-            _median(run.mfu for run in mine),
-            max((run.memory_gib for run in mine if run.memory_gib is not None), default=None),
-            _median(run.losses[max(run.losses)] for run in mine),
-            _largest_difference(pairs) if i and level not in not_comparable else None,
+            _known(median, [run.mfu for run in mine]),
+            _known(max, [run.memory_gib for run in mine]),
+            _known(median, [run.losses[max(run.losses)] for run in mine]),
+            None if level == levels[0] else _largest_difference(pairs),
             _largest_difference([(run, mine[0]) for run in mine[1:]]),
         )
         found.append(figures)
     return found
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known, None if none is."""
+def _known(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """Return one of the values that are known, or their median; None if none is."""
     known = [value for value in values if value is not None]
-    return median(known) if known else None
+    return pick(known) if known else None
 
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
     """Over equal steps of each pair. NaN if one is NaN: `max` alone would hide it."""
-    known = []
+    found = []
     for a, b in pairs:
-        for step in a.losses.keys() & b.losses.keys():
-            known.append(abs(a.losses[step] - b.losses[step]))
-    if any(map(math.isnan, known)):
-        return math.nan
-    return max(known, default=None)
+        found += [abs(a.losses[step] - b.losses[step]) for step in a.losses.keys() & b.losses]
+    return max(found, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
@@ -133,26 +122,18 @@ def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
     )
     rows = []
     for level in levels:
-        is_baseline = level is levels[0]
-        difference = number(level.loss_difference, ".2g")
+        ratio = NONE
+        if level.ratio is not None:
+            ratio = "{:.2f} ({:.2f}–{:.2f})".format(*level.ratio)
         row = (
             level.level,
             number(level.tokens_per_second, ",.0f"),
-            _ratio(level, is_baseline),
+            ratio,
             number(level.mfu, ".2f"),
             number(level.memory_gib, ".2f"),
             number(level.loss, ".4f"),
-            "baseline" if is_baseline else difference,
+            number(level.loss_difference, ".2g"),
             f"{level.repeats} of {repeats}",
         )
         rows.append(row)
     return Table(columns, rows)
-
-
-def _ratio(level: LevelFigures, is_baseline: bool) -> str:
-    if level.ratio is None:
-        return NONE
-    if is_baseline:
-        return "1"
-    middle, lowest, highest = level.ratio
-    return f"{middle:.2f} ({lowest:.2f}–{highest:.2f})"

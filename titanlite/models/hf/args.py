@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +64,6 @@ class HFArgs:
 
         return skeleton_of(self.config, self.vocab_size)
 
-    @property
-    def top_k(self) -> int:
-        """Experts of a token; 1 in a model without."""
-        return max((layer.top_k for layer in self.skeleton.moe_layers.values()), default=1)
-
-    @property
-    def expert_width(self) -> int:
-        """Numbers between the products of an expert; 0 in a model without."""
-        return max((layer.width for layer in self.skeleton.moe_layers.values()), default=0)
-
     def deciding(self) -> dict[str, Any]:
         """Return the entries of config.json that decide tensors or logits, nested ones by dotted
         names.
@@ -106,10 +96,7 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         content = parse_json(Path(config_file(source)).read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        try:
-            return args_from_hf(content, overrides)
-        except ShapeError as error:
-            raise _with_family(error, content) from error
+        return args_from_hf(content, overrides)
     except ShapeError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
@@ -117,26 +104,6 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         raise refused(
             f"cannot read {shown(source)}: {reason}", "give a config.json or its folder"
         ) from error
-
-
-def _with_family(error: ShapeError, content: Mapping[str, Any]) -> ShapeError:
-    """Return why a config.json is refused, with the built-in family that reads it."""
-    from titanlite.models.families import SPECS, builtin_family
-
-    family = builtin_family(content)
-    if family is None:
-        return error
-    try:
-        SPECS[family].args_from_hf(content)
-    except ValueError:
-        return error
-    hint = f'titanlite has a family of its own for it: model.name = "{family}"'
-    problems = []
-    for one in error.problems:
-        if one.key in ("hf_config", "name"):
-            one = replace(one, remedy="; ".join(filter(None, [one.remedy, hint])))
-        problems.append(one)
-    return ShapeError(*problems)
 
 
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:

@@ -56,9 +56,6 @@ def read_config(content: Mapping[str, Any]) -> Any:
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
         )
-    except ModuleNotFoundError as error:
-        message = '"hf" needs the package transformers, which is not installed'
-        raise refused(message, pip_install("transformers"), "name") from error
     except ImportError as error:
         message = f'"hf" needs the package transformers: {error}'
         raise refused(message, pip_install("transformers"), "name") from error

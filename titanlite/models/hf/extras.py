@@ -40,6 +40,6 @@ class Extras:
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         """Return the loss that the head of a model computes while `run` runs the model."""
-        from titanlite.models.hf.chunks import loss_of_head, tail_of
+        from titanlite.models.hf.chunks import loss_of_head
 
-        return loss_of_head(model, tail_of(self.args), run, labels, loss)
+        return loss_of_head(model, run, labels, loss)

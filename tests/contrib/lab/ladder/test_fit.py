@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +13,10 @@ import torch
 
 from tests.contrib.lab.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
 from titanlite.contrib.lab.ladder.fit import CONFIDENCE, DELTA, KNOWN_TOKEN_EXPONENT, fit
-from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points
+from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points, read_points
 from titanlite.contrib.lab.ladder.predict import (
-    check_distance,
-    horizon_note,
     leave_largest_out,
-    passes_note,
+    notes_on_distance,
     predict,
 )
 
@@ -173,12 +173,18 @@ def test_the_same_points_give_the_same_intervals() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        (made_up(SIZES[:1], (5, 10, 15, 20, 25, 30)), "1 sizes of models: a law needs 3"),
-        (made_up(SIZES[:2], (5, 10, 20)), "2 sizes of models"),
-        (made_up(SIZES, (20,)), "one horizon each"),
-        (made_up(SIZES[:3], (10, 20))[:5], "5 points: a law needs 6"),
-        ([*made_up()[:-1], Point(1e8, 1e9, math.nan, "bad")], "loss of bad is nan"),
-        ([*made_up()[:-1], Point(1e8, 0.0, 3.0)], "tokens is 0: expected a positive number"),
+        (
+            made_up(SIZES[:1], (5, 10, 15, 20, 25, 30)),
+            "6 points of 1 sizes: a law needs 6 points of 3",
+        ),
+        (made_up(SIZES[:2], (5, 10, 20)), "6 points of 2 sizes"),
+        (made_up([*SIZES, 1e9], (20,)), "tokens follow from parameters almost exactly"),
+        (made_up(SIZES[:3], (10, 20))[:5], "5 points of 3 sizes: a law needs 6"),
+        (
+            [*made_up()[:-1], Point(1e8, 1e9, math.nan, "bad")],
+            "name='bad'.*: expected positive numbers",
+        ),
+        ([*made_up()[:-1], Point(1e8, 0.0, 3.0)], "tokens=0.0.*: expected positive numbers"),
         (made_up([1e6, 1e8, 1e10], (20, 20.5)), "tokens follow from parameters almost exactly"),
     ],
 )
@@ -190,17 +196,8 @@ def test_degenerate_ladders_are_refused_with_the_reason(points: list[Point], mes
 
 
 def test_sizes_that_differ_by_rounding_count_as_one() -> None:
-    with pytest.raises(LadderError, match="1 sizes"):
+    with pytest.raises(LadderError, match="of 1 sizes"):
         check_points(made_up([1e7, 1.01e7, 1.015e7]))
-
-
-def test_the_best_size_for_a_compute_has_the_least_loss() -> None:
-    compute = 1e20
-    best = TRUE.best_size(compute)
-    least = TRUE.loss(best, compute / 6 / best)
-    for factor in (0.8, 1.25):
-        size = best * factor
-        assert TRUE.loss(size, compute / 6 / size) > least
 
 
 def test_leaving_the_largest_model_out_predicts_its_points() -> None:
@@ -213,35 +210,37 @@ def test_leaving_the_largest_model_out_predicts_its_points() -> None:
     assert leave_largest_out(made_up(SIZES[:3])) == []
 
 
-def test_a_run_a_hundred_times_beyond_the_largest_is_refused() -> None:
+def test_what_lies_far_from_the_runs_is_told() -> None:
     points = made_up()
     n, d = SIZES[-1], SIZES[-1] * 20.0
-    check_distance(points, 10 * n, 10 * d)
-    check_distance(points, n, 100 * d)
-    with pytest.raises(LadderError, match=r"121 times the FLOPs .* the limit is 100.*--far"):
-        check_distance(points, 11 * n, 11 * d)
-    with pytest.raises(LadderError, match="101 times the parameters"):
-        check_distance(points, 101 * n, d / 101)
-    with pytest.raises(LadderError, match="101 times the tokens"):
-        check_distance(points, n / 101, 101 * d)
+    assert notes_on_distance(points, 10 * n, 10 * d) == []
+    (note,) = notes_on_distance(points, 11 * n, 11 * d)
+    assert note.startswith("121 times the compute of the ladder's largest run: too far")
+    parameters, ratio = notes_on_distance(points, 101 * n, d / 101)
+    assert parameters.startswith("101 times the parameters")
+    tokens, _ = notes_on_distance(points, n / 101, 101 * d)
+    assert tokens.startswith("101 times the tokens")
+    for seen in (4, 5, 20, 29):
+        assert notes_on_distance(points, 1e8, seen * 1e8) == []
+    for unseen in (2, 40):
+        (note,) = notes_on_distance(points, 1e8, unseen * 1e8)
+        assert f"{unseen} tokens for each parameter, and the runs have 5 to 20" in note
+    assert "tokens for each parameter" in ratio
 
 
-def test_tokens_for_each_parameter_that_no_run_had_are_told() -> None:
+def test_points_are_read_from_json_and_what_is_wrong_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "points.json"
     points = made_up()
-    for ratio in (4, 5, 20, 29):
-        assert horizon_note(points, 1e9, ratio * 1e9) is None
-    for ratio in (2, 40):
-        note = horizon_note(points, 1e9, ratio * 1e9)
-        assert note is not None
-        assert f"{ratio} tokens for each parameter, and the runs have 5 to 20" in note
-
-
-def test_texts_that_are_read_more_than_once_are_told() -> None:
-    largest = SIZES[-1] * 20
-    note = passes_note(made_up(), 3 * largest, largest / 2)
-    assert note is not None
-    assert "the text has 1.6B tokens" in note
-    # Sizes double, and so do horizons: one run reads 2 times, two read it once, not more.
-    assert "by 1 of 15 runs, at most 2 times and this file, 6 times" in note
-    assert passes_note(made_up(), largest, largest) is None
-    assert passes_note(made_up(), largest, None) is None
+    file.write_text(json.dumps({"points": [asdict(point) for point in points], "law": {}}))
+    assert read_points(file) == points
+    for content, message in {
+        "{": "truncated",
+        '{"points": 3}': "Expected `array`, got `int`",
+        '{"points": [{"parameters": 1, "tokens": 2}]}': "missing required field `loss`",
+        '{"points": [{"parameters": true, "tokens": 2, "loss": 1}]}': "got `bool`",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(LadderError, match=f"points.json: .*{message}.*; expected JSON as"):
+            read_points(file)
+    with pytest.raises(LadderError, match=r"none\.json.*; expected JSON as"):
+        read_points(tmp_path / "none.json")

@@ -93,13 +93,6 @@ def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> No
         assert "lr_scheduler.min_lr" not in values(rung)
 
 
-def test_an_exponent_of_rates_that_mup_leaves_without_effect_is_refused(tmp_path: Path) -> None:
-    message = "ladder.lr_exponent.*has no effect with mup.base_dim"
-    with pytest.raises(ConfigError, match=message):
-        target(tmp_path, "--mup.base_dim=16", "--ladder.lr_exponent=0.5")
-    target(tmp_path, "--mup.base_dim=16", "--ladder.lr_exponent=0")
-
-
 def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
     aim = target(tmp_path, "--mup.base_dim=16")
     found = rungs(aim)
@@ -154,7 +147,7 @@ def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--ladder.tokens_per_parameter=[0.001,0.04]"], "too few for a warm-up and a decay"),
-        (["--ladder.tokens_per_parameter=[0.04,0.0401]"], "have the same steps"),
+        (["--ladder.tokens_per_parameter=[0.04,0.0401]"], "horizons have the same steps"),
         (["--model.name=hf"], "takes none|hf_config"),
         (["--training.epochs=1"], "training.epochs: give the length as training.steps"),
     ],
@@ -170,7 +163,7 @@ def test_ladders_that_cannot_be_are_refused(tmp_path: Path, flags: list[str], me
         ("--validation.enable=false", "validation.enable"),
         ("--checkpoint.initial_load_path=/", "checkpoint.initial_load_path"),
         ("--data.phase=[{tokens=800},{tokens=800,seq_len=8}]", "data.phase"),
-        ('--optimizer.groups=[{pattern="norm",lr=1e-4}]', "optimizer.groups"),
+        ("--lora.rank=4", "lora.rank"),
     ],
 )
 def test_targets_of_which_smaller_runs_tell_nothing_are_refused(
@@ -178,13 +171,3 @@ def test_targets_of_which_smaller_runs_tell_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=key):
         target(tmp_path, flag)
-
-
-def test_another_schedule_than_the_ladders_is_told(tmp_path: Path) -> None:
-    assert target(tmp_path).schedule_note is None
-    note = target(tmp_path, "--lr_scheduler.decay_type=cosine").schedule_note
-    assert note is None
-    note = target(tmp_path, "--ladder.decay_ratio=0.2").schedule_note
-    assert note is not None
-    assert "falls over 50% of its steps (linear)" in note
-    assert "lr_scheduler.decay_ratio = 0.2 makes them equal" in note

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,22 +69,20 @@ class Law:
         by_tokens = self.token_factor * tokens**-self.token_exponent
         return self.irreducible + by_size + by_tokens
 
-    def best_size(self, compute: float) -> float:
-        """Return the N of the least loss for 6 N D = compute (the paper's equation 4)."""
-        alpha = self.size_exponent
-        beta = self.token_exponent
-        ratio = alpha * self.size_factor / (beta * self.token_factor)
-        return float(ratio ** (1 / (alpha + beta)) * (compute / 6) ** (beta / (alpha + beta)))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the law under the paper's names."""
-        return {
-            "E": self.irreducible,
-            "A": self.size_factor,
-            "a": self.size_exponent,
-            "B": self.token_factor,
-            "b": self.token_exponent,
-        }
+class Points(msgspec.Struct):
+    """A file of points, as `points.json` of a ladder is."""
+
+    points: list[Point]
+
+
+def read_points(path: Path) -> list[Point]:
+    """Read the points of a file. Raises LadderError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Points).points
+    except (OSError, msgspec.DecodeError) as error:
+        shape = '{"points": [{"parameters": …, "tokens": …, "loss": …}, …]}'
+        raise LadderError(f"{path}: {error}; expected JSON as {shape}") from None
 
 
 def columns(points: Sequence[Point]) -> tuple[Array, Array, Array]:
@@ -105,39 +104,20 @@ def groups_of_sizes(points: Sequence[Point]) -> list[list[Point]]:
     return groups
 
 
-def _has_horizons(group: Sequence[Point]) -> bool:
-    tokens = [point.tokens for point in group]
-    return max(tokens) >= min(tokens) * _SAME
-
-
 def check_points(points: Sequence[Point]) -> None:
     """Raise LadderError for points that no law can be fitted to."""
     for point in points:
-        for name in ("parameters", "tokens", "loss"):
-            value = getattr(point, name)
-            if not 0 < value < math.inf:
-                where = f" of {point.name}" if point.name else ""
-                raise LadderError(f"{name}{where} is {value:g}: expected a positive number")
-    groups = groups_of_sizes(points)
-    if len(groups) < FEWEST_SIZES:
+        if not all(0 < value < math.inf for value in (point.parameters, point.tokens, point.loss)):
+            raise LadderError(f"{point}: expected positive numbers")
+    sizes = len(groups_of_sizes(points))
+    if sizes < FEWEST_SIZES or len(points) < FEWEST_POINTS:
         raise LadderError(
-            f"{len(groups)} sizes of models: a law needs {FEWEST_SIZES} at least. Add sizes to "
-            "ladder.sizes, or rows to the file"
+            f"{len(points)} points of {sizes} sizes: a law needs {FEWEST_POINTS} points of "
+            f"{FEWEST_SIZES} sizes at least. Add to ladder.sizes or ladder.tokens_per_parameter"
         )
-    several = [group for group in groups if _has_horizons(group)]
-    if len(several) < 2:
-        raise LadderError(
-            "the models have one horizon each: what more parameters bring cannot be told from what "
-            "more tokens bring. At least two sizes need two lengths: add one to "
-            "ladder.tokens_per_parameter"
-        )
-    if len(points) < FEWEST_POINTS:
-        raise LadderError(
-            f"{len(points)} points: a law needs {FEWEST_POINTS} at least. Add sizes or horizons"
-        )
-    sizes, tokens, _ = columns(points)
-    line = np.polyfit(sizes, tokens, 1)
-    aside = np.std(tokens - np.polyval(line, sizes))
+    across, tokens, _ = columns(points)
+    line = np.polyfit(across, tokens, 1)
+    aside = np.std(tokens - np.polyval(line, across))
     if aside < _COLLINEAR * np.std(tokens):
         raise LadderError(
             "tokens follow from parameters almost exactly, so their parts of the loss cannot be "

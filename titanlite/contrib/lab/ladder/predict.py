@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from titanlite.contrib.lab.ladder.fit import CONFIDENCE, Fit, fit
+from titanlite.contrib.lab.ladder.fit import Fit, fit
 from titanlite.contrib.lab.ladder.law import LadderError, Point, groups_of_sizes
-from titanlite.utils import human_count
 
-#: A prediction may be this many times beyond the largest run.
+#: A prediction this many times beyond the largest run gets a note.
 FARTHEST = 100.0
 #: Tokens for each parameter within this factor of those of the points count as seen.
 _SLACK = 1.5
@@ -31,9 +29,6 @@ class Prediction:
         """Half the interval."""
         return (self.high - self.low) / 2
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "error": self.error, "confidence": CONFIDENCE}
-
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -53,62 +48,26 @@ def predict(found: Fit, parameters: float, tokens: float) -> Prediction:
     return Prediction(parameters, tokens, *found.predict(parameters, tokens))
 
 
-def check_distance(points: Sequence[Point], parameters: float, tokens: float) -> None:
-    """Raise LadderError where a run is too far beyond the largest ones of a ladder.
-
-    points: their losses do not matter.
-    """
+def notes_on_distance(points: Sequence[Point], parameters: float, tokens: float) -> list[str]:
+    """Return how far a run is beyond those of a ladder, where its interval does not tell that."""
     target = Point(parameters, tokens, 1.0)
-    largest = {
-        "parameters": (parameters, max(point.parameters for point in points)),
-        "tokens": (tokens, max(point.tokens for point in points)),
-        "FLOPs": (target.compute, max(point.compute for point in points)),
-    }
-    far = []
-    for name, (there, here) in largest.items():
-        if there > here * FARTHEST:
-            far.append(f"{there / here:,.0f} times the {name} ({human_count(here)})")
-    if far:
-        raise LadderError(
-            f"too far to predict: the run has {' and '.join(far)} of the ladder's largest run, and "
-            f"the limit is {FARTHEST:g}. Train larger models or longer ones (ladder.sizes, "
-            "ladder.tokens_per_parameter), or give --far to see the number all the same"
-        )
-
-
-def horizon_note(points: Sequence[Point], parameters: float, tokens: float) -> str | None:
-    """Return how far the tokens for each parameter lie outside of those of the points; None: they
-    do not.
-    """
+    notes = []
+    for name in ("parameters", "tokens", "compute"):
+        times = getattr(target, name) / max(getattr(point, name) for point in points)
+        if times > FARTHEST:
+            notes.append(
+                f"{times:,.0f} times the {name} of the ladder's largest run: too far for the "
+                "interval to tell. Train larger models or longer ones (ladder.sizes, "
+                "ladder.tokens_per_parameter)"
+            )
     seen = [point.tokens / point.parameters for point in points]
     ratio = tokens / parameters
-    if min(seen) / _SLACK <= ratio <= max(seen) * _SLACK:
-        return None
-    return (
-        f"{ratio:.3g} tokens for each parameter, and the runs have {min(seen):.3g} to "
-        f"{max(seen):.3g}: the law was not seen there, and its interval does not tell"
-    )
-
-
-def passes_note(points: Sequence[Point], tokens: float, text: int | None) -> str | None:
-    """Return which runs read the text more than once; None: none does.
-
-    tokens: of the run that is predicted. text: its tokens; None: unknown.
-    """
-    if not text:
-        return None
-    again = [point.tokens / text for point in points if point.tokens > text]
-    told = []
-    if again:
-        told.append(f"{len(again)} of {len(points)} runs, at most {max(again):.3g} times")
-    if tokens > text:
-        told.append(f"this file, {tokens / text:.3g} times")
-    if not told:
-        return None
-    return (
-        f"the text has {human_count(text)} tokens, and it is read more than once by "
-        f"{' and '.join(told)}: the law is of new tokens, and its interval does not tell"
-    )
+    if not min(seen) / _SLACK <= ratio <= max(seen) * _SLACK:
+        notes.append(
+            f"{ratio:.3g} tokens for each parameter, and the runs have {min(seen):.3g} to "
+            f"{max(seen):.3g}: the law was not seen there, and its interval does not tell"
+        )
+    return notes
 
 
 def leave_largest_out(points: Sequence[Point]) -> list[LeftOut]:

@@ -58,14 +58,6 @@ OWN = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences of a step over all ranks, and of a rank's micro-batch."""
-
-    sequences: int
-    micro: int
-
-
-@dataclass(frozen=True)
 class Rung:
     """One run of the ladder."""
 
@@ -96,17 +88,13 @@ class Rung:
         return Member(self.name, (*self.flags, f"--checkpoint.initial_load_path={begin}"))
 
 
-def models(target: Target) -> list[Shape]:
-    """Return the models of the ladder, the smallest first. Raises LadderError."""
-    return shapes(target.args, target.ladder.sizes)
-
-
 def rungs(target: Target) -> list[Rung]:
     """Return all runs, each trunk before its branches. Raises LadderError."""
     horizons = sorted(set(target.ladder.tokens_per_parameter))
+    first = target.run.training.seed
     found: list[Rung] = []
-    for shape in models(target):
-        for seed in target.seeds:
+    for shape in shapes(target.args, target.ladder.sizes):
+        for seed in range(first, first + target.ladder.seeds):
             found += _of_model(target, shape, seed, horizons)
     return found
 
@@ -122,24 +110,26 @@ def computed(found: Sequence[Rung]) -> float:
 
 def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) -> Iterator[Rung]:
     """Yield the trunk of a model and its branches."""
-    batch = batch_of(target, shape)
-    tokens_per_step = batch.sequences * target.run.batch.seq_len
+    sequences, micro = batch_of(target, shape)
+    tokens_per_step = sequences * target.run.batch.seq_len
     steps = [round(horizon * shape.parameters / tokens_per_step) for horizon in horizons]
     falls = [round(target.ladder.decay_ratio * number) for number in steps]
     begins = [number - fall for number, fall in zip(steps, falls, strict=True)]
     warmup = _warmup(target, steps)
-    if falls[0] < 1 or warmup < 1:
+    if falls[0] < 1 or warmup < 1 or len(set(begins)) < len(begins):
         raise LadderError(
             f"{shape.name}: {horizons[0]:g} tokens per parameter are {steps[0]} steps of "
-            f"{tokens_per_step:,} tokens. They are too few for a warm-up and a decay: raise "
-            "ladder.tokens_per_parameter or ladder.sizes, or give a smaller batch"
+            f"{tokens_per_step:,} tokens. They are too few for a warm-up and a decay, or two "
+            "horizons have the same steps: raise ladder.tokens_per_parameter or ladder.sizes, or "
+            "give a smaller batch"
         )
-    if len(set(begins)) < len(begins):
-        raise LadderError(
-            f"{shape.name}: two horizons of ladder.tokens_per_parameter have the same steps: take "
-            "horizons further apart"
-        )
-    common = (*_model_flags(target, shape, seed, batch), f"--training.warmup_steps={warmup}")
+    common = (
+        *_model_flags(target, shape),
+        f"--training.warmup_steps={warmup}",
+        f"--training.seed={seed}",
+        f"--training.global_batch_size={sequences}",
+        f"--training.batch_size={micro}",
+    )
     suffix = f"-s{seed}" if target.ladder.seeds > 1 else ""
     names = [f"{shape.name}-t{horizon:g}{suffix}" for horizon in horizons]
     for place in reversed(range(len(horizons))):
@@ -152,7 +142,7 @@ def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) ->
             horizon=horizons[place],
             steps=steps[place],
             tokens=steps[place] * tokens_per_step,
-            sequences=batch.sequences,
+            sequences=sequences,
             rate=rate_of(target, shape),
             flags=flags,
             trunk=None if is_trunk else names[-1],
@@ -167,14 +157,14 @@ def _warmup(target: Target, steps: list[int]) -> int:
     return round(min(share * steps[-1], _LONGEST_WARMUP * steps[0])) or 1
 
 
-def batch_of(target: Target, shape: Shape) -> Batch:
-    """Return the batch of a model, by `ladder.batch_exponent`, in whole micro-batches."""
+def batch_of(target: Target, shape: Shape) -> tuple[int, int]:
+    """Return the sequences of a step and of a micro-batch, by `ladder.batch_exponent`."""
     share = (shape.parameters / target.parameters) ** target.ladder.batch_exponent
     each = max(round(target.run.batch.global_batch_size * share / target.ranks), 1)
     most = target.run.batch.micro_batch_size
     accumulation = -(-each // most)
     micro = round(each / accumulation)
-    return Batch(micro * accumulation * target.ranks, micro)
+    return micro * accumulation * target.ranks, micro
 
 
 def rate_of(target: Target, shape: Shape) -> float:
@@ -188,7 +178,7 @@ def rate_of(target: Target, shape: Shape) -> float:
     return float(f"{target.run.optimizer.lr * share**target.ladder.lr_exponent:.6g}")
 
 
-def _model_flags(target: Target, shape: Shape, seed: int, batch: Batch) -> tuple[str, ...]:
+def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
     shape_flags = [f"--model.overrides.{name}={size}" for name, size in shape.overrides.items()]
     decay = target.run.lr_scheduler.decay_type
     rate = rate_of(target, shape)
@@ -199,9 +189,6 @@ def _model_flags(target: Target, shape: Shape, seed: int, batch: Batch) -> tuple
     return (
         *shape_flags,
         *floor_flags,
-        f"--training.seed={seed}",
-        f"--training.global_batch_size={batch.sequences}",
-        f"--training.batch_size={batch.micro}",
         f"--optimizer.lr={rate}",
         "--lr_scheduler.unit=steps",
         "--lr_scheduler.style=titan",

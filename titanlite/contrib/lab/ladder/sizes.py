@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from titanlite.contrib.lab.ladder.law import FEWEST_SIZES, LadderError
 from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.spec import ShapeError
-from titanlite.utils import counted, human_count
+from titanlite.utils import counted
 
 #: Models of a ladder without `ladder.sizes`, and the share of the largest in the target.
 DEFAULT_SIZES = 5
@@ -52,11 +51,6 @@ class Shape:
     skew: float
 
     @property
-    def in_blocks(self) -> int:
-        """N without the head."""
-        return self.parameters - self.args.n_vocab * self.args.dim
-
-    @property
     def name(self) -> str:
         return f"d{self.args.dim}-l{self.args.n_layers}"
 
@@ -66,20 +60,24 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
 
     wanted: `ladder.sizes`; empty: the default ones. Raises LadderError.
     """
-    if wanted:
-        candidates = list(_candidates(target, max(wanted)))
-        return _distinct([_nearest(candidates, size) for size in sorted(wanted)])
-    # By blocks: of a small model with a large vocabulary the head is nearly all.
-    whole = Shape(target, count_multiplied_parameters(target), {}, 0.0).in_blocks
-    sizes = [whole / DEFAULT_SHARE / 2**step for step in reversed(range(DEFAULT_SIZES))]
-    candidates = list(_candidates(target, round(sizes[-1]) + target.n_vocab * target.dim))
+    # The default ones are by blocks: of a small model with a large vocabulary the head is nearly
+    # all.
+    head = 0 if wanted else target.n_vocab
+    whole = count_multiplied_parameters(target) - head * target.dim
+    halves = [whole / DEFAULT_SHARE / 2**step for step in range(DEFAULT_SIZES)]
+    sizes = sorted(wanted, reverse=True) or halves
+    candidates = list(_candidates(target, round(sizes[0]) + head * target.dim))
     found: list[Shape] = []
-    for size in reversed(sizes):
-        found.insert(0, min(candidates, key=lambda shape: _distance(shape, shape.in_blocks, size)))
+    for size in sizes:
+
+        def distance(shape: Shape, size: float = size) -> float:
+            parameters = shape.parameters - head * shape.args.dim
+            return abs(math.log(parameters / size)) + _WEIGHT_OF_DEPTH * shape.skew
+
+        if candidates:
+            found.insert(0, min(candidates, key=distance))
         # Of a narrow target two sizes may be nearest to one model.
         candidates = [one for one in candidates if one.parameters < found[0].parameters]
-        if not candidates:
-            break
     if len(found) < FEWEST_SIZES:
         raise LadderError(
             f"a law needs {FEWEST_SIZES} sizes, and this file's model has "
@@ -87,33 +85,6 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
             "layers"
         )
     return found
-
-
-def _distinct(found: list[Shape]) -> list[Shape]:
-    """Return the models; two equal ones are refused."""
-    for one, other in pairwise(found):
-        if one == other:
-            raise LadderError(
-                f"ladder.sizes: two sizes give the same model, {one.name} with "
-                f"{human_count(one.parameters)} parameters: name sizes further apart"
-            )
-    return found
-
-
-def _distance(shape: Shape, parameters: int, size: float) -> float:
-    """Return how far a model is from a size, and from the proportions of the target."""
-    return abs(math.log(parameters / size)) + _WEIGHT_OF_DEPTH * shape.skew
-
-
-def _nearest(candidates: Sequence[Shape], size: int) -> Shape:
-    """Return the model for a size of `ladder.sizes`."""
-    best = min(candidates, key=lambda shape: _distance(shape, shape.parameters, size))
-    if not 1 / _NEAR < best.parameters / size < _NEAR:
-        raise LadderError(
-            f"ladder.sizes: no model of this file's proportions is near {human_count(size)} "
-            f"parameters; the nearest is {best.name} with {human_count(best.parameters)}"
-        )
-    return best
 
 
 def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:

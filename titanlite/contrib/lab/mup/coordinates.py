@@ -33,16 +33,6 @@ KINDS = ("embedding", "attention", "feed-forward", "router", "residual", "target
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Mean absolute values of one kind of activation, after 0, 1, … steps."""
-
-    #: Of the activations.
-    value: Sequence[float]
-    #: Of their change since step 0; the first is 0.
-    change: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Task:
     """What all models of a check have in common."""
 
@@ -52,21 +42,26 @@ class Task:
     batches: Sequence[tuple[Tensor, Tensor]]
     device: torch.device
 
-    def measure(self, args: Any, base: Any | None, seed: int = 0) -> dict[str, Sizes]:
-        """Train a model, and return the sizes of its activations by kind.
+    def measure(self, args: Any, base: Any | None, seed: int = 0) -> dict[str, float]:
+        """Train a model; return the mean absolute change of its activations by kind.
 
         args: the model's. base: those of the base model; None: no muP.
         """
         model, optimizer = self._begin(args, base, seed)
-        seen = [self._activations(model)]
+        first = self._activations(model)
         for tokens, labels in self.batches:
             loss = cross_entropy_sum(model(tokens), labels) / count_valid(labels)
             loss.backward()
             set_rates(optimizer, self.optimizer.peak_lr)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            seen.append(self._activations(model))
-        return {kind: _sizes([step[kind] for step in seen]) for kind in seen[0]}
+        last = self._activations(model)
+        changes = {}
+        for kind, tensors in first.items():
+            pairs = zip(tensors, last[kind], strict=True)
+            means = [(now - then).abs().mean() for then, now in pairs]
+            changes[kind] = torch.stack(means).mean().item()
+        return changes
 
     def _begin(
         self, args: Any, base: Any | None, seed: int
@@ -128,19 +123,3 @@ def _caught(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _sizes(steps: Sequence[Sequence[Tensor]]) -> Sizes:
-    """Return the sizes of one kind. steps: its activations of each block, after each step."""
-    first = steps[0]
-    values = []
-    changes = []
-    for tensors in steps:
-        values.append(_mean([one.abs().mean() for one in tensors]))
-        differences = zip(tensors, first, strict=True)
-        changes.append(_mean([(now - then).abs().mean() for now, then in differences]))
-    return Sizes(values, changes)
-
-
-def _mean(numbers: Sequence[Tensor]) -> float:
-    return torch.stack(list(numbers)).mean().item()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlite.config.errors import ConfigError, Problem, unfit
+from titanlite.config.errors import unfit
 from titanlite.config.sections import Mup
 from titanlite.features.mup.base import base_args
 from titanlite.models.llama_args import LlamaArgs
@@ -16,6 +16,8 @@ from titanlite.models.spec import ShapeError
 #: Widths that are tried where none are given; the first of them that models can have are taken.
 _CANDIDATES = (64, 128, 256, 512, 1024, 2048)
 _COUNT = 4
+#: Blocks of the models at most.
+LAYERS = 4
 #: Ids are taken modulo this. The vocabulary has one size at all widths, and large heads would take
 #: most of the time.
 MOST_IDS = 4096
@@ -37,33 +39,32 @@ class Models:
         return list(self.of)
 
 
-def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> Models:
+def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
     """Return the models of a check.
 
     args: the config's. mup: its base model; without one the first width is the base. asked: widths;
-    empty: some that fit. layers: blocks of all models at most. Raises ConfigError.
+    empty: some that fit. Raises ConfigError.
     """
-    small = replace(
-        args,
-        n_layers=min(args.n_layers, max(layers, getattr(args, "n_dense_layers", 0) + 1)),
-        vocab_size=min(args.n_vocab, MOST_IDS),
-    )
+    most = max(LAYERS, getattr(args, "n_dense_layers", 0) + 1)
+    small = replace(args, n_layers=min(args.n_layers, most), vocab_size=min(args.n_vocab, MOST_IDS))
     given = {name: value for name, value in mup.base.items() if name != "n_layers"}
-    base = _base(small, mup.base_dim, given)
     kept = {name: value for name, value in given.items() if getattr(small, name) == value}
-    start = small if base is None else base
     found: dict[int, Any] = {}
     problems = []
+    try:
+        base = base_args(small, mup.base_dim, given) if mup.base_dim else None
+    except ShapeError as error:
+        raise unfit("mup.base_dim", error.problems[0].message) from None
     for width in asked or _CANDIDATES:
         try:
-            sized = base_args(start, width, kept)
+            sized = base_args(base or small, width, kept)
         except ShapeError as error:
             problems.append(f"width {width}: {error.problems[0].message}")
             continue
-        if asked or _grows_whole(sized, args):
+        # Between widths with the same number of key heads, keys are like an output: they have other
+        # rules, and attention falls.
+        if asked or sized.kv_heads * args.n_heads == args.kv_heads * sized.n_heads:
             found[width] = sized
-        else:
-            problems.append(f"width {width}: fewer query heads to a key head than the config has")
     if not asked:
         found = dict(list(found.items())[:_COUNT])
     if (asked and problems) or len(found) < 2:
@@ -71,28 +72,4 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int], layers: int) -> M
         fit = ",".join(str(unit * count) for count in (1, 2, 4, 8))
         hint = f"give multiples of a head's width: --widths {fit}"
         raise unfit("--widths", "; ".join(problems), hint)
-    return Models(found[min(found)] if base is None else base, found, kept)
-
-
-def _grows_whole(sized: LlamaArgs, args: LlamaArgs) -> bool:
-    """Whether key heads are as many for each query head as in the config.
-
-    Between widths with the same number of key heads, keys are like an output: they have other
-    rules, and attention falls.
-    """
-    return sized.kv_heads * args.n_heads == args.kv_heads * sized.n_heads
-
-
-def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any | None:
-    """Return the base model that a config names, or None. Raises ConfigError."""
-    if not dim:
-        return None
-    try:
-        return base_args(args, dim, given)
-    except ShapeError as error:
-        problems = []
-        for problem in error.problems:
-            problems.append(
-                Problem("does-not-fit", f"mup.base.{problem.key}", problem.message, problem.remedy)
-            )
-        raise ConfigError(problems) from None
+    return Models(base or found[min(found)], found, kept)

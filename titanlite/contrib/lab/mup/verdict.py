@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
 #: Slopes of the change with muP lie within plus and minus this. A wrong rule is off by the root of
 #: the width at least, a slope of 1/2. This is half of it.
@@ -13,44 +14,25 @@ LIMIT = 0.25
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of activation over all widths, means over seeds."""
+    """One kind of activation over all widths."""
 
     kind: str
     mup: bool
     widths: Sequence[int]
-    #: Mean absolute values by step, from 0, then by width.
-    values: Sequence[Sequence[float]]
-    #: Mean absolute changes since step 0 by step, from 1, then by width.
-    changes: Sequence[Sequence[float]]
+    #: Mean absolute changes by width, means over seeds.
+    changes: Sequence[float]
 
     @property
     def slope(self) -> float:
-        """The slope of the last change; NaN where there is none."""
-        return slope(self.widths, self.changes[-1])
-
-    @property
-    def start_slope(self) -> float:
-        """The slope of the initial values."""
-        return slope(self.widths, self.values[0])
+        """The slope of log2(change) against log2(width); NaN where one is 0 or not finite."""
+        if not all(0 < change < math.inf for change in self.changes):
+            return math.nan
+        across = list(map(math.log2, self.widths))
+        return linear_regression(across, list(map(math.log2, self.changes))).slope
 
     @property
     def is_flat(self) -> bool:
         return abs(self.slope) <= LIMIT  # False for NaN
-
-
-def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
-    """Return the slope of log2(size) against log2(width), by least squares.
-
-    NaN where a size is 0 or not finite.
-    """
-    if not all(0 < size < math.inf for size in sizes):
-        return math.nan
-    across = [math.log2(width) for width in widths]
-    up = [math.log2(size) for size in sizes]
-    middle = sum(across) / len(across)
-    level = sum(up) / len(up)
-    products = sum((x - middle) * (y - level) for x, y in zip(across, up, strict=True))
-    return products / sum((x - middle) ** 2 for x in across)
 
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, list[str]]:

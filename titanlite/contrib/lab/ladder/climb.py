@@ -1,0 +1,83 @@
+"""Make the runs of a ladder, fit the law to their losses, predict the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.cli.processes import tell
+from titanlite.cli.run_figures import to_json
+from titanlite.contrib.lab.ladder.fit import fit
+from titanlite.contrib.lab.ladder.law import LadderError, Point, check_points
+from titanlite.contrib.lab.ladder.predict import leave_largest_out, notes_on_distance, predict
+from titanlite.contrib.lab.ladder.report import report_text
+from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, rungs
+from titanlite.contrib.lab.ladder.target import Target
+from titanlite.contrib.lab.members import MemberResult, run_members
+from titanlite.utils import atomic_write
+
+POINTS = "points.json"
+
+
+def climb(target: Target, folder: Path) -> tuple[str, int]:
+    """Make the runs that are missing, write the results, and return the report.
+
+    Raises LadderError and ConfigError.
+    """
+    found = rungs(target)
+    check_points([Point(rung.parameters, rung.tokens, 1.0, rung.name) for rung in found])
+    points, missing = _points(target, found, folder)
+    lines = [f"missing: {line}" for line in missing]
+    try:
+        text, result = predicted(points, target)
+    except LadderError as error:
+        lines += [f"no law: {error}", "the same command makes the missing runs"]
+        return "\n".join(lines), exit_codes.ERROR
+    atomic_write(folder / POINTS, to_json(result) + "\n")
+    return "\n".join([*lines, text, f"written: {folder / POINTS}"]), exit_codes.DONE
+
+
+def predicted(points: Sequence[Point], target: Target) -> tuple[str, dict[str, Any]]:
+    """Fit, check and predict; return the report and the results. Raises LadderError."""
+    found = fit(points)
+    prediction = predict(found, target.parameters, target.tokens)
+    notes = notes_on_distance(points, target.parameters, target.tokens)
+    result = {
+        "points": [asdict(point) for point in points],
+        "law": asdict(found.law),
+        "prediction": asdict(prediction),
+        "notes": [*found.notes, *notes],
+    }
+    return report_text(found, leave_largest_out(points), prediction, notes), result
+
+
+def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Point], list[str]]:
+    """Run trunks, then the branches of those that are done; return points and what is missing."""
+    shared = [*target.files, *DEFAULTS, *target.flags]
+    results: dict[str | None, MemberResult] = {}
+
+    def make(wave: Sequence[Rung]) -> None:
+        members = [rung.member(folder) for rung in wave]
+        for one in run_members(members, shared, folder, target.ranks):
+            results[one.name] = one
+
+    make([rung for rung in found if rung.trunk is None])
+    branches = [rung for rung in found if rung.trunk]
+    ready = [rung for rung in branches if results[rung.trunk].state == "done"]
+    tell(f"the trunks are made; {len(ready)} branches follow")
+    make(ready)
+    points = []
+    missing = []
+    for rung in found:
+        one = results.get(rung.name)
+        if one is None:
+            missing.append(f"{rung.name} was not started, since its trunk {rung.trunk} is not done")
+        elif one.state != "done" or one.loss is None:
+            missing.append(f"{rung.name}: {one.state}. {one.reason}".rstrip(". "))
+        else:
+            trunk = rung.trunk or rung.name
+            points.append(Point(rung.parameters, rung.tokens, one.loss, rung.name, trunk))
+    return points, missing
