@@ -74,12 +74,10 @@ class TieredChooser(Chooser):
         else:
             super().reject(manifest, problem)
 
-    def settle(self, rejected: Manifest, replaced: bool) -> None:
+    def set_aside(self, rejected: Manifest) -> None:
+        # All ranks delete a local one, as they do with all later saves.
         if ABOUT not in rejected.train:
-            super().settle(rejected, replaced)
-        elif not replaced:
-            # Otherwise all ranks delete it, as they do with all later saves.
-            del self.rejected[id_of(rejected)]
+            super().set_aside(rejected)
 
     def offer_of(self, manifest: Manifest) -> Offer | None:
         """Return the local save of a manifest; None for a shared one."""

@@ -149,7 +149,7 @@ class TieredCheckpointer(Checkpointer):
             self._loader.look(model)
         tensors = self._tensors_to_save(model, optimizer, None)
         draft = self._draft(step, describe(tensors, model), train)
-        save = Save(self.local.step(step), tensors, {}, draft, proven)
+        save = Save(self.local.step(step), tensors, draft, proven)
         config = self.config
         writer = LocalWriter(
             self._world,
