@@ -272,9 +272,9 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
         ("llama4_text", {}, "do not go through the interface of transformers for experts"),
         ("mixtral", {"output_router_logits": True}, "load-balancing loss"),
         *(
-            (kind, {"num_experts_per_tok": count}, "does not run on tensors without data")
+            (kind, {"num_experts_per_tok": count}, words)
             for kind in ROUTED
-            for count in (0, 99)
+            for count, words in ((0, "gives a token no experts"), (99, "does not run on tensors"))
         ),
     ],
 )

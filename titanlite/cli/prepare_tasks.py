@@ -11,14 +11,12 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, hub_text
+from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.chat import ChatTemplate
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
 from titanlite.data.kinds import Format
@@ -28,73 +26,41 @@ from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
 from titanlite.data.shards import hub_files, url_text
-from titanlite.data.text_files import BUNDLED, TextFiles, columns_of
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.text_files import BUNDLED, TextFiles
+from titanlite.data.tokenizer import Tokenizer
 
-#: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.
-PART_TOKENS = 1 << 27
 #: Bytes of text to a token, a low guess.
 _LOW = 3
 
 
-@dataclass(frozen=True)
-class Options:
-    """What decides the tokens, besides the text."""
+class Options(NamedTuple):
+    """What decides the tokens, besides the text. format: None: by content."""
 
-    tokenizer_path: str = BUNDLED_TOKENIZER_NAME
-    text_key: str | None = "text"
-    prompt_key: str | None = None
-    completion_key: str | None = None
-    part_tokens: int = PART_TOKENS
-    messages_key: str | None = None
-    chat: ChatTemplate | None = None
-    #: A form that has its own code, see `titanlite.data.record_forms`.
-    record: str | None = None
+    tokenizer_path: str
+    columns: Columns
+    part_tokens: int
     format: Format | None = None
 
-    @classmethod
-    def of(cls, source: str, tokenizer: str, keys: Data, part_tokens: int) -> Options:
-        """Return options for a source, with its own fields where it is bundled.
-
-        keys: the fields that were asked for
-        """
-        path = source if os.path.exists(source) else None
-        columns = columns_of(keys, source, path, None, load_tokenizer(tokenizer))
-        kind = None if keys.format == "tokens" else keys.format
-        return cls(tokenizer, part_tokens=part_tokens, format=kind).of_columns(columns)
-
-    def of_columns(self, columns: Columns) -> Options:
-        """Return these options with other fields."""
-        form = columns.form.name if columns.form else None
-        fields = replace(self, text_key=None, prompt_key=None, completion_key=None, record=form)
-        if columns.chat is not None:
-            return replace(fields, messages_key=columns.text, chat=columns.chat)
-        if columns.prompt is None:
-            return replace(fields, text_key=columns.text)
-        return replace(fields, prompt_key=columns.prompt, completion_key=columns.text)
-
-    @property
-    def columns(self) -> Columns:
-        text = self.messages_key or self.completion_key or self.text_key or "text"
-        form = None
-        if self.record:
-            from titanlite.data.record_forms import form_of
-
-            form = form_of(self.record)
-        return Columns(text, self.prompt_key, chat=self.chat, form=form)
-
     def to_json(self) -> dict[str, Any]:
-        """Return the options as JSON has them.
-
-        Of folders without conversations, forms and a format they are as they always were.
-        """
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        if not self.chat:
-            del found["messages_key"], found["chat"]
-        if not self.record:
-            del found["record"]
-        if not self.format:
-            del found["format"]
+        """Return the options as the index of a folder has them."""
+        columns = self.columns
+        found: dict[str, Any] = {
+            "tokenizer_path": self.tokenizer_path,
+            "text_key": None,
+            "prompt_key": columns.prompt,
+            "completion_key": None,
+            "part_tokens": self.part_tokens,
+        }
+        if columns.chat is not None:
+            found |= {"messages_key": columns.text, "chat": json.loads(json.dumps(columns.chat))}
+        elif columns.prompt is None:
+            found["text_key"] = columns.text
+        else:
+            found["completion_key"] = columns.text
+        if columns.form is not None:
+            found["record"] = columns.form.name
+        if self.format:
+            found["format"] = self.format
         return found
 
 
@@ -129,21 +95,17 @@ def hash_of(value: Any) -> str:
 def list_source(source: str, options: Options, subset: str | None, split: str | None) -> TextFiles:
     """List the files of a source. Raises DataError if there are none."""
     text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
-    shards = TextFiles((), options.columns)
+    kind = options.format or "auto"
+    shards = TextFiles((), options.columns, kind, key="SOURCE")
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
         return replace(shards, names=tuple(names), revision=revision, kind=kind)
     if subset:
         raise DataError(f"--subset is of data sets of the hub, and {source} is none")
     bundled = None if os.path.exists(source) else BUNDLED.get(source)
-    place = Place(str(bundled or source), "SOURCE", split, options.format or "auto")
+    place = Place(str(bundled or source), "SOURCE", split, kind)
     listing = url_text(place) if is_url(source) else list_text(place)
-    return replace(
-        shards,
-        names=listing.files,
-        kind=options.format or "auto",
-        listing=None if bundled else listing,
-    )
+    return replace(shards, names=listing.files, listing=None if bundled else listing)
 
 
 def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Task]:
@@ -257,11 +219,9 @@ def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
 
 
 def _place_of(piece: Piece) -> str:
-    """Return the name of a piece for messages."""
+    """Return the name of a piece, for messages and as the file of its records."""
     if piece.unit == "bytes" and piece.first:
         return f"{piece.name} from byte {piece.first:,} on"
-    if piece.unit == "rows":
-        return f"{piece.name}, rows {piece.first + 1:,} to {piece.end:,}"
     return piece.name
 
 

@@ -104,6 +104,8 @@ def _index_of(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 def _moe_layer(name: str, module: Any, top_k: int) -> MoELayer:
     """Return the facts of an MoE layer. Raises ShapeError for shapes that are not understood."""
+    if not top_k:
+        raise refused(f"{name} of {type(module).__name__} gives a token no experts")
     own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
     experts = module.num_experts
     if "down_proj" not in own or any(len(one) != experts for one in own.values()):
