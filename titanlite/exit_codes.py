@@ -176,9 +176,8 @@ def attempt(environment: Mapping[str, str] = os.environ) -> str:
 def report_code(code: int, error: str = "") -> bool:
     """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
 
-    error: the last line of an unforeseen error; after BEGUN the run folder of rank 0. Return
-    whether no other worker of this machine wrote that before: True for one of them, or for all
-    where no launcher looks.
+    error: the last line of an unforeseen error. Return whether no other worker of this machine
+    wrote that before: True for one of them, or for all where no launcher looks.
     """
     line = f"{attempt()} {code}"
     if error:

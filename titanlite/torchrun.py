@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -105,10 +104,10 @@ def last_error(text: str) -> str:
     return ""
 
 
-def _last_restart(text: str, restart: str = "") -> list[tuple[int, str]]:
-    """Return codes and words of the workers. restart: another one than the last."""
+def _last_restart(text: str) -> list[tuple[int, str]]:
+    """Return codes and words of the workers of the last restart."""
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
-    last = restart or max((line[0] for line in lines), key=int, default="")
+    last = max((line[0] for line in lines), key=int, default="")
     found = []
     for number, code, *words in lines:
         if number == last:
@@ -116,32 +115,9 @@ def _last_restart(text: str, restart: str = "") -> list[tuple[int, str]]:
     return found
 
 
-class _Stops(logging.Filter):
-    """Leaves out torchrun's lines about a stop that somebody asked for: the ranks say how
-    they end.
-    """
-
-    _ROUTINE = (
-        "Received %s death signal",
-        "Sending process %s closing signal",
-        "Closing process %s via signal",
-    )
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown."""
-        return not str(record.msg).startswith(self._ROUTINE)
-
-
-def _quiet_stops() -> None:
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
-
-
-def _count_failures(record: Path) -> None:
-    """Let torchrun count no rank as failed that it has stopped itself because another failed, but
-    each that ended with 0 without a report. record: of the exit codes.
-    """
-    from torch.distributed.elastic.multiprocessing.api import ProcessFailure, SubprocessContext
+def _count_failures() -> None:
+    """Let torchrun count no rank as failed that it has stopped itself because another failed."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     context: Any = SubprocessContext
     poll = context._poll
@@ -159,38 +135,10 @@ def _count_failures(record: Path) -> None:
                 code = result.failures[rank].exitcode
                 if code < 0 or code in exit_codes.STOPPED:
                     del result.failures[rank]
-            for rank in _silent(self, record):
-                pid = self.pids()[rank]
-                failure = ProcessFailure(rank, pid, exit_codes.ERROR, self.error_files[rank])
-                result.failures[rank] = failure
         return result
 
     context.close = close_after_note
     context._poll = poll_and_judge
-
-
-def _silent(context: Any, record: Path) -> list[int]:
-    """Return the ranks that ended with 0 without a report, and report that for them."""
-    restart = exit_codes.attempt(context.envs[0])
-    told = _last_restart(record.read_text() if record.exists() else "", restart)
-    handlers = context.subprocess_handlers.items()
-    ended = [rank for rank, handler in handlers if handler.proc.poll() == exit_codes.DONE]
-    # A program of another library reports nothing at all.
-    begun = {words for code, words in told if code == exit_codes.BEGUN}
-    if not begun or len(ended) <= sum(code == exit_codes.DONE for code, _ in told):
-        return []
-    reason = (
-        "a rank ended with code 0 before its work was done: code of the run has called os._exit, "
-        "or has replaced the process"
-    )
-    with record.open("a") as file:
-        file.write(f"{restart} {exit_codes.ERROR} {json.dumps(reason)}\n")
-    from titanlite.runs.record import end_silent
-
-    for folder in begun - {""}:
-        with suppress(OSError):
-            end_silent(Path(folder), exit_codes.ERROR, reason)
-    return ended
 
 
 def _keep_to_codes() -> None:
@@ -253,12 +201,11 @@ def main() -> NoReturn:
     farewell = Farewell()
     gc.freeze()
     gc.enable()
-    _quiet_stops()
     _keep_to_codes()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
-        _count_failures(record)
+        _count_failures()
         end = _run(torchrun)
         # The workers have ended, and their code counts.
         for number in _SIGNALS:

@@ -141,12 +141,6 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "validation.enable",
     ),
     ("needs", "guard.policy", "guard.policy=rollback", "checkpoint.enable_checkpoint = true"),
-    (
-        "needs",
-        "debug.deterministic_warn_only",
-        "debug.deterministic_warn_only",
-        "debug.deterministic = true",
-    ),
     ("needs", f"{RATE}decay_type", f"{RATE}decay_type=plateau", "lr_scheduler.plateau_ratio"),
     ("needs", f"{AC}mode", f"{AC}mode=budget", "training.compile = true"),
     (
@@ -213,12 +207,6 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "checkpoint.start",
     ),
     ("conflict", "guard.max_skips", "guard.policy=skip guard.max_skips=100", "guard.window = 100"),
-    (
-        "conflict",
-        "stall.deadline_seconds",
-        "stall.deadline_seconds=100",
-        "comm.train_timeout_seconds = 100",
-    ),
     (
         "conflict",
         "profiling.profile_freq",

@@ -87,8 +87,8 @@ def test_the_table_of_a_converter_counts_where_the_converter_is_named(
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (OFF + FILTERS, "does not have quantize.linear.mx: quantize.linear.mx.filter_fqns"),
-        (ON + FLOAT8, "has quantize.linear.mx: quantize.linear.float8.filter_fqns, quantize."),
+        (OFF + FILTERS, "by model.converters: quantize.linear.mx.filter_fqns"),
+        (ON + FLOAT8, "by model.converters: quantize.linear.float8.filter_fqns, quantize."),
     ],
 )
 def test_a_table_that_does_not_count_is_told(text: str, note: str) -> None:
@@ -113,7 +113,7 @@ def test_a_table_that_does_not_count_is_told(text: str, note: str) -> None:
             '"rowwise" is no MX format',
         ),
         (
-            ON + FILTERS + '[float8]\nfilter_fqns = ["wo"]',
+            ON + '[float8]\nfilter_fqns = ["wo"]\n' + FILTERS,
             "quantize.linear.mx.filter_fqns",
             "two names of one thing, float8.filter_fqns, differ",
         ),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.cli.main import main
 from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
@@ -279,36 +278,6 @@ def test_a_later_file_over_an_older_one_keeps_its_model_when_it_is_shown(tmp_pat
     text = config.to_toml(defaults=False)
     assert 'flavor = "3.1-8B"' in text
     assert read_text(text, tmp_path / "run.toml")[0].value("model.flavor") == "3.1-8B"
-
-
-OTHER = """\
-[model]
-dim = 256
-n_layers = 4
-[train]
-batch_size = 4
-max_steps = 100
-[scheduler]
-warmup_steps = 10
-[distributed]
-dp_shard = -1
-"""
-
-
-@pytest.mark.parametrize("command", ["check", "show", "train"])
-def test_a_file_of_another_trainer_is_refused_as_such(command, tmp_path, capsys) -> None:
-    message = "is no file of titanlite or torchtitan: 6 of its 6 keys are unknown"
-    path = tmp_path / "run.toml"
-    path.write_text(OTHER)
-    if command == "train":
-        with pytest.raises(ValueError, match=re.escape(message)):
-            check_config([f"--job.config_file={path}"], training=True)
-        return
-    assert main(["config", command, str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert "unknown key" in err
 
 
 def table() -> str:

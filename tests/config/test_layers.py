@@ -87,13 +87,6 @@ def test_table_can_be_one_word_on_the_command_line(tmp_path):
     assert config.sections.model.overrides == {"n_layers": 2, "dim": 16, "tied": False}
 
 
-def test_tables_in_a_list_as_python_prints_them():
-    sources = load(
-        ["--data.source", "[{'path': '/a', 'weight': 2.0}, {'path': 'b'}]"]
-    ).sections.data.source
-    assert [(source.path, source.weight) for source in sources] == [("/a", 2.0), ("b", 1.0)]
-
-
 @pytest.mark.parametrize("word", ["dim", "=3", "dim=3", "{dim}", "64,dim=3"])
 def test_words_that_are_no_table_are_refused(word):
     with pytest.raises(ConfigError, match="model.overrides: "):

@@ -19,8 +19,8 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError, connectivity
 from titanlite.data.connectivity import contact_problem
 from titanlite.data.records import Columns
-from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader
+from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.hf import config_file
 
@@ -110,7 +110,7 @@ def test_text_is_read_by_the_proxy_of_the_environment(
         monkeypatch.setenv("HTTP_PROXY", server.url)
         url = "http://host.example/files/a.jsonl"
         assert contact_problem(url) is None
-        found = Shards((url,), Columns(), patience=1.0).records(0, 0)
+        found = TextFiles((url,), Columns(), patience=1.0).records(0, 0)
         assert [record.text for record in found] == TEXTS
 
 

@@ -101,16 +101,6 @@ def mistral_3(folder: Path) -> Path:
     return sentencepiece_model(folder / "tokenizer.model", **PLAIN, control_symbols=control)
 
 
-def user_defined(folder: Path) -> Path:
-    own = ["[ins]", "[/ins]", "\u2581\u2581"]
-    return sentencepiece_model(folder / "tokenizer.model", **PLAIN, user_defined_symbols=own)
-
-
-def unigram(folder: Path) -> Path:
-    """T5's kind: normalised by NFKC, runs of spaces as one."""
-    return sentencepiece_model(folder / "tokenizer.model", "unigram", byte_fallback=True)
-
-
 def qwen(folder: Path) -> Path:
     """Byte-level BPE after NFC, and no BOS by its config: titanlite takes <|endoftext|>."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -178,8 +168,6 @@ KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
     llama_3_converted_with_names: (FAMILIES, "<|begin_of_text|>"),
     mistral_1: (("mistral", "mixtral"), "<s>"),
     mistral_3: (("mistral", "mixtral"), "<s>"),
-    user_defined: (("llama",), "<s>"),
-    unigram: (("llama",), "<s>"),
     qwen: (("qwen3", "llama"), "<|endoftext|>"),
 }
 
@@ -272,19 +260,6 @@ def test_without_transformers_the_files_are_copied(
     assert "tokenizer.json" not in found
 
 
-def test_the_choice_among_files_of_a_folder_is_told_once_by_each_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "original").mkdir()
-    for name in ("tokenizer.model", "original/tokenizer.model"):
-        (tmp_path / name).write_bytes(BUNDLED_SENTENCEPIECE.read_bytes())
-    with caplog.at_level(logging.INFO, logger="titanlite"):
-        hf_files(str(tmp_path))
-    # The copy of the files, and the tokenizer that is loaded to compare them.
-    assert caplog.text.count("the first is used") == 2
-
-
 def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:
     """It takes its own for each Qwen2, which composes accents: Llama 3's tokenizer does not."""
     for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
@@ -292,6 +267,25 @@ def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
     assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "unigram", "byte_fallback": True},
+        {**PLAIN, "user_defined_symbols": ["[ins]"]},
+        {"byte_fallback": True},
+    ],
+)
+def test_of_other_sentencepiece_models_the_file_alone_is_copied(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = sentencepiece_model(tmp_path / "tokenizer.model", **options)
+    with caplog.at_level(logging.WARNING, logger="titanlite"):
+        found = hf_files(str(file))
+    assert found["tokenizer.model"] == file.read_bytes()
+    assert "tokenizer.json" not in found
+    assert "no tokenizer.json is made of a sentencepiece model of this kind" in caplog.text
 
 
 @pytest.mark.slow_after(2)

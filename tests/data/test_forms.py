@@ -1,9 +1,10 @@
-"""Records of other trainers: their ids and targets, how they are recognised, and bad records."""
+"""Records of other trainers: their ids and targets, and bad records."""
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ from titanlite.data import DataError
 from titanlite.data.chat import encode_chat, load_template
 from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.record_forms import Alpaca, ShareGPT, form_columns, plain
-from titanlite.data.record_forms.recognition import recognise
 from titanlite.data.records import Columns, strings_of
 from titanlite.data.rows import IGNORE, Rows
-from titanlite.data.shards import Shards
 from titanlite.data.text import TextReader, build_dataset
-from titanlite.data.text_report import file_lines
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
@@ -147,7 +146,6 @@ def test_sharegpt_has_the_ids_of_transformers_by_the_tokenizers_template(
         for begin, end in zip(offsets, offsets[1:], strict=False)
     ]
     assert found == expected
-    assert not rows.listing or not rows.listing.records
 
 
 def test_the_plain_template_has_the_masks_of_transformers(folder: Path) -> None:
@@ -172,15 +170,16 @@ def test_the_plain_template_has_the_masks_of_transformers(folder: Path) -> None:
     assert prompt.endswith("\nAssistant:")
 
 
-def test_a_tokenizer_without_a_template_takes_the_plain_one_and_says_so(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_takes_the_plain_one_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = lines(tmp_path / "a.jsonl", RECORDS["messages"])
-    chosen = read(path, record="messages")
+    with caplog.at_level(logging.INFO, logger="titanlite"):
+        chosen = read(path, record="messages")
+    assert "rendered by the plain chat template" in caplog.text
     assert tokens_of(chosen) == tokens_of(
         read(path, messages_key="messages", chat_template="plain")
     )
-    assert tokens_of(chosen) == tokens_of(read(path))
-    said = "records: messages, rendered by the plain chat template"
-    assert list(file_lines(chosen))[0].endswith(said)
     with pytest.raises(DataError, match=r'name a Jinja file, or "plain"'):
         read(path, messages_key="messages")
 
@@ -205,9 +204,7 @@ def test_alpaca_has_its_published_template_and_targets_of_the_output_alone(tmp_p
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", RECORDS)
-def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
-    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_kind_of_file_has_the_same_targets(tmp_path: Path, form: str) -> None:
     records = RECORDS[form]
     kinds = [
         lines(tmp_path / "a.jsonl", records),
@@ -218,17 +215,14 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
     wanted = tokens_of(read(kinds[0], record=form))
     assert sum(label != IGNORE for part in wanted[1::2] for label in part) > 50
     for path in kinds:
-        rows = read(path)
-        assert tokens_of(rows) == wanted
-        assert f"records: {form}, recognised by the field" in next(file_lines(rows))
+        assert tokens_of(read(path, record=form)) == wanted
+        if form != "completion":  # its fields are no text
+            with pytest.raises(DataError, match=r"text_key, or the form by data\.record"):
+                read(path)
     out = tmp_path / "out"
     words = ["data", "prepare", str(kinds[1]), "--out", str(out), "--workers", "1"]
-    words.append("--tokenizer=bundled")
-    assert cli.main(words) == 0
-    assert f"records: {form}, recognised by the field" in capsys.readouterr().out
+    assert cli.main([*words, "--tokenizer=bundled", "--record", form]) == 0
     assert tokens_of(read(out)) == tokens_of(read(out, record=form)) == wanted
-    assert cli.main([*words[:4], str(tmp_path / "2"), *words[5:], "--record", form]) == 0
-    assert tokens_of(read(tmp_path / "2")) == wanted
     other = "alpaca" if form != "alpaca" else "sharegpt"
     with pytest.raises(DataError, match=r"data\.record: .* has no effect on .*; leave the key out"):
         read(out, record=other)
@@ -240,7 +234,7 @@ def test_every_kind_of_file_has_the_same_targets_recognised_or_chosen(
 def test_ranks_and_resumes_see_the_same_batches(tmp_path: Path, form: str, streaming: bool) -> None:
     for part in range(4):
         lines(tmp_path / f"{part}.jsonl", RECORDS[form])
-    data = Data(streaming=streaming, lanes=4 if streaming else None, shuffle_buffer=12)
+    data = Data(record=form, streaming=streaming, lanes=4 if streaming else None, shuffle_buffer=12)
     training = Training(dataset_path=str(tmp_path), seq_len=8)
     check_ranks_and_resumes(lambda: build_dataset(training, data, TOKENIZER, TOKENIZER.vocab_size))
 
@@ -262,55 +256,7 @@ def test_forms_of_sources_and_of_validation(tmp_path: Path) -> None:
     documents = [rows.corpus.documents for rows in texts.values() if rows.corpus]
     assert documents == [12, 12, 30]
     held_out = reader.held_out(Validation(dataset_path=str(pairs)), 16)[""]
-    assert tokens_of(held_out) == tokens_of(read(pairs))
-
-
-def test_what_was_recognised_is_said_before_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = lines(tmp_path / "a.jsonl", RECORDS["sharegpt"])
-    flags = [f"--training.dataset_path={path}", "--training.seq_len=16"]
-    assert cli.main(["data", "peek", *flags, "--rows", "1"]) == 0
-    head = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    characters = sum(
-        len(load_template("plain", TOKENIZER).render(chat, "here")) for chat in MESSAGES
-    )
-    assert head[0].endswith(
-        "; records: sharegpt, recognised by the field conversations (data.record says otherwise), "
-        "rendered by the plain chat template"
-    )
-    assert head[1].startswith("12 documents of ")
-    assert head[1].endswith(f", {characters:,} characters")
-
-
-def test_a_text_beside_other_fields_stays_the_text_and_that_is_said(tmp_path: Path) -> None:
-    """As in tatsu-lab/alpaca, whose rows also have the filled template."""
-    records = [{**one, "text": f"text {n}"} for n, one in enumerate(ALPACA)]
-    rows = read(lines(tmp_path / "a.jsonl", records))
-    assert rows.corpus is not None
-    text = TOKENIZER.decode(rows.corpus.read(0, rows.corpus.size).tolist())
-    assert "text 3" in text
-    assert "Below" not in text
-    assert next(file_lines(rows)).endswith(
-        "the field text alone; they also have the fields of alpaca (data.record chooses)"
-    )
-    assert read(lines(tmp_path / "b.jsonl", [{"text": "a"}] * 20)).listing.records == ""  # type: ignore[union-attr]
-
-
-def test_records_of_two_forms_are_refused_with_the_lines_that_choose(tmp_path: Path) -> None:
-    records = [{**one, **other} for one, other in zip(ALPACA, COMPLETIONS, strict=True)]
-    path = lines(tmp_path / "a.jsonl", records)
-    with pytest.raises(DataError) as caught:
-        read(path)
-    assert str(caught.value).splitlines() == [
-        f"training.dataset_path: the records of {path} have the fields of alpaca and completion",
-        "  one of these lines in [data] says which is meant:",
-        '    record = "alpaca"',
-        '    record = "completion"',
-    ]
-    assert tokens_of(read(path, record="alpaca")) == tokens_of(
-        read(lines(tmp_path / "b.jsonl", ALPACA))
-    )
+    assert tokens_of(held_out) == tokens_of(read(pairs, record="alpaca"))
 
 
 LONG = "x" * 500
@@ -320,7 +266,7 @@ BAD = [
         "sharegpt",
         {"conversations": LONG},
         r"'conversations' is no list of turns, each with from and value: \"x{159}…; name the "
-        "field by data.messages_key, or set data.record",
+        "field by data.messages_key, or the form by data.record",
     ),
     (
         "sharegpt",
@@ -404,8 +350,9 @@ def test_optional_fields_are_read_where_a_table_has_them(tmp_path: Path) -> None
     system = [
         {"conversations": [{"from": "system", "value": "Be kind."}, *one]} for one in SHAREGPT[2:]
     ]
-    assert tokens_of(read(as_parquet(tmp_path / "t.parquet", turns))) == tokens_of(
-        read(lines(tmp_path / "t.jsonl", system))
+    table = read(as_parquet(tmp_path / "t.parquet", turns), record="sharegpt")
+    assert tokens_of(table) == tokens_of(
+        read(lines(tmp_path / "t.jsonl", system), record="sharegpt")
     )
 
 
@@ -434,15 +381,16 @@ def test_a_form_decides_kept_tokens_and_the_place_in_a_stream(tmp_path: Path) ->
         Columns("output", "instruction", form=ShareGPT()),
     ]
     stamps = {_Text([path], TOKENIZER, 2304, one, "auto").stamp() for one in columns}
-    prints = {Shards((str(path),), one).fingerprint("x") for one in columns}
+    prints = {TextFiles((str(path),), one).fingerprint("x") for one in columns}
     assert len(stamps) == len(prints) == 3
 
 
-def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
+def _hashes(world: DistEnv, path: str, form: str, folder: str) -> list[str]:
     """Hashes of this rank's batches of three steps of a run."""
     flags = [
         *TWO_LAYERS,
         f"--training.dataset_path={path}",
+        f"--data.record={form}",
         f"--job.dump_folder={folder}",
         "--training.seq_len=8",
         "--training.batch_size=1",
@@ -458,37 +406,15 @@ def _hashes(world: DistEnv, path: str, folder: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharegpt.jsonl", "alpaca.csv", "messages.parquet"])
 def test_real_ranks_have_the_batches_of_one(pool: Pools, tmp_path: Path, name: str) -> None:
-    """One rank recognises the form, and tells the others."""
     form, _, suffix = name.partition(".")
     write = {"jsonl": lines, "csv": as_csv, "parquet": as_parquet}[suffix]
     path = write(tmp_path / name, RECORDS[form] * 3)
     found = []
     for ranks in (1, 2, 3):
-        of_ranks = pool(ranks).run(_hashes, str(path), str(tmp_path))
+        of_ranks = pool(ranks).run(_hashes, str(path), form, str(tmp_path))
         found.append([add_hashes(step) for step in zip(*of_ranks, strict=True)])
     assert found[0] == found[1] == found[2]
     assert len({*found[0]}) == 3
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl", "stream.arrow"])
-def test_records_of_no_known_form_are_looked_at_once_and_keep_their_error(
-    tmp_path: Path, name: str
-) -> None:
-    """Also with columns that hold no Python values, and with two columns of one name."""
-    path = tmp_path / name
-    table = pa.table({"body": ["a"] * 2000, "at": pa.array([1] * 2000, pa.timestamp("ns"))})
-    if name.endswith(".parquet"):
-        pq.write_table(table, path)
-    elif name.endswith(".arrow"):
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=100)
-    elif name.endswith(".csv"):
-        path.write_text("body,body\na,b\n")
-    else:
-        lines(path, [{"body": "a"}])
-    assert recognise([str(path)], "auto", "key", "data") == (None, "")
-    with pytest.raises(DataError, match=r"(no column|the key) 'text' .*data\.text_key"):
-        read(path)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ def test_texts_come_back_as_they_are() -> None:
 
 def test_a_killed_process_is_started_again_and_threads_take_turns() -> None:
     GOOD.prompt(CHAT, "here")
-    os.kill(chat_process._workers[0].process.pid, signal.SIGKILL)
+    os.kill(chat_process._workers[0][0].pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="the process that renders it ended with code -9"):
+        GOOD.prompt(CHAT, "here")
     results: dict[int, list[str]] = {}
 
     def render(number: int) -> None:
@@ -127,11 +129,11 @@ def test_a_killed_process_is_started_again_and_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: [f"user: {number}\n"] * 50 for number in range(4)}
-    worker = chat_process._workers[0].process
+    worker = chat_process._workers[0][0]
     os.kill(worker.pid, signal.SIGINT)  # Ctrl-C reaches all processes of a terminal
     os.kill(worker.pid, signal.SIGTERM)
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
-    assert chat_process._workers[0].process is worker
+    assert chat_process._workers[0][0] is worker
 
 
 def test_all_that_render_name_file_and_record(

@@ -25,8 +25,9 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.listing import Place
 from titanlite.data.records import Columns
-from titanlite.data.shards import Shards, url_text
+from titanlite.data.shards import url_text
 from titanlite.data.text import build_dataset
+from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
 
 pytest.importorskip("aiohttp")
@@ -45,7 +46,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
 
 def read(url: str, start: int = 0, patience: float = 300) -> Iterator[str]:
     return (
-        record.text for record in Shards((url,), Columns(), patience=patience).records(0, start)
+        record.text for record in TextFiles((url,), Columns(), patience=patience).records(0, start)
     )
 
 
@@ -206,7 +207,8 @@ import json, os
 from titanlite.config.text_names import HubText, hub_text
 from titanlite.data import DataError
 from titanlite.data.records import Columns
-from titanlite.data.shards import Shards, hub_files
+from titanlite.data.text_files import TextFiles
+from titanlite.data.shards import hub_files
 
 os.environ["HF_TOKEN"] = "hf_right"
 found = {}
@@ -216,7 +218,7 @@ for split in (None, "validation", "test"):
     except DataError as error:
         found["error"] = str(error)
         continue
-    shards = Shards(tuple(names), Columns(), kind, revision, 60.0)
+    shards = TextFiles(tuple(names), Columns(), kind, revision, 60.0)
     texts = [record.text for n in range(len(names)) for record in shards.records(n, 0)]
     found[split or "train"] = texts
 os.environ["HF_TOKEN"] = "hf_wrong"

@@ -15,8 +15,8 @@ from tests.support.shards import first_rows, make_stream, write_shards
 from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader, gather_state
 from titanlite.data.rows import IGNORE
-from titanlite.data.shards import Shards
 from titanlite.data.stream import default_lanes
+from titanlite.data.text_files import TextFiles
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_going_back_gives_the_same_rows(names) -> None:
 def opened(monkeypatch) -> list[tuple[int, int]]:
     """Shard and row of each read of a file that begins."""
     found: list[tuple[int, int]] = []
-    records = Shards.records
+    records = TextFiles.records
     monkeypatch.setattr(
-        Shards, "records", lambda self, *place: found.append(place) or records(self, *place)
+        TextFiles, "records", lambda self, *place: found.append(place) or records(self, *place)
     )
     return found
 

@@ -371,8 +371,8 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
 ) -> None:
     flags = [*run_flags(base, "--training.steps=1"), f"--lora.adapter={adapters}"]
     for change, shown in (
-        ("--lora.alpha=7", "lora.alpha is 7.0 here, 6.0 there"),
-        ('--lora.targets=["wq"]', "has an adapter there alone"),
+        ("--lora.alpha=7", "alpha: 6.0 there, 7.0 here"),
+        ('--lora.targets=["wq"]', "targets: ['"),
     ):
         found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, change)[0]
         assert shown in found["error"], found["error"]

@@ -4,41 +4,31 @@ against `transformers` on one rank.
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.checkpoints import unequal
 from tests.support.hf import TOML
 from tests.support.hf_compare import (
     ARCHITECTURES,
     MIXTURES,
-    Result,
     alone,
-    batch_of,
     differences,
     flags_of,
     on_ranks,
-    whole,
 )
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import KEPT_TOKENS
-from tests.support.watch import Operations, Watch
-from titanlite import load_config
-from titanlite.assembly.model import build_model
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf import open_hf
 from titanlite.config.errors import ConfigError
-from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
@@ -46,35 +36,11 @@ from titanlite.models.mixtral import MixtralArgs
 from titanlite.resolve.load import check_config
 
 SPEC = get_spec("hf")
-EP = "parallelism__expert_parallel_degree"
-TWO = {EP: 2}
 FULL = {"activation_checkpoint__mode": "full"}
-BY_OP = {
-    "activation_checkpoint__mode": "selective",
-    "activation_checkpoint__selective_ac_option": "op",
-}
 REPLICAS = {
     "training__data_parallel_replicate_degree": 2,
     "training__data_parallel_shard_degree": 2,
 }
-MORE = [
-    pytest.param(kind, ranks, keys, marks=pytest.mark.slow)
-    for kind, ranks, keys in [
-        ("mixtral", 2, TWO),
-        ("gpt_oss", 2, TWO),
-        ("deepseek_v3", 2, TWO),
-        ("olmoe", 2, TWO),
-        ("qwen3_moe", 2, {**TWO, **BY_OP, "training__loss_chunks": 2}),
-        ("qwen3_moe", 2, {**TWO, "training__compile": "true"}),
-        ("gpt_oss", 2, {**TWO, "training__compile": "true"}),
-        ("deepseek_v3", 1, {"training__compile": "true"}),
-        ("qwen3_moe", 4, TWO),
-        ("gpt_oss", 4, {**TWO, **BY_OP}),
-        ("gpt_oss", 4, {**TWO, **REPLICAS}),
-        ("deepseek_v3", 4, {**TWO, **FULL}),
-        ("olmoe", 4, {EP: 4}),
-    ]
-]
 #: Of the loss and of each gradient.
 NEAR = 2e-6
 
@@ -91,12 +57,12 @@ def content(kind: str, **entries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "ranks", "keys"),
     [
-        ("qwen3_moe", 2, TWO),
-        ("gpt_oss", 2, {**TWO, **BY_OP}),
-        ("deepseek_v3", 2, {**TWO, **FULL}),
+        ("qwen3_moe", 2, {**FULL, "training__loss_chunks": 2}),
+        ("gpt_oss", 2, {}),
+        ("deepseek_v3", 2, FULL),
         ("qwen2_moe", 2, {}),
-        ("mixtral", 4, TWO),
-        *MORE,
+        ("mixtral", 4, REPLICAS),
+        ("olmoe", 2, {"training__compile": "true"}),
     ],
     ids=str,
 )
@@ -108,104 +74,18 @@ def test_gradients_are_those_of_transformers_on_one_rank(
     assert max(differences(results[0], expected).values()) < NEAR
 
 
-@pytest.mark.slow
-def test_documents_and_experts_of_other_ranks_go_together(pool: Pools, tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, "qwen3_moe", data__mask_documents="true", **TWO)
-    found = pool(2).run(on_ranks, flags, True)[0]
-    expected = alone("qwen3_moe", found.weights, True)
-    assert max(differences(found, expected).values()) < NEAR
-
-
-def _counting(dispatch: Any, rows: list[int]) -> Any:
-    """Note the rows that a rank's experts get from `dispatch`."""
-
-    def counted(x: torch.Tensor, counts: torch.Tensor) -> Any:
-        result = dispatch(x, counts)
-        rows.append(len(result[0]))
-        return result
-
-    return counted
-
-
-def _all_to_the_first(world: DistEnv, flags: list[str]) -> tuple[Result, list[int]]:
-    """Do as `on_ranks` with routers of zeros; return the rows that this rank's experts got, too."""
-    parts = build_model(load_config(TOML, world.size, flags), world, 192)
-    rows: list[int] = []
-    for name, module in parts.model.named_modules():
-        if name.endswith("mlp.experts"):
-            module.exchange.dispatch = _counting(module.exchange.dispatch, rows)
-    with torch.no_grad():
-        for name, parameter in parts.model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter.zero_()
-    weights = {name: whole(p) for name, p in parts.model.named_parameters()}
-    tokens, labels = (part[world.rank :: world.size] for part in batch_of(False)[:2])
-    share = parts.runner.forward_backward([Batch(tokens, labels)], torch.tensor(1.0))
-    dist.all_reduce(share)
-    gradients = {}
-    for name, parameter in parts.model.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = whole(parameter.grad)
-    return Result(float(share) / parts.factors.loss, gradients, weights), rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [TWO, {**TWO, **FULL}], ids=str)
-def test_ties_go_to_one_rank_and_the_other_gets_no_rows(
-    pool: Pools, tmp_path: Path, keys: dict[str, Any]
-) -> None:
-    flags = flags_of(tmp_path, "mixtral", **keys)
-    (found, first), (_, second) = pool(2).run(_all_to_the_first, flags)
-    expected = alone("mixtral", found.weights, False)
-    assert max(differences(found, expected).values()) < NEAR
-    every = {a + b for a, b in zip(first, second, strict=True)}
-    assert every == {2 * 4 * 32}
-    assert 0 in (first[0], second[0])
-
-
-def _sent(world: DistEnv, flags: list[str]) -> tuple[Counter[tuple[str, str]], int]:
-    """Return the all-to-alls of a micro-batch, and how many times the host waits for counts."""
-    run = load_config(TOML, world.size, flags)
-    parts = build_model(run, world, 192)
-    batch = batch_of(False)
-    mine = Batch(*(part[world.rank :: world.size] for part in batch[:2]))
-    for _ in range(2):  # the first sets FSDP up
-        counted: Counter[str] = Counter()
-        watch = Watch(functools.partial(_count, counted))
-        with Operations() as operations, watch:
-            parts.runner.forward_backward([mine], torch.tensor(1.0))
-    return operations.sent, counted["titanlite.sizes_on_host.default"]
-
-
-def _count(counted: Counter[str], operator: Any, args: Any, output: Any) -> None:
-    counted[str(operator)] += 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("keys", "forward"), [({}, 1), (FULL, 2), (BY_OP, 1)], ids=str)
-def test_a_layer_reads_counts_once_and_sends_rows_twice_each_way(
-    pool: Pools, tmp_path: Path, keys: dict[str, Any], forward: int
-) -> None:
-    sent, read = pool(2).run(_sent, flags_of(tmp_path, "gpt_oss", **TWO, **keys))[0]
-    layers = 2
-    moved = {kind: number for (name, kind), number in sent.items() if name == "all_to_all_single"}
-    assert moved == {"torch.int64": layers, "torch.float32": layers * (2 * forward + 2)}
-    assert read == layers
-
-
 # Numbers of a model
 
 
 def test_a_token_counts_the_experts_that_it_uses() -> None:
     args = args_from_hf(content("deepseek_v3"))
     mixture = 3 * 64 * 32
-    assert SPEC.experts is not None
-    assert SPEC.experts(args) == {"model.layers.1.mlp.experts": 8}
-    assert (args.top_k, args.expert_width) == (2, 32)
+    (layer,) = args.skeleton.moe_layers.items()
+    assert layer[0] == "model.layers.1.mlp.experts"
+    assert layer[1][:2] == (8, 2)
     fewer = args_from_hf(content("deepseek_v3", num_experts_per_tok=1))
     assert SPEC.flops_per_token(args, 32) - SPEC.flops_per_token(fewer, 32) == 6 * mixture
     assert "model.layers.1.mlp.gate" not in SPEC.linears(args)  # type: ignore[misc]
-    assert SPEC.experts(args_from_hf({**ARCHITECTURES["llama"], "model_type": "llama"})) == {}
 
 
 # Files
@@ -340,12 +220,12 @@ def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
     for name in ("straight", "resumed", "alone", "four"):
         folders[name] = tmp_path / name
         folders[name].mkdir()
-    straight = pool(2).run(_rows, folders["straight"], run_flags(folders["straight"], kind, **TWO))
+    straight = pool(2).run(_rows, folders["straight"], run_flags(folders["straight"], kind))
     saved = folders["straight"] / "run" / "checkpoint"
-    for name, ranks, degree in (("resumed", 2, 2), ("alone", 1, 1), ("four", 4, 2)):
+    for name, ranks in (("resumed", 2), ("alone", 1), ("four", 4)):
         own = folders[name] / "run" / "checkpoint"
         shutil.copytree(saved / "step-2", own / "step-2")
-        flags = run_flags(folders[name], kind, **{EP: degree})
+        flags = run_flags(folders[name], kind)
         rows = pool(ranks).run(_rows, folders[name], flags)[0]
         if name == "resumed":
             assert rows == straight[0][2:]
@@ -354,38 +234,14 @@ def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
         assert [number for row in rows for number in row] == pytest.approx(expected, rel=2e-5)
 
 
-def _last_row(world: DistEnv, folder: Path, flags: list[str]) -> dict[str, Any]:
-    return train_rows(world, str(folder / "run"), *flags, config=TOML)[-1]
-
-
-@pytest.mark.slow
-def test_logs_have_the_load_of_experts_and_no_losses_of_routers(
-    pool: Pools, tmp_path: Path
-) -> None:
-    found = []
-    for ranks in (1, 2):
-        folder = tmp_path / f"{ranks}"
-        folder.mkdir()
-        keys = {EP: ranks, "training__steps": 1, "checkpoint__enable_checkpoint": "false"}
-        row = pool(ranks).run(_last_row, folder, run_flags(folder, "mixtral", **keys))[0]
-        found.append({name: value for name, value in row.items() if name.startswith("experts/")})
-    assert found[0] == pytest.approx(found[1])
-    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    names = ["max_share", "entropy", *(f"max_share/{layer}" for layer in layers)]
-    assert set(found[0]) == {f"experts/{name}" for name in names}
-    assert 0.25 < found[0]["experts/max_share"] < 0.5
-    assert 0.9 < found[0]["experts/entropy"] < 1
-
-
 def test_an_export_of_two_ranks_is_what_transformers_loads(pool: Pools, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     exports = []
-    for name, ranks, degree in (("two", 2, 2), ("one", 1, 1)):
+    for name, ranks in (("two", 2), ("one", 1)):
         folder = tmp_path / name
         folder.mkdir()
         keys = {
-            EP: degree,
             "training__steps": 1,
             "optimizer__lr": 0.0,
             "checkpoint__last_save_in_hf": "true",
@@ -415,11 +271,10 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
     [
         ("llama4_text", {}, "do not go through the interface of transformers for experts"),
         ("mixtral", {"output_router_logits": True}, "load-balancing loss"),
-        ("mixtral", {"intermediate_size": 100}, "multiples of 8"),
         *(
-            (kind, {"num_experts_per_tok": count}, "does not run on tensors without data")
+            (kind, {"num_experts_per_tok": count}, words)
             for kind in ROUTED
-            for count in (0, 99)
+            for count, words in ((0, "gives a token no experts"), (99, "does not run on tensors"))
         ),
     ],
 )
@@ -434,12 +289,27 @@ def test_experts_that_cannot_be_computed_are_refused(
 @pytest.mark.parametrize(
     ("kind", "ranks", "keys", "key", "words"),
     [
-        ("llama", 2, TWO, EP, "LlamaForCausalLM has no experts that ranks could share"),
-        ("mixtral", 8, {EP: 8}, EP, "both data_parallel_shard = 8 and the 4 experts"),
+        (
+            "mixtral",
+            2,
+            {"parallelism__expert_parallel_degree": 2},
+            "parallelism.expert_parallel_degree",
+            "is not supported by the model hf: its ModelSpec has no experts",
+        ),
+        (
+            "mixtral",
+            2,
+            {
+                "activation_checkpoint__mode": "selective",
+                "activation_checkpoint__selective_ac_option": "op",
+            },
+            "activation_checkpoint.selective_ac_option",
+            "change results in place that it would save; take a number",
+        ),
         (
             "mixtral",
             4,
-            {**TWO, "training__tensor_parallel_degree": 2},
+            {"training__tensor_parallel_degree": 2},
             "training.tensor_parallel_degree",
             "is not supported by the model hf: its ModelSpec has no tensor_plan",
         ),
@@ -456,20 +326,6 @@ def test_experts_that_cannot_be_computed_are_refused(
             {"experimental__pipeline_parallel_degree": 2},
             "experimental.pipeline_parallel_degree",
             "is not supported by the model hf: its ModelSpec has no pipeline_costs",
-        ),
-        (
-            "mixtral",
-            2,
-            {**TWO, "training__data_parallel_type": "ddp"},
-            EP,
-            "data_parallel_shard = 1",
-        ),
-        (
-            "mixtral",
-            2,
-            {**TWO, "activation_checkpoint__mode": "budget", "training__compile": "true"},
-            "activation_checkpoint.mode",
-            "are not compiled",
         ),
     ],
 )

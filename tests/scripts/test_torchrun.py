@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from tests.support.processes import ROOT, environment, python
+from tests.support.processes import environment, python
 from titanlite import torchrun
 from titanlite.exit_codes import (
     CONFIG,
@@ -27,7 +27,6 @@ from titanlite.exit_codes import (
     code_of,
     report_code,
 )
-from titanlite.runs.attempts import read_attempts
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
 
@@ -178,74 +177,6 @@ def test_a_stop_for_a_machine_that_joins_leaves_the_restarts(
     group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
     assert LocalElasticAgent._monitor_workers(agent, group) is ended
     assert agent._remaining_restarts == left
-
-
-#: Ranks of which one does not come to its end. The other one reports the code of its first word.
-SILENT = """
-import os, sys, time
-from titanlite.main import run_rank
-
-def work():
-    if os.environ["RANK"] == "1" or sys.argv[1] == "all":
-        exec(sys.argv[2])
-    time.sleep(1)
-    return int(sys.argv[1])
-
-run_rank(work)
-"""
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    ("other", "words", "code"),
-    [
-        ("all", "os._exit(0)", 1),
-        ("0", "os.execv('/bin/true', ['true'])", 1),
-        ("7", "os._exit(0)", 1),
-        ("3", "os._exit(0)", 3),
-        ("0", "pass", 0),
-    ],
-)
-def test_a_rank_that_ends_with_0_before_its_end_has_failed(
-    tmp_path: Path, other: str, words: str, code: int
-) -> None:
-    (tmp_path / "rank.py").write_text(SILENT)
-    start = ["--nproc_per_node=2", "--standalone", tmp_path / "rank.py", other, words]
-    done = python("-m", "titanlite.torchrun", *start)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.endswith("or has replaced the process\n") == (code == 1), done.stderr
-
-
-@pytest.mark.slow
-def test_a_run_that_its_own_code_ends_in_silence_is_recorded_by_the_launcher(
-    tmp_path: Path,
-) -> None:
-    """The next start goes on from its checkpoint, and knows what was lost."""
-    (tmp_path / "own.py").write_text(
-        "import os\n"
-        "from titanlite import Callback\n"
-        "class Leaves(Callback):\n"
-        "    def on_step_end(self, trainer, result):\n"
-        "        if trainer.step == 3 and not os.path.exists('left'):\n"
-        "            open('left', 'x').close()\n"
-        "            os._exit(0)\n"
-    )
-    run = tmp_path / "run"
-    words = ["train", "debug_model.toml", "--nproc=1", f"--job.dump_folder={run}"]
-    words += ["--training.steps=4", "--training.seq_len=32", "--no-validation.enable"]
-    words += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--metrics.log_freq=1"]
-    words.append("--job.callbacks=own:Leaves")
-    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = python("-m", "titanlite", *words, env=env, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    (attempt,) = read_attempts(run)
-    assert attempt["exit_code"] == 1 and attempt["ended"] and "os._exit" in attempt["reason"]
-    assert "state" not in attempt
-    done = python("-m", "titanlite", *words, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    last = read_attempts(run)[-1]
-    assert (last["after"], last["first_step"], last["lost"]["steps"]) == ("killed", 2, 1)
-    assert last["state"] == "done"
 
 
 #: One of two torchruns on this machine; the second one is late with its last words to the store of

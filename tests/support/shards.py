@@ -11,8 +11,8 @@ import numpy as np
 
 from titanlite.data.formats import Columns, Record
 from titanlite.data.lanes import StreamText
-from titanlite.data.shards import Shards
 from titanlite.data.stream import StreamRows
+from titanlite.data.text_files import TextFiles
 
 RANDOM = random.Random(1)
 #: They hardly compress: each file has more than 100 KB.
@@ -76,7 +76,7 @@ def make_stream(names: list[str], **options) -> StreamRows:
     }
     given = {**defaults, **options}
     of_rows = {name: given.pop(name) for name in ("lanes", "ranks", "workers") if name in given}
-    text = StreamText(Shards(tuple(names), Columns()), encode, **given)
+    text = StreamText(TextFiles(tuple(names), Columns()), encode, **given)
     return StreamRows(text, **of_rows)
 
 

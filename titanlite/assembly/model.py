@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.extensions import load_function
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import LossFunction
 from titanlite.optim.guard import FiniteGuard
@@ -84,6 +83,8 @@ def build_model(
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
     own_loss = None
     if is_dotted(run.training.loss):
+        from titanlite.config.own_functions import load_function
+
         own_loss = load_function("training.loss", run.training.loss)
     return ModelBuilder(run, args, mesh, device, own_loss)
 
@@ -111,7 +112,7 @@ def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
     names = run.spec.block_names(builder.args)
     size = run.sequences_at_once, run.batch.seq_len
     model = run.spec.build_on_meta(builder.args)
-    check_policy(model, names, size, builder.device, builder.param_dtype)
+    check_policy(model, names, size, builder.device)
 
 
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:

@@ -163,11 +163,9 @@ class Chooser:
         self.reject(newest, reason)
         return newest
 
-    def settle(self, rejected: Manifest, replaced: bool) -> None:
-        """Quarantine a suspect checkpoint; without another, let it be used after all."""
-        reason = self.bad.pop(rejected.step)
-        if replaced:
-            quarantine(self.folder_of(rejected), reason)
+    def set_aside(self, rejected: Manifest) -> None:
+        """Quarantine a suspect checkpoint, now that another one is loaded."""
+        quarantine(self.folder_of(rejected), self.bad[rejected.step])
 
     def folder_of(self, manifest: Manifest) -> AnyPath:
         """Return the folder of a checkpoint of this run."""
@@ -233,13 +231,11 @@ class Chooser:
     def _differences(self, manifest: Manifest, expected: Mapping[str, Any]) -> dict[str, str]:
         """Return what makes a checkpoint one of another run: name → "A there, B here"."""
         found = {}
-        for name, value in self.fingerprints.items():
-            saved = manifest.fingerprints.get(name)
+        for name in dict.fromkeys([*self.fingerprints, *_OF_ADAPTERS]):
+            saved = manifest.fingerprints.get(name, "none")
+            value = self.fingerprints.get(name, "none")
             if saved != value:
-                found[name] = f"{saved or 'none'} there, {value} here"
-        for name in _OF_ADAPTERS:
-            if name in manifest.fingerprints and name not in self.fingerprints:
-                found[name] = f"{manifest.fingerprints[name]} there, none here"
+                found[name] = f"{saved} there, {value} here"
         for name, wanted in expected.items():
             if name not in manifest.train:
                 continue
@@ -303,17 +299,11 @@ class Chooser:
                 f"{candidate.folder} holds whole weights, and no adapters: name it as "
                 "checkpoint.initial_load_path, to put new ones beside them"
             )
-        differ = []
-        for name in _OF_ADAPTERS:
-            if theirs.get(name) != self.fingerprints.get(name):
-                there, here = theirs.get(name), self.fingerprints.get(name)
-                differ.append(f"\n  {name}: {there} there, {here} here")
-        if differ:
-            raise CheckpointError(
-                f"{candidate.folder} holds other adapters than this run's:{''.join(differ)}\n"
-                "Name the weights that they were trained on as checkpoint.initial_load_path, and "
-                "give [lora] as that run had it"
-            )
+        _refuse_differences(
+            f"{candidate.folder} holds other adapters than this run's",
+            {name: theirs.get(name) for name in _OF_ADAPTERS},
+            {name: self.fingerprints.get(name) for name in _OF_ADAPTERS},
+        )
         return candidate
 
     def _judge_peft(self, path: AnyPath) -> Candidate:
@@ -329,9 +319,8 @@ class Chooser:
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())
         weights = open_weights(path, *self.model())
-        if differ := _other_adapters(weights.config, record):
-            lines = "".join(f"\n  {line}" for line in differ)
-            raise CheckpointError(f"{path} holds other adapters than [lora] describes:{lines}")
+        lead = f"{path} holds other adapters than [lora] describes"
+        _refuse_differences(lead, _lora(weights.config), _lora(record))
         return Candidate(path, as_manifest(weights), "from", is_foreign=True)
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
@@ -376,8 +365,6 @@ def _word_of(name: str) -> str:
 def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:
     """Return lines for the start report. passed: why newer checkpoints are not used."""
     notices = [f"passed over: {reason}" for reason in passed]
-    if passed:
-        notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
         notices.append(
             f"{step_folder(root, manifest.step)} was written without hashes: only the sizes of "
@@ -394,16 +381,20 @@ def _unequal(name: str, saved: object, wanted: object) -> str:
     return f"{saved} there, {wanted} here{keep}"
 
 
-def _other_adapters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return how two records of adapters differ, a line each; the base is not compared."""
-    lines = []
-    for name in ("rank", "alpha", "rslora"):
-        if theirs.get(name) != ours.get(name):
-            lines.append(f"lora.{name} is {ours.get(name)} here, {theirs.get(name)} there")
-    there = set(theirs.get("targets", ()))
-    here = set(ours.get("targets", ()))
-    for what, names in (("here alone", here - there), ("there alone", there - here)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"lora.targets: {min(names)}{more} has an adapter {what}")
-    return lines
+def _lora(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of [lora] that PEFT's adapters have too."""
+    targets = sorted(record.get("targets", ()))
+    return {"targets": targets, **{name: record.get(name) for name in ("rank", "alpha", "rslora")}}
+
+
+def _refuse_differences(lead: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with a line for each entry that differs."""
+    lines = ""
+    for name, value in there.items():
+        if value != here[name]:
+            lines += f"\n  {name}: {value!s:.80} there, {here[name]!s:.80} here"
+    if lines:
+        raise CheckpointError(
+            f"{lead}:{lines}\nName the weights that they were trained on as "
+            "checkpoint.initial_load_path, and give [lora] as they had it"
+        )

@@ -6,7 +6,6 @@ A checkpoint that turns out to be bad is noted, and another one is chosen.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.choice import Candidate, Chooser
-from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of, weight_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.selection import Selection, select
@@ -98,14 +96,10 @@ class Loader:
         self.look(model)
         chooser = self.chooser
         rejected: Manifest | None = together(lambda: chooser.reject_newest(suspect))
-        loaded = None
-        if rejected is not None:
-            with contextlib.suppress(CheckpointError):
-                loaded = self._load(chooser.choose_newest, model, optimizer)
-            is_replaced = loaded is not None
-            together(lambda: chooser.settle(rejected, is_replaced))
-        loaded = loaded or self._load(chooser.choose_newest, model, optimizer)
+        loaded = self._load(chooser.choose_newest, model, optimizer)
         assert loaded is not None
+        if rejected is not None:
+            together(lambda: chooser.set_aside(rejected))
         return loaded
 
     def look(self, model: nn.Module) -> None:

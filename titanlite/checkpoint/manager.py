@@ -30,7 +30,6 @@ from titanlite.checkpoint.retention import (
     marks_of,
     prune,
     publish,
-    republish,
 )
 from titanlite.checkpoint.storage import (
     PLACES,
@@ -77,8 +76,6 @@ class Save:
 
     folder: AnyPath
     tensors: Tensors
-    #: The model's tensors before they were converted; empty where nothing was.
-    unconverted: Tensors
     #: As it will be published, but for the files, which are not written yet.
     draft: Manifest
     #: Steps since the save before have shown its weights to be good.
@@ -222,8 +219,6 @@ class Checkpointer:
             self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
-        # Here: in a thread it would disturb the forward pass.
-        unconverted = gather(model) if weights_only else {}
         draft = replace(
             self._draft(step, describe(tensors, model), train),
             weights_only=weights_only is not None,
@@ -233,7 +228,7 @@ class Checkpointer:
         )
         in_hf = weights_only is not None and self.config.last_save_in_hf
         folder = hf_folder(self.root, step) if in_hf else step_folder(self.root, step)
-        save = Save(folder, tensors, unconverted, draft, proven)
+        save = Save(folder, tensors, draft, proven)
         if in_hf:
             self._write_hf(save, self._group)
             if self._async:
@@ -283,14 +278,6 @@ class Checkpointer:
             config={**self._run_config, PLACES: dict(self._world.places)},
             **self._origin,
         )
-
-    def amend(self, step: int, edit: Callable[[Manifest], Manifest]) -> None:
-        """On rank 0: write the manifest of a checkpoint anew, as `edit` returns it.
-
-        Raises CheckpointError, LockLostError and OSError.
-        """
-        self._owner.look()
-        republish(step_folder(self.root, step), edit)
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""
@@ -462,14 +449,14 @@ def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
 
 def check_finite(save: Save, group: dist.ProcessGroup) -> None:
     """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
-    type is why.
+    type may be why.
     """
     where = find_nonfinite(save.tensors, group)
     if not where:
         return
-    if save.draft.weights_only and not find_nonfinite(save.unconverted, group):
+    if save.draft.dtype == "float16":
         raise CheckpointError(
-            f"{where} does not fit {save.draft.dtype}: choose another checkpoint.export_dtype"
+            f"{where} does not fit float16: choose another checkpoint.export_dtype"
         )
     raise WeightsError(save.draft.step, save.draft.step, where, "No checkpoint is written")
 

@@ -183,11 +183,6 @@ class StorePath:
             if not missing_ok:
                 raise
 
-    def rename(self, target: StorePath) -> None:
-        """Copy one object within the store, then delete it."""
-        self.fs.cp_file(self.key, target.key)
-        self.unlink()
-
 
 AnyPath = Path | StorePath
 
@@ -376,12 +371,10 @@ def _explain(error: Exception) -> str:
         )
     if isinstance(error, PermissionError):
         return f"access denied ({text})"
-    if "Connect" in name or isinstance(error, ConnectionError):
+    if "Connect" in name or isinstance(error, (ConnectionError, TimeoutError)):
         return (
             f"the store cannot be reached ({text}); AWS_ENDPOINT_URL_S3 names another than Amazon's"
         )
-    if isinstance(error, TimeoutError):
-        return f"the store did not answer in time ({text})"
     return text
 
 

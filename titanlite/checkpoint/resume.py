@@ -6,21 +6,18 @@ A run that finds no checkpoint does not import this.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import HELD_OUT, RESUME, LoadedState
-from titanlite.checkpoint.manifest import Manifest, steps_in
+from titanlite.checkpoint.loaded import RESUME, LoadedState
+from titanlite.checkpoint.manifest import steps_in
 from titanlite.data.course import Progress
 from titanlite.data.loader import gather_state
 from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state import StateError, check_loader
-from titanlite.dist.dist_env import log_once
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.utils import logger
 
@@ -56,51 +53,12 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
     """Begin a run at a checkpoint; its tensors are loaded already."""
     _check_state(loaded)
     restore(trainer, loaded)
-    trainer.owed |= _owed_by(trainer, loaded)
-
-
-def _owed_by(trainer: Trainer, loaded: LoadedState) -> set[str]:
-    """Return what was due at a checkpoint of this run, was not done, and can be done here."""
-    if loaded.origin != "resume":
-        return set()
-    able = {callback.owes for callback in trainer.parts.callbacks}
-    if trainer.parts.validation is not None:
-        able.add("validation")
-    return {name for name in able if loaded.train.get(f"{name}_owed")}
-
-
-def note_done(trainer: Trainer) -> None:
-    """Note in the loaded checkpoint what it owed and this start has done: the next one need not.
-
-    All ranks call it together; rank 0 writes.
-    """
-    loaded = trainer.loaded
-    saver = trainer.parts.checkpointer
-    if loaded is None or saver is None or trainer.step != loaded.step:
-        return
-    done = _owed_by(trainer, loaded) - trainer.owed
-    if not done or trainer.parts.world.rank != 0:
-        return
-    try:
-        saver.amend(loaded.step, lambda manifest: _without(manifest, done, trainer))
-    except (RuntimeError, OSError) as error:
-        logger.warning(
-            f"{loaded.folder} cannot note what this start has done, and the next does it again: "
-            f"{error}"
-        )
-
-
-def _without(manifest: Manifest, done: set[str], trainer: Trainer) -> Manifest:
-    """Return a manifest that does not owe what is done, and has the loss of a validation."""
-    train = dict(manifest.train)
-    for name in done:
-        train.pop(f"{name}_owed", None)
-    texts = trainer.parts.validation
-    if "validation" in done and trainer.validated is not None and texts is not None:
-        loss = trainer.validated[1].all.loss
-        train[HELD_OUT] = texts.fingerprint
-        manifest = replace(manifest, validation_loss=loss if math.isfinite(loss) else None)
-    return replace(manifest, train=train)
+    if loaded.origin == "resume":
+        # What was due at this checkpoint, was not done, and can be done here.
+        able = {callback.owes for callback in trainer.parts.callbacks}
+        if trainer.parts.validation is not None:
+            able.add("validation")
+        trainer.owed |= {name for name in able if loaded.train.get(f"{name}_owed")}
 
 
 def settle(trainer: Trainer) -> None:
@@ -109,7 +67,6 @@ def settle(trainer: Trainer) -> None:
     Behind the last step this is a save of weights for `transformers`: a stop has left a full
     checkpoint instead.
     """
-    note_done(trainer)
     saver = trainer.parts.checkpointer
     in_hf = saver is not None and saver.config.last_save_in_hf
     if in_hf and trainer.step == trainer.steps and not trainer.owed:
@@ -173,28 +130,9 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
     for notice in loaded.notices:
         logger.info(notice)
     if trainer.step >= trainer.steps:
-        _close_at_checkpoint(trainer)
-
-
-def _close_at_checkpoint(trainer: Trainer) -> None:
-    """Do what belongs to the last step, where a rollback has left no text for another one.
-
-    The checkpoint is there. Only weights for `transformers` have their own folder.
-    """
-    texts = trainer.parts.validation
-    saver = trainer.parts.checkpointer
-    # Else it was done before this checkpoint was written.
-    if texts is not None and trainer.step % texts.freq:
+        # No text is left for another step.
         trainer.validate()
-    if saver is not None and saver.config.last_save_in_hf and not trainer.owed:
-        trainer.save()
-    elif trainer.parts.last_save_dtype is not None:
-        log_once(
-            logging.WARNING,
-            f"the text ends with the checkpoint of step {trainer.step}, which the run went back "
-            "to. It is a full one: no save of the weights alone follows it "
-            "(checkpoint.model_weights_only)",
-        )
+        settle(trainer)
 
 
 def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -42,7 +42,6 @@ from titanlite.checkpoint.paths import (
     remove_folder,
     sync_folder,
     write_new,
-    write_whole,
 )
 from titanlite.runs.links import refuse_links
 from titanlite.utils import atomic_write, logger
@@ -130,15 +129,6 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
         for mark in marks_of(folder):
             mark.unlink(missing_ok=True)
     sync_folder(folder.parent)
-
-
-def republish(folder: AnyPath, edit: Callable[[Manifest], Manifest]) -> None:
-    """Write the manifest of a checkpoint anew, as `edit` returns it: a reader sees the old one or
-    the new. Raises CheckpointError and OSError.
-    """
-    content = edit(parse_manifest(folder)).to_json().encode()
-    write_whole(folder / FILE, content)
-    sync_folder(folder)
 
 
 def unpublish(folder: AnyPath) -> AnyPath:

@@ -6,11 +6,7 @@ import argparse
 import contextlib
 import os
 import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +22,7 @@ from titanlite.cli.parser import (
 from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import broken, missing_files
-from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
+from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, unfit
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
@@ -35,7 +31,7 @@ from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.models.families import SPECS
-from titanlite.resolve.load import check_alone, check_config, resolve, unnamed_tokenizer
+from titanlite.resolve.load import check_alone, check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
 from titanlite.utils import REMOVED, Style, counted, parse_json
 
@@ -91,7 +87,6 @@ def _add_explain(actions: Commands) -> None:
         "Nothing given: the defaults of all keys.",
         FLAGS,
     ).add
-    add("--changed", "only the keys that the file or the command line sets")
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
 
 
@@ -105,8 +100,6 @@ def _add_diff(actions: Commands) -> None:
     ).add
     add("left", value="FILE|FOLDER")
     add("right", value="FILE|FOLDER")
-    add("--plans", "also compare the values derived from them")
-    add("--world-size", "ranks for --plans (default: as for `config check`)", "N", type=int)
     trust.add_argument(add)
 
 
@@ -263,17 +256,13 @@ def _explain(arguments: argparse.Namespace) -> str:
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
-    shown = [_explain_one(config, name, arguments) for name in names or sections()]
-    return "\n\n".join(filter(None, shown))
+    return "\n\n".join(_explain_one(config, name, arguments.style) for name in names or sections())
 
 
-def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace) -> str:
-    """Explain a section, or a key (by any of its names); "" for a section without a change that
-    --changed asks for. Raises ConfigError for an unknown one.
-    """
-    style = arguments.style
+def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
+    """Explain a section, or a key (by any of its names). Raises ConfigError for an unknown one."""
     if name in sections():
-        return _explain_section(config, name, style, arguments.changed)
+        return _explain_section(config, name, style)
     if name in UNSUPPORTED:
         return _explain_unsupported(name, style)
     name = table_of(name) or name
@@ -287,16 +276,8 @@ def _explain_one(config: LoadedConfig, name: str, arguments: argparse.Namespace)
     value = f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"
     lines = [head]
     for label, text in [("value", value), *_facts(key)]:
-        lines += _wrapped(f"  {label:<13} {text}", 16)
+        lines.append(f"  {label:<13} {text}")
     return "\n".join(lines)
-
-
-def _wrapped(line: str, indent: int) -> list[str]:
-    """Return a line as lines that fit the terminal, if there is one."""
-    if not sys.stdout.isatty():
-        return [line]
-    columns = shutil.get_terminal_size().columns
-    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _explain_unsupported(name: str, style: Style) -> str:
@@ -319,30 +300,22 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         default = quote(LATER_DEFAULTS[key.name])
         files = "for a file that says so or uses later names of older keys"
         yield "dialect 2026", f"default {default}, {files}"
-    if key.name == "model.flavor":
-        models = []
-        for (name, flavor), later in LATER_MODELS.items():
-            models.append(f"{name} {flavor} is {later.name or name} {later.flavor}")
-        yield "dialect 2026", f"in such a file {', '.join(models)}"
     for other in names_of(key.name):
         yield "also", f"{other.name} ({other.relation})"
 
 
-def _explain_section(config: LoadedConfig, name: str, style: Style, changed: bool) -> str:
+def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
     from titanlite.cli.config_pages import summary
 
     lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
-    shown = [key for key in keys().values() if key.section == name]
-    if changed:
-        shown = [key for key in shown if config.is_given(key.name)]
-        if not shown:
-            return ""
-    for key in shown:
+    for key in keys().values():
+        if key.section != name:
+            continue
         value = f"{key.field} = {_shown_value(config, key)}"
         value = style.bold(value) if config.is_given(key.name) else value
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
-        about = f"      {key.description} ({key.expected}; default {quote(key.default)})"
-        lines += map(style.dim, _wrapped(about, 6))
+        about = f"{key.description} ({key.expected}; default {quote(key.default)})"
+        lines.append(style.dim(f"      {about}"))
     if name == "mup" and config.sections.mup.base_dim:
         from titanlite.features.mup.table import explain
 
@@ -393,10 +366,6 @@ def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
     left = side(arguments.left, trust_code)
     right = side(arguments.right, trust_code)
     found = differences(left, right)
-    if arguments.plans:
-        size, _ = world_size_of(arguments.world_size)
-        runs = [resolve(one.config, size)[1] for one in (left, right)]
-        found += derived_differences(*runs)
     if not found:
         return "no difference in effect", exit_codes.DONE
     lines = [f"{style.dim('---')} {left.name}", f"{style.dim('+++')} {right.name}"]
@@ -417,7 +386,7 @@ class Side(NamedTuple):
     config: LoadedConfig
 
 
-def side(name: str, trust_code: bool) -> Side:
+def side(name: str, trust_code: bool = False) -> Side:
     """Return the config of a TOML file, of a run's folder or of a checkpoint's folder.
 
     Raises ConfigError.
@@ -441,14 +410,14 @@ def side(name: str, trust_code: bool) -> Side:
 
 
 def _config_in(folder: Path) -> tuple[Path, Any]:
-    """Return the file in a folder that holds a config, and the config's TOML; None: no file has
-    one.
+    """Return the file in a run's or checkpoint's folder that holds a config, and the config's TOML;
+    None: there is none.
     """
     file = folder / RUN_CONFIG
     if file.is_file():
         return file, file.read_text(encoding="utf-8")
     text = None
-    for file in _manifests(folder):
+    for file in sorted(_manifests(folder), key=_step, reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             text = parse_json(file.read_bytes())["config"]["toml"]
         if isinstance(text, str):
@@ -457,14 +426,13 @@ def _config_in(folder: Path) -> tuple[Path, Any]:
 
 
 def _manifests(folder: Path) -> list[Path]:
-    """Return the manifests of a checkpoint, a folder of checkpoints or a run, the newest first."""
-    steps = {}
-    for pattern in ("", "step-*/", "*/step-*/"):
-        for file in folder.glob(f"{pattern}{_MANIFEST}"):
-            match = re.fullmatch(r"step-(\d+)", file.resolve().parent.name)
-            if match:
-                steps[file] = int(match[1])
-    return sorted(steps, key=lambda file: steps[file], reverse=True)
+    """Return the manifests of a checkpoint, a folder of checkpoints or a run."""
+    found = [file for start in ("", "*/", "*/*/") for file in folder.glob(f"{start}{_MANIFEST}")]
+    return [file for file in found if re.fullmatch(r"step-\d+", file.resolve().parent.name)]
+
+
+def _step(manifest: Path) -> int:
+    return int(manifest.resolve().parent.name.removeprefix("step-"))
 
 
 def differences(left: Side, right: Side) -> list[Difference]:
@@ -493,21 +461,3 @@ def _is_secret_variable(key: str) -> bool:
     from titanlite.runs.provenance import is_secret  # `runs` is imported where it is needed
 
     return is_secret(key.removeprefix("launch.environment."))
-
-
-def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """Return the derived values that differ."""
-
-    def derived(run: RunConfig) -> dict[str, Any]:
-        parts: dict[str, Any] = {
-            "mesh": run.mesh,
-            "batch": run.batch,
-            "pipeline": run.pipeline,
-            "schedule": run.schedule,
-        }
-        return {"steps": run.steps} | {
-            f"{p}.{k}": v for p, part in parts.items() for k, v in asdict(part).items()
-        }
-
-    pairs = [(name, ours, derived(right)[name]) for name, ours in derived(left).items()]
-    return [(f"derived.{name}", (quote(a), ""), (quote(b), "")) for name, a, b in pairs if a != b]

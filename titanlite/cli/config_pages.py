@@ -14,7 +14,7 @@ from titanlite.cli import render_page
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
-    VALUE_NAMES,
+    VALUES,
     Alias,
     names_of,
 )
@@ -125,16 +125,12 @@ def _other_names(key: Key) -> str:
     names = []
     for alias in names_of(key.name):
         name = _code(alias.name)
-        if alias.convert:
+        if alias.conversion:
             name += f" ({alias.relation})"
         names.append(name)
     if key.name in COMMA_LISTS:
         names.append("one string with commas")
-    names += [
-        f"{_code(later)} for {_code(value)}"
-        for (name, later), value in VALUE_NAMES.items()
-        if name == key.name
-    ]
+    names += [f"{_code(later)} for {_code(v)}" for later, v in VALUES.get(key.name, {}).items()]
     return ", ".join(names)
 
 
@@ -230,8 +226,7 @@ def _values(name: str, type_: Any) -> Schema:
     own = _type(type_)
     later = [
         {"const": other, "deprecated": True, "description": f'Another name of "{value}".'}
-        for (key, other), value in VALUE_NAMES.items()
-        if key == name
+        for other, value in VALUES.get(name, {}).items()
     ]
     if name in COMMA_LISTS:
         later.append(
@@ -254,8 +249,8 @@ def _type(type_: Any) -> Schema:
 
 
 def _alias(alias: Alias) -> Schema:
-    relation = f" ({alias.relation})" if alias.convert else ""
-    name = alias.name if alias.convert else alias.key
+    relation = f" ({alias.relation})" if alias.conversion else ""
+    name = alias.name if alias.conversion else alias.key
     return {
         "description": f"Another name of {alias.key}{relation}.",
         "deprecated": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import get_args
@@ -52,7 +53,7 @@ def _add_prepare(actions: Commands) -> None:
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
     add("--messages-key", "field that holds conversations", "KEY")
-    record = "text, completion, messages, sharegpt or alpaca (default: recognised by the fields)"
+    record = "text, completion, messages, sharegpt or alpaca (default: text)"
     add("--record", record, "FORM", choices=get_args(RecordForm))
     kind = "json, parquet, arrow, csv, text or source (default: by content)"
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
@@ -78,24 +79,26 @@ def _add_peek(actions: Commands) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.cli.prepare import prepare
-    from titanlite.cli.prepare_tasks import Options
+    from titanlite.cli.prepare_tasks import Options, list_source
     from titanlite.config.data_sections import Data
+    from titanlite.data.text_files import columns_of
+    from titanlite.data.tokenizer import load_tokenizer
 
     if arguments.workers < 1 or arguments.part_tokens < 1:
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
     keys = Data(**{name: getattr(arguments, name) for name in _KEYS})
+    source = arguments.source
+    path = source if os.path.exists(source) else None
+    kind = None if keys.format == "tokens" else keys.format
     try:
-        options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
-        text = prepare(
-            arguments.source,
-            arguments.out,
-            options,
-            arguments.workers,
-            arguments.subset,
-            arguments.split,
-        )
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        columns = columns_of(keys, source, path, None, tokenizer)
+        options = Options(arguments.tokenizer, columns, arguments.part_tokens, kind)
+        shards = list_source(source, options, arguments.subset, arguments.split)
+        name = " ".join(filter(None, (source, arguments.subset, arguments.split)))
+        text = prepare(name, shards, arguments.out, options, tokenizer, arguments.workers)
         return _as_options(text)
     except DataError as error:
         raise DataError(_as_options(str(error))) from error

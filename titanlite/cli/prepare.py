@@ -14,7 +14,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -34,14 +33,11 @@ from titanlite.cli.prepare_tasks import (
     Task,
     divide,
     hash_of,
-    list_source,
-    recognised,
     records_of,
 )
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.connectivity import reach
-from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
+from titanlite.data.corpus import Document, dtype_for, encode, targets_of
 from titanlite.data.prepared_tokens import (
     VERSION,
     checksum_of,
@@ -49,7 +45,7 @@ from titanlite.data.prepared_tokens import (
     hashes_of,
     read_index,
 )
-from titanlite.data.shards import Shards
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.dist.signals import end_with_parent
@@ -58,7 +54,6 @@ from titanlite.utils import (
     atomic_write,
     counted,
     human_bytes,
-    human_time,
     new_file,
     parse_json,
     progress_text,
@@ -68,8 +63,6 @@ from titanlite.utils import (
 )
 
 PLAN = "prepare.json"
-#: Bytes of text to a token, a high guess.
-_HIGH = 6
 _HASH = "xxh3"
 #: Seconds for a remote source to come back, and between two lines of progress.
 _PATIENCE = 300.0
@@ -78,35 +71,48 @@ _REPORT_SECONDS = 10.0
 
 def prepare(
     source: str,
+    shards: TextFiles,
     folder: Path,
     options: Options,
+    tokenizer: Tokenizer,
     workers: int,
-    subset: str | None = None,
-    split: str | None = None,
 ) -> str:
-    """Tokenize a source into a folder; return a summary.
+    """Tokenize files into a folder; return a summary. source: their name, for the folder's plan.
 
-    source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also
-    `subset`.
-
-    Raises DataError for text that cannot be read and for a disk that is too small. A folder that
-    holds something else or is being written to raises it too.
+    Raises DataError for text that cannot be read. A folder that holds something else or is being
+    written to raises it too.
     """
-    began = time.monotonic()
-    job = _job(source, folder, options, subset, split)
+    tasks = divide(shards, options, tokenizer)
+    asked = {
+        "source": source,
+        "options": options.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+    }
+    # It is equal with another signature of the same file, too.
+    plan: dict[str, Any] = public_tree(asked)
+    stamp = hash_of([task.stamp for task in tasks])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_others(folder, job.known, job.plan, job.stamp)
+        _refuse_others(folder, plan, stamp)
         with RunLock(folder, "out"):
-            index = read_index(folder) if is_index(folder / INDEX) else None
-            if index is not None:
+            if is_index(folder / INDEX):
+                index = read_index(folder)
                 if all(_is_whole(folder, part) for part in index["parts"]):
                     return (
                         f"{folder} is complete already, and its checksums are "
                         f"right\n{summary(index, folder)}"
                     )
                 _reopen(folder, index)
-            index = _make_parts(job, source, folder, workers)
+            # Half-written files are of a process that was killed.
+            for name in (PLAN, INDEX, "part-*"):
+                for path in folder.glob(f".{name}.*"):
+                    path.unlink()
+            atomic_write(folder / PLAN, json.dumps(plan))
+            files = replace(shards, names=(), listing=None, patience=_PATIENCE)
+            parts = _run(tasks, files, folder, options, workers)
+            if not any(part["tokens"] for part in parts):
+                raise DataError(f"{public_name(source)} holds no records")
+            index = _publish(folder, parts, tokenizer, plan | {"stamp": stamp})
     except LockedError as error:
         raise DataError(f"{folder} is being prepared by another process: {error}") from None
     except OSError as error:
@@ -114,79 +120,8 @@ def prepare(
         if (folder / PLAN).exists():
             problem += "; finished parts are kept: run the same command again"
         raise DataError(problem) from error
-    text = summary(index, folder, time.monotonic() - began)
-    listing = job.shards.listing
-    return f"{listing.describe()}\n{text}" if listing else text
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What is to be tokenized."""
-
-    shards: Shards
-    tasks: list[Task]
-    options: Options
-    tokenizer: Tokenizer
-    #: What must be the same when a folder is continued.
-    plan: dict[str, Any]
-    stamp: str
-    #: The index or the plan that the folder has already; {}: none.
-    known: dict[str, Any]
-    #: The files of a data set of the hub, at their revision; None: it is no such data set.
-    listed: dict[str, Any] | None
-
-
-def _job(
-    source: str, folder: Path, options: Options, subset: str | None, split: str | None
-) -> _Job:
-    """List the text and divide it. Raises DataError."""
-    tokenizer = load_tokenizer(options.tokenizer_path)
-    known: dict[str, Any] = {}
-    if is_index(folder / INDEX):
-        known = read_index(folder)
-    elif any(folder.glob("part-*.json")):
-        known = _read(folder / PLAN)
-    # The files of the first attempt are read again.
-    listed = known.get("listed")
-    if listed:
-        shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
-        remedy = "run the same command again where there is a network"
-        reach(shards.names[0], f"SOURCE: {source} cannot be read", remedy)
-    else:
-        shards = list_source(source, options, subset, split)
-        if shards.revision:
-            listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
-    shards = replace(shards, key="SOURCE")
-    if options.is_open:
-        shards = recognised(shards, tokenizer)
-        options = options.of_columns(shards.columns)
-    shards = replace(shards, patience=_PATIENCE)
-    asked = {
-        "source": " ".join(filter(None, (source, subset, split))),
-        "options": options.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-    }
-    # It is equal with another signature of the same file, too.
-    plan: dict[str, Any] = public_tree(asked)
-    tasks = divide(shards, options, tokenizer)
-    stamp = hash_of([task.stamp for task in tasks])
-    return _Job(shards, tasks, options, tokenizer, plan, stamp, known, listed)
-
-
-def _make_parts(job: _Job, source: str, folder: Path, workers: int) -> dict[str, Any]:
-    """Write the parts that are missing, and publish the index; return it."""
-    # Half-written files are of a process that was killed.
-    for name in (PLAN, INDEX, "part-*"):
-        for path in folder.glob(f".{name}.*"):
-            path.unlink()
-    _check_space(folder, job.tasks, job.tokenizer)
-    plan = job.plan | {"listed": job.listed}
-    atomic_write(folder / PLAN, json.dumps(plan))
-    shards = replace(job.shards, names=(), listing=None)
-    parts = _run(job.tasks, shards, folder, job.options, workers)
-    if not any(part["tokens"] for part in parts):
-        raise DataError(f"{public_name(source)} holds no records")
-    return _publish(folder, parts, job.tokenizer, plan | {"stamp": job.stamp})
+    text = summary(index, folder)
+    return f"{shards.listing.describe()}\n{text}" if shards.listing else text
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -199,12 +134,14 @@ def _read(file: Path) -> dict[str, Any]:
 # The folder
 
 
-def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], stamp: str) -> None:
-    """Raise DataError for a folder that holds anything but this text, finished or begun.
-
-    known: its index or plan.
-    """
+def _refuse_others(folder: Path, plan: dict[str, Any], stamp: str) -> None:
+    """Raise DataError for a folder that holds anything but this text, finished or begun."""
     other = "name another folder, or remove this one"
+    known: dict[str, Any] = {}
+    if is_index(folder / INDEX):
+        known = read_index(folder)
+    elif any(folder.glob("part-*.json")):
+        known = _read(folder / PLAN)
     changed = [name for name in plan if known.get(name) != plan[name]]
     if not changed and known.get("stamp", stamp) != stamp:
         changed = ["text"]
@@ -238,25 +175,6 @@ def _reopen(folder: Path, index: dict[str, Any]) -> None:
         content = json.dumps({**part, "sources": sources})
         atomic_write(folder / f"{part['name']}.json", content)
     (folder / INDEX).unlink()
-
-
-def _text_size(tasks: Sequence[Task]) -> float:
-    """Return about how many bytes of text the tasks have."""
-    pieces = [piece for task in tasks for piece in task.pieces]
-    return sum(piece.size * packing_ratio(public_name(piece.name)) for piece in pieces)
-
-
-def _check_space(folder: Path, tasks: Sequence[Task], tokenizer: Tokenizer) -> None:
-    """Raise DataError if the tokens surely do not fit on the disk."""
-    size = _text_size(tasks)
-    written = sum(file.stat().st_size for file in folder.glob("part-*"))
-    needed = size / _HIGH * dtype_for(tokenizer.vocab_size).itemsize - written
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DataError(
-            f"{folder}: the tokens need {human_bytes(needed)} or more, and {human_bytes(free)} "
-            "are free"
-        )
 
 
 def _publish(
@@ -296,19 +214,15 @@ def _publish(
     return index
 
 
-def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -> str:
-    """Return the figures of a prepared folder. seconds: that its making took."""
+def summary(index: dict[str, Any], folder: Path) -> str:
+    """Return the figures of a prepared folder."""
     text = index["text_bytes"]
     tokens = index["tokens"]
     size = sum(sum(part["bytes"].values()) for part in index["parts"])
-    speed = ""
-    if seconds:
-        rate = text / 1e6 / max(seconds, 1e-9)
-        speed = f", {human_time(seconds)}, {rate:,.1f} MB of text per second"
     return (
         f"{folder}: {counted(index['documents'], 'documents')}, {counted(tokens, 'tokens')}, "
         f"{human_bytes(text)} of text, {text / tokens:.2f} bytes per token\n"
-        f"{counted(len(index['parts']), 'parts')}, {human_bytes(size)}{speed}\n"
+        f"{counted(len(index['parts']), 'parts')}, {human_bytes(size)}\n"
         f'train on them with training.dataset_path = "{folder}"'
     )
 
@@ -320,12 +234,12 @@ def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -
 class _Worker:
     """What a process keeps between tasks."""
 
-    shards: Shards
+    shards: TextFiles
     folder: Path
     options: Options
     #: That tokenize beside the process itself.
     threads: int
-    #: Documents, bytes of text and tokens of all processes.
+    #: Tokens of all processes.
     done: Any
     #: Set when the others have failed or were interrupted.
     stop: Any
@@ -334,10 +248,9 @@ class _Worker:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.options.tokenizer_path)
 
-    def count(self, documents: int, text_bytes: int, tokens: int) -> None:
+    def count(self, tokens: int) -> None:
         with self.done:
-            for n, value in enumerate((documents, text_bytes, tokens)):
-                self.done[n] += value
+            self.done.value += tokens
 
 
 _worker: list[_Worker] = []
@@ -352,36 +265,31 @@ def _start(worker: _Worker) -> None:
 
 
 def _run(
-    tasks: list[Task], shards: Shards, folder: Path, options: Options, workers: int
+    tasks: list[Task], shards: TextFiles, folder: Path, options: Options, workers: int
 ) -> list[dict[str, Any]]:
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")
     processes = max(1, min(workers, len(tasks)))
-    done = context.Array("q", 3)
+    done = context.Value("q", 0)
     stop = context.Event()
     threads = workers // processes
     worker = _Worker(shards, folder, options, threads if threads > 1 else 0, done, stop)
-    total = _text_size(tasks)
-    began = reported = time.monotonic()
+    began = time.monotonic()
     with ProcessPoolExecutor(processes, context, _start, (worker,)) as pool:
         futures: list[Future[list[dict[str, Any]]]] = [
             pool.submit(_tokenize, task) for task in tasks
         ]
         try:
-            finished: set[Future[list[dict[str, Any]]]] = set()
-            while len(finished) < len(futures):
-                finished = wait(futures, 0.2, FIRST_EXCEPTION).done
+            while True:
+                finished, left = wait(futures, _REPORT_SECONDS, FIRST_EXCEPTION)
                 for future in finished:
                     future.result()
-                if time.monotonic() - reported > _REPORT_SECONDS:
-                    reported = time.monotonic()
-                    documents, text_bytes, tokens = done[:]
-                    words = f"{counted(documents, 'documents')}, {tokens / 1e6:,.1f}M tokens"
-                    speed = f"{text_bytes / 1e6 / (reported - began):,.1f} MB/s"
-                    share = progress_text(text_bytes, total, reported - began)
-                    groups = f"{len(finished)} of {counted(len(tasks), 'groups of files')}"
-                    say(f"{groups}: {words}, {speed}{share and f', {share}'}")
-            return [part for future in futures for part in future.result()]
+                if not left:
+                    return [part for future in futures for part in future.result()]
+                share = progress_text(len(finished), len(tasks), time.monotonic() - began)
+                groups = f"{len(finished)} of {counted(len(tasks), 'groups of files')}"
+                tokens = f"{done.value / 1e6:,.1f}M tokens"
+                say(f"{groups}: {tokens}{share and f', {share}'}")
         except BrokenProcessPool:
             raise DataError(
                 f"{folder}: a process that tokenizes has died, perhaps for lack of memory. "
@@ -398,7 +306,7 @@ def _tokenize(task: Task) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     while part := _finished(worker.folder, _name(task, parts), task):
         parts.append(part)
-        worker.count(part["documents"], part["text_bytes"], part["tokens"])
+        worker.count(part["tokens"])
         if part["last"]:
             return parts
     writer = _PartWriter(worker, _name(task, parts), task)
@@ -435,9 +343,7 @@ def _documents(
         for documents in encode(records, tokenizer, tokenizer.vocab_size, worker.threads):
             if worker.stop.is_set():
                 raise InterruptedError("stopped")
-            worker.count(
-                len(documents), sum(map(_size, documents)), sum(len(one.ids) for one in documents)
-            )
+            worker.count(sum(len(one.ids) for one in documents))
             for document in documents:
                 yield (n, document.record.number), document
 

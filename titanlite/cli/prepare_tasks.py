@@ -11,95 +11,56 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, hub_text
-from titanlite.config.urls import chain_problem, is_url, public_name
+from titanlite.config.text_names import hub_text
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.chat import ChatTemplate
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import iter_rows, plain_kind
-from titanlite.data.kinds import WHOLE, Format
+from titanlite.data.kinds import Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
-from titanlite.data.shards import Shards, hub_files, url_text
-from titanlite.data.text_files import BUNDLED, columns_of
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.shards import hub_files, url_text
+from titanlite.data.text_files import BUNDLED, TextFiles
+from titanlite.data.tokenizer import Tokenizer
 
-#: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.
-PART_TOKENS = 1 << 27
 #: Bytes of text to a token, a low guess.
 _LOW = 3
 
 
-@dataclass(frozen=True)
-class Options:
-    """What decides the tokens, besides the text."""
+class Options(NamedTuple):
+    """What decides the tokens, besides the text. format: None: by content."""
 
-    tokenizer_path: str = BUNDLED_TOKENIZER_NAME
-    text_key: str | None = "text"
-    prompt_key: str | None = None
-    completion_key: str | None = None
-    part_tokens: int = PART_TOKENS
-    messages_key: str | None = None
-    chat: ChatTemplate | None = None
-    #: A form that has its own code, see `titanlite.data.record_forms`.
-    record: str | None = None
+    tokenizer_path: str
+    columns: Columns
+    part_tokens: int
     format: Format | None = None
 
-    @classmethod
-    def of(cls, source: str, tokenizer: str, keys: Data, part_tokens: int) -> Options:
-        """Return options for a source, with its own fields where it is bundled.
-
-        keys: the fields that were asked for
-        """
-        path = source if os.path.exists(source) else None
-        columns = columns_of(keys, source, path, None, load_tokenizer(tokenizer))
-        kind = None if keys.format == "tokens" else keys.format
-        return cls(tokenizer, part_tokens=part_tokens, format=kind).of_columns(columns)
-
-    def of_columns(self, columns: Columns) -> Options:
-        """Return these options with other fields."""
-        form = columns.form.name if columns.form else None
-        fields = replace(self, text_key=None, prompt_key=None, completion_key=None, record=form)
-        if columns.chat is not None:
-            return replace(fields, messages_key=columns.text, chat=columns.chat)
-        if columns.prompt is None:
-            return replace(fields, text_key=columns.text)
-        return replace(fields, prompt_key=columns.prompt, completion_key=columns.text)
-
-    @property
-    def columns(self) -> Columns:
-        text = self.messages_key or self.completion_key or self.text_key or "text"
-        form = None
-        if self.record:
-            from titanlite.data.record_forms import form_of
-
-            form = form_of(self.record)
-        return Columns(text, self.prompt_key, chat=self.chat, form=form)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no fields are named, so that those of the records decide."""
-        return self.columns == Columns() and self.format not in WHOLE
-
     def to_json(self) -> dict[str, Any]:
-        """Return the options as JSON has them.
-
-        Of folders without conversations, forms and a format they are as they always were.
-        """
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        if not self.chat:
-            del found["messages_key"], found["chat"]
-        if not self.record:
-            del found["record"]
-        if not self.format:
-            del found["format"]
+        """Return the options as the index of a folder has them."""
+        columns = self.columns
+        found: dict[str, Any] = {
+            "tokenizer_path": self.tokenizer_path,
+            "text_key": None,
+            "prompt_key": columns.prompt,
+            "completion_key": None,
+            "part_tokens": self.part_tokens,
+        }
+        if columns.chat is not None:
+            found |= {"messages_key": columns.text, "chat": json.loads(json.dumps(columns.chat))}
+        elif columns.prompt is None:
+            found["text_key"] = columns.text
+        else:
+            found["completion_key"] = columns.text
+        if columns.form is not None:
+            found["record"] = columns.form.name
+        if self.format:
+            found["format"] = self.format
         return found
 
 
@@ -131,34 +92,23 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def list_source(source: str, options: Options, subset: str | None, split: str | None) -> Shards:
+def list_source(source: str, options: Options, subset: str | None, split: str | None) -> TextFiles:
     """List the files of a source. Raises DataError if there are none."""
     text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
-    shards = Shards((), options.columns)
+    kind = options.format or "auto"
+    shards = TextFiles((), options.columns, kind, key="SOURCE")
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
         return replace(shards, names=tuple(names), revision=revision, kind=kind)
     if subset:
         raise DataError(f"--subset is of data sets of the hub, and {source} is none")
     bundled = None if os.path.exists(source) else BUNDLED.get(source)
-    place = Place(str(bundled or source), "SOURCE", split, options.format or "auto")
+    place = Place(str(bundled or source), "SOURCE", split, kind)
     listing = url_text(place) if is_url(source) else list_text(place)
-    return replace(
-        shards,
-        names=listing.files,
-        kind=options.format or "auto",
-        listing=None if bundled else listing,
-    )
+    return replace(shards, names=listing.files, listing=None if bundled else listing)
 
 
-def recognised(shards: Shards, tokenizer: Tokenizer) -> Shards:
-    """Return the files with the fields of the form that their first record has."""
-    from titanlite.data.record_forms.recognition import with_form
-
-    return Shards.of(with_form(shards, Data(), DataSource(), tokenizer))
-
-
-def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:
+def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Task]:
     """Group neighbouring files, and cut large ones, so that each task makes about one part."""
     most = options.part_tokens * _LOW
     groups: list[list[Piece]] = []
@@ -187,8 +137,6 @@ def _about(name: str) -> tuple[Any, ...]:
             return os.path.realpath(name), stat.st_size, stat.st_mtime_ns
         if name.startswith("hf://") and "@" in name:  # the name has the revision
             return name, 0, ""
-        if reason := chain_problem(name):
-            raise ValueError(reason)
         system, path = url_to_fs(name)
         about = system.info(path)
     except Exception as error:
@@ -200,7 +148,7 @@ def _about(name: str) -> tuple[Any, ...]:
     )
 
 
-def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
+def _pieces(name: str, shards: TextFiles, most: int) -> list[Piece]:
     """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of
     parquet.
     """
@@ -257,7 +205,7 @@ class _Section(io.RawIOBase):
         return len(content)
 
 
-def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     """Iterate over the records of a piece after number `start`.
 
     Those of a range of bytes count from its begin.
@@ -271,15 +219,13 @@ def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
 
 
 def _place_of(piece: Piece) -> str:
-    """Return the name of a piece for messages."""
+    """Return the name of a piece, for messages and as the file of its records."""
     if piece.unit == "bytes" and piece.first:
         return f"{piece.name} from byte {piece.first:,} on"
-    if piece.unit == "rows":
-        return f"{piece.name}, rows {piece.first + 1:,} to {piece.end:,}"
     return piece.name
 
 
-def _all_records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+def _all_records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     if piece.unit == "bytes":
         with open(piece.name, "rb") as file:
             content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)

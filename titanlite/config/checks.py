@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from titanlite.config import extensions
-from titanlite.config.data_sections import DataPhase, DataSource, steps_of
+from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
@@ -71,7 +71,8 @@ _PP = "experimental.pipeline_parallel_degree"
 _HELD_OUT = "validation.dataset"
 _SOURCES = "validation.sources"
 _ADVICE = "make it one of the sources"
-_TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
+_PAIR = ("prompt_key", "completion_key")
+_TEXT_KEYS = ("text_key", *_PAIR)
 #: Form of records → keys of fields that it does not have.
 _NOT_OF_FORM = {
     "text": ("prompt_key", "completion_key", "messages_key"),
@@ -95,9 +96,6 @@ NEEDS: tuple[Rule, ...] = (
     Rule("validation.ema", True, "optimizer.ema_decay", bool),
     Rule("eval.ema", True, "optimizer.ema_decay", bool),
     Rule("guard.policy", "rollback", _SAVES, True),
-    Rule("data.prompt_key", bool, "data.completion_key", is_set),
-    Rule("data.completion_key", bool, "data.prompt_key", is_set),
-    Rule("debug.deterministic_warn_only", True, "debug.deterministic", True),
     Rule(f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", is_set),
     Rule(_MODE, "budget", _COMPILE, True),
     Rule(
@@ -113,15 +111,6 @@ NEEDS: tuple[Rule, ...] = (
 CONFLICTS: tuple[Rule, ...] = (
     Rule(_LOAD, bool, _START, "fresh", '"from" starts there'),
     Rule("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
-    *(
-        Rule("data.messages_key", bool, f"data.{name}", bool, "it names the text")
-        for name in _TEXT_KEYS
-    ),
-    *(
-        Rule("data.record", form, f"data.{name}", bool, "its records have no such field")
-        for form, names in _NOT_OF_FORM.items()
-        for name in names
-    ),
     Rule("training.dataset_path", bool, "data.source", bool, _ADVICE),
     Rule("training.epochs", bool, "data.source", bool, "give epochs of each source"),
     Rule("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
@@ -179,19 +168,9 @@ CONFLICTS: tuple[Rule, ...] = (
         Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
     ),
-    Rule(
-        f"{_RATE}decay_ratio",
-        bool,
-        f"{_RATE}style",
-        "fsdp",
-        "its decay runs over the whole schedule",
-    ),
-    Rule(
-        f"{_RATE}decay_steps",
-        bool,
-        f"{_RATE}style",
-        "fsdp",
-        "its decay runs over the whole schedule",
+    *(
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}style", "fsdp", "its decay runs over all steps")
+        for name in ("decay_ratio", "decay_steps")
     ),
 )
 
@@ -215,15 +194,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
             "steps never ends"
         )
         yield Problem("conflict", "guard.max_skips", message, "take less than guard.window")
-    timeout = d.comm.train_timeout_seconds
-    deadline = d.stall.deadline_seconds or 0
-    if deadline >= timeout:
-        message = (
-            f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before "
-            "that report"
-        )
-        remedy = "lower the one or raise the other"
-        yield Problem("conflict", "stall.deadline_seconds", message, remedy)
     steps = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < steps:
         message = (
@@ -231,10 +201,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
             f"{profiling.profiler_warmup} + profiling.profiler_active {profiling.profiler_active}"
         )
         yield Problem("conflict", "profiling.profile_freq", message)
-    length = d.validation.seq_len or d.training.seq_len
-    if d.validation.enable and (d.validation.parts or 0) > length:
-        message = f"is {d.validation.parts}, and a held-out sequence has {length} tokens"
-        yield Problem("out-of-range", "validation.parts", message, f"{length} is the most")
 
 
 def _entries(config: LoadedConfig) -> Iterator[Problem]:
@@ -280,6 +246,7 @@ def _texts(config: LoadedConfig) -> Iterator[Problem]:
             if getattr(source, field) != getattr(plain, field):
                 message = "is for mixtures of training text"
                 yield Problem("conflict", f"{key}.{field}", message, "remove it")
+    yield from _fields(d, "data", d.data)
     yield from _sources(d, "data.source", d.data.source, "training.dataset")
     yield from _sources(d, _SOURCES, d.validation.sources, _HELD_OUT)
 
@@ -332,26 +299,20 @@ def _sources(
         elif source.path is None:
             yield from _bad_name(f"{key}.name", name)
         seen.add(name)
-        yield from _text_keys(d, key, source)
+        yield from _fields(d, key, source)
 
 
-def _text_keys(d: Config, key: str, source: DataSource) -> Iterator[Problem]:
-    """Check the keys of a source that name fields of its rows."""
-    if source.messages_key:
-        for name in _TEXT_KEYS:
-            if getattr(source, name):
-                message = f"has {name} beside messages_key, which names the text"
-                yield Problem("conflict", key, message, "leave one out")
-    for name in _NOT_OF_FORM[source.record] if source.record else ():
+def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]:
+    """Check the keys of a text that name fields of its records."""
+    form = source.record or ("messages" if source.messages_key else None)
+    for name in _NOT_OF_FORM[form] if form else ():
         if getattr(source, name):
-            message = f"has {name}, and records of the form {source.record} have no such field"
+            message = f"has {name}, and records of the form {form} have no such field"
             yield Problem("conflict", key, message, "leave one out")
-    prompt = source.prompt_key or d.data.prompt_key
-    completion = source.completion_key or d.data.completion_key
-    if prompt is not None and completion is None:
-        yield Problem("needs", key, "has prompt_key and needs completion_key")
-    if completion is not None and prompt is None:
-        yield Problem("needs", key, "has completion_key and needs prompt_key")
+    given = [name for name in _PAIR if getattr(source, name) or getattr(d.data, name)]
+    if len(given) == 1:
+        (other,) = {*_PAIR} - {*given}
+        yield Problem("needs", key, f"has {given[0]} and needs {other}")
 
 
 #: Rules of a config alone, whatever its ranks and the machine. `titanlite.resolve.load` has the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,13 +65,4 @@ def _imported(path: str) -> str:
     name = path.partition(":")[0]
     if name.startswith((".", "/")):
         return f"the file {Path(name).resolve()}"
-    package = name.partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(package) if package else None
-    except (ImportError, ValueError):
-        spec = None
-    places: list[str | None] = []
-    if spec:
-        places = [spec.origin, *(spec.submodule_search_locations or ())]
-    where = next((place for place in places if place), None)
-    return f"the module {name} ({where or 'which is not found here'})"
+    return f"the module {name}"

@@ -136,8 +136,7 @@ class Data(Section, frozen=True):
     """
     record: RecordForm | None = None
     """Form of the records: text, completion (prompt, completion), messages, sharegpt
-    (conversations) or alpaca (instruction, input, output). None: recognised by their fields where
-    no key names one.
+    (conversations) or alpaca (instruction, input, output). None: text, where no key names a field.
     """
     chat_template: Location | None = None
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or

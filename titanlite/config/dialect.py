@@ -1,30 +1,27 @@
-"""Files of torchtitan 0.2.x: the defaults and models that they expect."""
+"""Files of torchtitan 0.2.x: the defaults and models that they expect; torchtitan.json has the
+tables.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.aliases import MicrobatchSize
-from titanlite.config.errors import DEFAULT, Source
+import msgspec
+
+from titanlite.config.aliases import MX, key_of, translated
+from titanlite.config.errors import DEFAULT, Problem, Source
+from titanlite.config.keys import keys
 from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import UNSUPPORTED
 
 if TYPE_CHECKING:
     from titanlite.config.load import Layers
 
-#: Defaults of torchtitan 0.2.x where they differ.
-LATER_DEFAULTS: dict[str, Any] = {
-    "checkpoint.keep_latest_k": 10,
-    "optimizer.implementation": "fused",
-    "metrics.enable_color_printing": True,
-    "experimental.pipeline_parallel_microbatches": MicrobatchSize(1),
-    "lr_scheduler.style": "titan-0.2",
-}
 
-
-@dataclass(frozen=True)
-class Later:
+class Later(msgspec.Struct, frozen=True):
     """What a model of torchtitan 0.2.x is here."""
 
     #: Flavor here.
@@ -34,117 +31,22 @@ class Later:
     #: Family here, where it has another name.
     name: str = ""
     #: Keys that the model brings, where nothing else sets them.
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = {}
 
 
-_OF_8 = "RoPE scaled by 8"
-_DEBUG = f"6 layers and {_OF_8}. The vocabulary is the tokenizer's, not 2048"
-_IN_DOCUMENTS = "attention within each document"
-_MASKED = {"data.mask_documents": True}
-_QWEN3_DEBUG = {
-    "model.overrides.n_heads": 16,
-    "model.overrides.n_kv_heads": 8,
-    "model.overrides.head_dim": 128,
-    "model.overrides.ffn_dim": 3072,
-    "model.overrides.tied": True,
-}
-_NO_LOSS = {"model.overrides.aux_loss": 0.0}
-_QWEN3_MOE_DEBUG = {
-    "model.overrides.n_layers": 8,
-    "model.overrides.n_heads": 16,
-    "model.overrides.n_kv_heads": 8,
-    "model.overrides.head_dim": 128,
-    "model.overrides.n_experts": 64,
-    "model.overrides.top_k": 8,
-    "model.overrides.expert_width": 768,
-    **_NO_LOSS,
-}
-_GPT_OSS = "biases of experts that balance the load, no auxiliary loss"
-_GPT_OSS_BALANCE = {**_NO_LOSS, "model.overrides.bias_update": 0.001}
-_GPT_OSS_DEBUG = {
-    "model.overrides.n_heads": 64,
-    "model.overrides.n_kv_heads": 8,
-    "model.overrides.head_dim": 64,
-    "model.overrides.ffn_dim": 2880,
-    **_GPT_OSS_BALANCE,
-}
-_LLAMA4 = (
-    "attention to all tokens with RoPE in each layer, no norms of q and k, biases of experts that "
-    "balance the load, no auxiliary loss"
+_TABLES: dict[str, Any] = msgspec.json.decode(
+    Path(__file__).with_name("torchtitan.json").read_bytes()
 )
-_LLAMA4_PLAIN = {
-    "model.overrides.nope_every": 0,
-    "model.overrides.chunk": 0,
-    "model.overrides.unit_qk": False,
-    **_NO_LOSS,
-    "model.overrides.bias_update": 0.001,
+LATER_DEFAULTS: dict[str, Any] = {
+    key_of(name): translated(name, value) for name, value in _TABLES["defaults"].items()
 }
-_DEEPSEEK = "norms with epsilon 1e-5, and the last one with that of float32"
-_DEEPSEEK_EPS = {
-    "model.overrides.norm_eps": 1e-5,
-    "model.overrides.latent_norm_eps": 1e-5,
-    # torch's RMSNorm without an epsilon takes it for every dtype.
-    "model.overrides.last_norm_eps": 2.0**-23,
-}
-#: (`model.name`, `model.flavor`) in torchtitan 0.2.x → the model here.
+"""Defaults of torchtitan 0.2.x where they differ."""
 LATER_MODELS: dict[tuple[str, str], Later] = {
-    ("llama3", "debugmodel"): Later("3.1-debugmodel", _DEBUG),
-    ("llama3", "debugmodel_flex_attn"): Later(
-        "3.1-debugmodel", f"{_IN_DOCUMENTS}, {_DEBUG}", settings=_MASKED
-    ),
-    ("llama3", "debugmodel_varlen_attn"): Later(
-        "3.1-debugmodel", f"{_IN_DOCUMENTS}, {_DEBUG}", settings=_MASKED
-    ),
-    ("llama3", "8B"): Later("3.1-8B", _OF_8),
-    ("llama3", "8B_flex"): Later("3.1-8B", f"{_OF_8}, {_IN_DOCUMENTS}", settings=_MASKED),
-    ("llama3", "8B_varlen"): Later("3.1-8B", f"{_OF_8}, {_IN_DOCUMENTS}", settings=_MASKED),
-    ("llama3", "70B"): Later("3.1-70B", _OF_8),
-    ("llama3", "405B"): Later("3.1-405B", _OF_8),
-    ("qwen3", "debugmodel"): Later(
-        "debugmodel",
-        "heads, feed-forward and tied weights of that one. The vocabulary is the tokenizer's",
-        settings=_QWEN3_DEBUG,
-    ),
-    ("qwen3", "debugmodel_moe"): Later(
-        "debugmodel",
-        "heads, layers and experts of that one, no auxiliary loss. The vocabulary is the "
-        "tokenizer's",
-        "qwen3_moe",
-        _QWEN3_MOE_DEBUG,
-    ),
-    ("qwen3", "30B-A3B"): Later("30B-A3B", "no auxiliary loss", "qwen3_moe", _NO_LOSS),
-    ("qwen3", "235B-A22B"): Later(
-        "235B-A22B",
-        "no auxiliary loss, RoPE with theta 5e6",
-        "qwen3_moe",
-        {**_NO_LOSS, "model.overrides.rope_theta": 5e6},
-    ),
-    ("gpt_oss", "debugmodel"): Later(
-        "debugmodel",
-        f"heads and experts of that one, {_GPT_OSS}. The vocabulary is the tokenizer's",
-        settings=_GPT_OSS_DEBUG,
-    ),
-    ("gpt_oss", "20b"): Later("20B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
-    ("gpt_oss", "120b"): Later("120B", _GPT_OSS, settings=_GPT_OSS_BALANCE),
-    ("llama4", "debugmodel"): Later(
-        "debugmodel", f"{_LLAMA4}. The vocabulary is the tokenizer's", settings=_LLAMA4_PLAIN
-    ),
-    ("llama4", "17bx16e"): Later("17Bx16E", _LLAMA4, settings=_LLAMA4_PLAIN),
-    ("llama4", "17bx128e"): Later("17Bx128E", _LLAMA4, settings=_LLAMA4_PLAIN),
-    ("deepseek_v3", "debugmodel"): Later("debugmodel", _DEEPSEEK, settings=_DEEPSEEK_EPS),
-    ("deepseek_v3", "debugmodel_flex_attn"): Later(
-        "debugmodel", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
-    ),
-    ("deepseek_v3", "16B"): Later(
-        "16B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
-    ),
-    ("deepseek_v3", "236B"): Later(
-        "236B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
-    ),
-    ("deepseek_v3", "671B"): Later(
-        "671B", f"{_DEEPSEEK}, {_IN_DOCUMENTS}", settings={**_DEEPSEEK_EPS, **_MASKED}
-    ),
+    (name, flavor): msgspec.convert(later, Later)
+    for name, flavors in _TABLES["models"].items()
+    for flavor, later in flavors.items()
 }
+"""(`model.name`, `model.flavor`) in torchtitan 0.2.x → the model here."""
 #: Context of the published DeepSeek models. torchtitan scales RoPE for longer sequences only.
 _DEEPSEEK_CONTEXT = 4096
 #: Flavor of deepseek_v3 in torchtitan → its `mscale`.
@@ -152,27 +54,8 @@ _DEEPSEEK_MSCALE = {"debugmodel": 0.7, "debugmodel_flex_attn": 0.7, "16B": 0.7}
 #: Name of a model of transformers in a file of torchtitan's experiment of that name.
 TRANSFORMERS = "transformers_modeling_backend"
 #: Flavor of that experiment → entries of the config.json that it replaces.
-TRANSFORMERS_FLAVORS: dict[str, dict[str, Any]] = {
-    "debugmodel": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "full": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
+TRANSFORMERS_FLAVORS: dict[str, dict[str, Any]] = _TABLES["transformers"]
+_RECIPE = "float8.recipe_name"
 
 
 def apply_later(layers: Layers, sign: Source, why: str) -> None:
@@ -276,3 +159,51 @@ def _apply_transformers(layers: Layers, source: Source) -> None:
             f"model.flavor {quote(flavor)} of torchtitan's {TRANSFORMERS} replaces entries of the "
             f"config.json: {', '.join(entries)}"
         )
+
+
+def settle_mx(layers: Layers, source: Source) -> None:
+    """Give the recipe of torchtitan's default to a file that names the converter of MX formats, and
+    refuse one of another format. source: of `model.converters`.
+    """
+    settled = layers.values.get(_RECIPE)
+    if settled is None:
+        # There it is "mxfp8_cublas".
+        layers.put(_RECIPE, "mxfp8_floor", Source("dialect", source.file, source.line))
+    elif not settled.value.startswith("mx"):
+        message = f"has {quote(MX)}, and {_RECIPE} = {quote(settled.value)} is no MX format"
+        hint = f'{_RECIPE} = "mxfp8" or "mxfp8_floor", or the converter "float8"'
+        layers.problems.append(Problem("conflict", "model.converters", message, hint, source.place))
+
+
+def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
+    """Turn a micro-batch size into the count of micro-batches, now that the batch size is known."""
+    key = "experimental.pipeline_parallel_microbatches"
+    batch_size = layers.get("training.batch_size")
+    layers.put(key, max(batch_size // size, 1), source)
+    # With other problems the batch size may be wrong.
+    if batch_size % size and not layers.problems:
+        message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
+        name = f"{source.written} ({key})"
+        layers.problems.append(Problem("does-not-fit", name, message, where=source.place))
+
+
+def settle_unsupported(layers: Layers) -> None:
+    """Refuse the unsupported keys that ask for something, and note those of features that are
+    off.
+    """
+    without_effect = []
+    for name, entry in layers.unsupported.items():
+        key = UNSUPPORTED[name]
+        if key.is_off(entry.value):
+            continue
+        # A switch that is no key here is refused when it is on.
+        is_on = key.switch in keys() and layers.get(key.switch) != keys()[key.switch].default
+        if key.switch and not is_on:
+            without_effect.append(name)
+            continue
+        message = f"{quote(entry.value)} is not supported: {key.reason}"
+        hint = f"remove it, or leave it at {' or '.join(map(quote, key.off))}"
+        layers.problems.append(Problem("unsupported", name, message, hint, entry.source.place))
+    if without_effect:
+        names = ", ".join(without_effect)
+        layers.notes.append(f"no effect, as their features are off: {names}")

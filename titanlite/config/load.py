@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,32 +19,24 @@ import msgspec
 from titanlite.config import extensions
 from titanlite.config.aliases import (
     ALIASES,
-    VALUE_NOTES,
+    FLOAT8,
+    MX,
     MicrobatchSize,
-    Refused,
     key_of,
     normalized,
-)
-from titanlite.config.checks import RULES, broken
-from titanlite.config.entries import (
-    SWEEP,
-    Entry,
-    command_line_entries,
-    file_entries,
+    refusal,
+    translated,
     type_of_name,
 )
+from titanlite.config.checks import RULES, broken
+from titanlite.config.entries import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.errors import Problem, Source, nearest, refuse
 from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
-from titanlite.config.trust import (
-    Claim,
-    Origin,
-    refusals,
-)
-from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.config.variables import is_deferred, names_in, resolved
+from titanlite.config.trust import Claim, Origin, refusals
+from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
@@ -91,23 +83,16 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     entries, problems = command_line_entries(argv)
     layers = Layers(problems, defer)
     entries = layers.resolved(entries)
-    for path in _named_files(entries):
-        found = find_config(path)
-        if found is None:
-            problems.append(_missing(path))
-        else:
-            failure = Problem("unreadable", "job.config_file", "", where="command line")
-            layers.read(found, path, chain=(), failure=failure)
-    layers.add(entries, file=None)
-    return layers.finish(), problems
-
-
-def _named_files(entries: Iterable[Entry]) -> list[str]:
-    """Return the files that a command line names. A flag without one names the empty file."""
     for entry in entries:
-        if entry.name == "job.config_file":
-            return entry.value or [""]
-    return []
+        # A flag without a file names the empty one.
+        for path in (entry.value or [""]) if entry.name == "job.config_file" else ():
+            found = find_config(path)
+            if found is None:
+                problems.append(_missing(path))
+            else:
+                failure = Problem("unreadable", "job.config_file", "", where="command line")
+                layers.read(found, path, chain=(), failure=failure)
+    return layers.merged(entries), problems
 
 
 def read_text(
@@ -122,8 +107,7 @@ def read_text(
     entries, problems = command_line_entries(flags)
     layers = Layers(problems, origin=origin)
     layers.read_text(text, path, chain=())
-    layers.add(layers.resolved(entries), file=None)
-    return layers.finish(), layers.problems
+    return layers.merged(layers.resolved(entries)), problems
 
 
 def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -155,17 +139,9 @@ def in_config_folders(name: str) -> Path | None:
 
 
 def _missing(path: str) -> Problem:
-    known = []
-    for folder in config_folders():
-        known += sorted(file.name for file in folder.glob("*.toml"))
-    names = list(dict.fromkeys(known))
-    close = nearest(Path(path).name, names)
-    if close:
-        hint = f"nearest in train_configs/: {close[0]}"
-    elif names:
-        hint = f"train_configs/ has {', '.join(names)}"
-    else:
-        hint = ""
+    known = [file.name for folder in config_folders() for file in folder.glob("*.toml")]
+    close = nearest(Path(path).name, known)
+    hint = f"nearest in train_configs/: {close[0]}" if close else ""
     message = f"no file {quote(path)}"
     return Problem("no-file", "job.config_file", message, hint, "command line")
 
@@ -203,18 +179,14 @@ class Layers:
     defer: bool = False
     #: Who wrote the files. Flags are always the user's own.
     origin: Origin = Origin.OWN
+    #: The files that were read, in the order of their layers, with their entries.
+    files: list[tuple[Path, list[Entry]]] = field(default_factory=list)
     values: dict[str, _Value] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     #: Unsupported keys by name.
-    idle: dict[str, Entry] = field(default_factory=dict)
+    unsupported: dict[str, Entry] = field(default_factory=dict)
     #: The table [sweep] of the last file that has one.
     sweep: Entry | None = None
-    #: What `model.converters` says, and values under names that count only with one of them.
-    converters: _Value | None = None
-    of_mx: dict[str, _Value] = field(default_factory=dict)
-    #: The first sign that a file was written for torchtitan 0.2.x.
-    later: Source | None = None
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends.
@@ -243,13 +215,14 @@ class Layers:
         # A byte order mark is no part of TOML, but editors on Windows write one.
         entries, problems = file_entries(text.removeprefix("\ufeff"), _short(path))
         self.problems += problems
-        entries = self.resolved(entries, self.origin)
+        # Its values become flags, which have their variables replaced then.
+        self.sweep = next((entry for entry in entries if entry.name == SWEEP), self.sweep)
+        entries = self.resolved([entry for entry in entries if entry.name != SWEEP], self.origin)
         for entry in entries:
             if entry.name == "job.extends" and fits(list[str], entry.value):
                 for name in entry.value:
                     self._extend(entry.source.place, path, name, chain)
-        self.files.append(_short(path))
-        self.add(entries, file=path)
+        self.files.append((path, entries))
 
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
         """Add a file that the file `path` extends. place: of its name."""
@@ -269,41 +242,79 @@ class Layers:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
-            if entry.name == SWEEP:
-                # Its values become flags, which have their variables replaced then.
+            if "${" not in str(entry.value):
                 found.append(entry)
                 continue
-            refused = _refused_variables(entry, origin)
-            if refused:
+            from titanlite.config import claims, variables
+
+            names = variables.names_in(entry.value)
+            place = entry.source.place
+            wanted = [claims.variable_claim(place, entry.name, name) for name in names]
+            if refused := refusals(wanted, origin):
                 self.problems += refused
                 found.append(entry)
                 continue
-            deferred = self.defer and is_deferred(key_of(entry.name))
-            entry, problems = resolved(entry, keep_unset=deferred)
+            deferred = self.defer and variables.is_deferred(key_of(entry.name))
+            entry, problems = variables.resolved(entry, keep_unset=deferred)
             self.problems += problems
             found.append(entry if deferred else replace(entry, raw=None))
         return found
 
-    def add(self, entries: Iterable[Entry], file: Path | None) -> None:
+    def merged(self, flags: list[Entry]) -> LoadedConfig:
+        """Return the config of all files, with the flags of a command line over them."""
+        written = [entry for _, entries in self.files for entry in entries]
+        named = {entry.name: entry for entry in [*written, *flags]}
+        idle = _idle_converter(named)
+        if without := [name for name in named if name.startswith(idle)]:
+            self.notes.append(f"no effect, by model.converters: {', '.join(without)}")
+        layers: list[tuple[Path | None, list[Entry]]] = [*self.files, (None, flags)]
+        for file, entries in layers:
+            self._add([one for one in entries if not one.name.startswith(idle)], file)
+        self._apply_dialect(written)
+        if _names_mx(named):
+            from titanlite.config.dialect import settle_mx
+
+            settle_mx(self, named["model.converters"].source)
+        size = self.values.get(_MICROBATCHES)
+        if size is not None and isinstance(size.value, MicrobatchSize):
+            from titanlite.config.dialect import apply_microbatch_size
+
+            apply_microbatch_size(self, size.value.size, size.source)
+        if self.unsupported:
+            from titanlite.config.dialect import settle_unsupported
+
+            settle_unsupported(self)
+        if self.sweep is not None:
+            place = self.sweep.source.place
+            self.notes.append(
+                f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
+                "and of the command line"
+            )
+        settled = self.values.items()
+        return LoadedConfig(
+            msgspec.convert(self._tree(), Config),
+            {name: one.source for name, one in settled},
+            tuple(_short(path) for path, _ in self.files),
+            tuple(self.notes),
+            {name: one.deferred for name, one in settled if one.deferred is not None},
+            tuple(claim for _, one in settled for claim in one.claims),
+            self.origin,
+            self.sweep,
+        )
+
+    def _add(self, entries: Iterable[Entry], file: Path | None) -> None:
         """Check the entries of one layer and put them over the values so far. file: None for the
         command line.
         """
         layer: dict[str, _Value] = {}
         for entry in entries:
-            if entry.name == SWEEP:
-                self.sweep = entry
+            if entry.name in UNSUPPORTED:
+                # Whether it matters is known with the values of all layers.
+                self.unsupported[entry.name] = entry
                 continue
-            alias = ALIASES.get(entry.name)
-            if file and alias and alias.is_later and self.later is None:
-                self.later = entry.source
-            value = self._checked(entry, file)
+            value = self._value(entry, file)
             if value is None:
                 continue
-            if alias and alias.converter:
-                self.of_mx[entry.name] = value
-                continue
-            if entry.name == "model.converters":
-                self.converters = value
             key = key_of(entry.name)
             before = layer.get(key, value)
             if before.value != value.value:
@@ -313,58 +324,39 @@ class Layers:
         self._drop_overrides(layer)
         self.values.update(layer)
 
-    def _checked(self, entry: Entry, file: Path | None) -> _Value | None:
-        """Return an entry as the key's own kind of value.
-
-        None: it is wrong, and its problems are noted; or it is an unsupported key.
-        """
-        name = entry.name
-        misplaced = _ONLY_FLAGS if file else _ONLY_FILES
-        if name in misplaced:
-            self._refuse(entry, misplaced[name], code="misplaced")
-            return None
-        if name in UNSUPPORTED:
-            # Whether it matters is known with the values of all layers.
-            self.idle[name] = entry
-            return None
-        try:
-            value = self._converted(entry, file)
-        except Refused as error:
-            message = f"{quote(entry.value)} is not supported: {error}"
-            self._refuse(entry, message, code="unsupported")
-            return None
-        if value is not None and isinstance(entry.value, str):
-            note = VALUE_NOTES.get((key_of(name), entry.value))
-            if note:
-                self.notes.append(f"{entry.source.place}: {note}")
-        return value
-
-    def _refuse(self, entry: Entry, message: str, hint: str = "", *, code: str) -> None:
-        self.problems.append(Problem(code, entry.name, message, hint, entry.source.place))
-
-    def _converted(self, entry: Entry, file: Path | None) -> _Value | None:
-        """Return an entry as the key's own kind of value; None, with its problems noted, if its
-        type is wrong. Raises Refused.
-        """
+    def _value(self, entry: Entry, file: Path | None) -> _Value | None:
+        """Return an entry as its key's own kind of value; None: it is wrong, and told."""
         name = entry.name
         key = key_of(name)
-        folder = file.parent if file else Path()
+        place = entry.source.place
+        if message := (_ONLY_FLAGS if file else _ONLY_FILES).get(name):
+            self.problems.append(Problem("misplaced", name, message, where=place))
+            return None
         normal = normalized(name, entry.value)
-        wrong = check(type_of_name(name), normal)
+        reason = refusal(name, normal)
+        wrong = [] if reason else check(type_of_name(name), normal)
         if wrong:
             self.problems += [_of_entry(problem, entry) for problem in wrong]
             return None
-        renamed = _renamed(name, normal)
-        value = _Value(_anchored(key, renamed, folder), entry.source, entry.value)
+        try:
+            value = translated(name, normal)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            message = f"{quote(entry.value)} is not supported: {reason}"
+            self.problems.append(Problem("unsupported", name, message, where=place))
+            return None
+        if note := NAMES["notes"].get(key, {}).get(str(entry.value)):
+            self.notes.append(f"{place}: {note}")
+        folder = file.parent if file else Path()
+        found = _Value(_anchored(key, value, folder), entry.source, entry.value)
         if file and self.origin is not Origin.OWN:
             from titanlite.config.claims import config_claims
 
-            claims = config_claims(entry.source.place, key, renamed, value.value)
-            value.claims = tuple(claims)
+            found.claims = tuple(config_claims(place, key, value, found.value))
         if entry.raw is not None:
-            raw = _renamed(name, normalized(name, entry.raw))
-            value.deferred = _anchored(key, raw, folder)
-        return value
+            found.deferred = _anchored(key, translated(name, normalized(name, entry.raw)), folder)
+        return found
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
         """Allow one of the keys for one thing in a layer; it replaces another one of the layers
@@ -400,49 +392,6 @@ class Layers:
             chosen = " and ".join(_assignment(key, layer[key]) for key in others)
             self.notes.append(f"{chosen} drops the overrides of another model: {dropped}")
 
-    def finish(self) -> LoadedConfig:
-        """Return the config of all layers."""
-        sign, why = self._sign_of_later()
-        if sign is None:
-            self._note_scaled_405b()
-        else:
-            from titanlite.config.dialect import apply_later
-
-            apply_later(self, sign, why)
-        self._apply_microbatch_size()
-        if self.of_mx or self.converters is not None:
-            from titanlite.config.converters import settle
-
-            settle(self)
-        if self.idle:
-            from titanlite.config import idle_names
-
-            idle_names.settle(self)
-        if self.sweep is not None:
-            place = self.sweep.source.place
-            self.notes.append(
-                f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
-                "and of the command line"
-            )
-        sources: dict[str, Source] = {}
-        deferred: dict[str, Any] = {}
-        claims: list[Claim] = []
-        for name, settled in self.values.items():
-            sources[name] = settled.source
-            claims += settled.claims
-            if settled.deferred is not None:
-                deferred[name] = settled.deferred
-        return LoadedConfig(
-            msgspec.convert(self._tree(), Config),
-            sources,
-            tuple(self.files),
-            tuple(self.notes),
-            deferred,
-            tuple(claims),
-            self.origin,
-            self.sweep,
-        )
-
     def _tree(self) -> dict[str, dict[str, Any]]:
         """Return the values as TOML nests them: by section and key, tables within a section."""
         tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
@@ -466,18 +415,22 @@ class Layers:
         """Return the value of a key so far, or its default."""
         return self.values[key].value if key in self.values else keys()[key].default
 
-    def _sign_of_later(self) -> tuple[Source | None, str]:
-        """Return what says that a file is of torchtitan 0.2.x, and what it says; None: nothing
-        does.
-        """
+    def _apply_dialect(self, entries: Iterable[Entry]) -> None:
+        """Read a file of torchtitan 0.2.x as such: one that says so, or uses one of its names."""
+        later = [
+            one.source for one in entries if one.name in ALIASES and ALIASES[one.name].is_later
+        ]
         said = self.values.get("job.dialect")
-        if said is not None:
-            if said.value != "2026":
-                return None, ""
-            return said.source, 'says dialect "2026"'
-        if self.later is not None:
-            return self.later, f"uses the later name {self.later.written}"
-        return None, ""
+        if said is not None and said.value == "2026":
+            sign, why = said.source, 'says dialect "2026"'
+        elif said is None and later:
+            sign, why = later[0], f"uses the later name {later[0].written}"
+        else:
+            self._note_scaled_405b()
+            return
+        from titanlite.config import dialect
+
+        dialect.apply_later(self, sign, why)
 
     @property
     def gives_scaling(self) -> bool:
@@ -494,33 +447,18 @@ class Layers:
                 'trained it without: model.rope_scaling = "none"'
             )
 
-    def _apply_microbatch_size(self) -> None:
-        """Turn a micro-batch size into the count of micro-batches, now that the batch size is
-        known.
-        """
-        settled = self.values.get(_MICROBATCHES)
-        if settled is None or not isinstance(settled.value, MicrobatchSize):
-            return
-        batch_size = self.get("training.batch_size")
-        size = settled.value.size
-        source = settled.source
-        self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
-        # With other problems the batch size may be wrong.
-        if batch_size % size and not self.problems:
-            name = f"{source.written} ({_MICROBATCHES})"
-            message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            self.problems.append(Problem("does-not-fit", name, message, where=source.place))
+
+def _names_mx(entries: Mapping[str, Entry]) -> bool:
+    return "model.converters" in entries and MX in str(entries["model.converters"].value)
 
 
-def _refused_variables(entry: Entry, origin: Origin) -> list[Problem]:
-    """Return the problems of environment variables in a value. origin: who wrote it."""
-    names = names_in(entry.value)
-    if not names:
-        return []
-    from titanlite.config.claims import variable_claim
-
-    claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
-    return refusals(claims, origin)
+def _idle_converter(entries: Mapping[str, Entry]) -> str:
+    """Return how names begin that do not count. Files of torchtitan may have tables of several
+    converters, [quantize.linear.float8] and [quantize.linear.mx], which set the same keys here.
+    """
+    recipe = entries.get("float8.recipe_name")
+    is_mx = _names_mx(entries) or (recipe is not None and str(recipe.value).startswith("mx"))
+    return f"{FLOAT8 if is_mx else MX}."
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -536,11 +474,6 @@ def _short(path: Path) -> str:
     here = os.getcwd()
     is_below = absolute.startswith(here + os.sep)
     return os.path.relpath(absolute, here) if is_below else str(path)
-
-
-def _renamed(name: str, value: Any) -> Any:
-    """Return a value under any name as the key takes it."""
-    return ALIASES[name].converted(value) if name in ALIASES else value
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:

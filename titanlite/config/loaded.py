@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
-from titanlite.config.keys import keys, table_of
+from titanlite.config.keys import keys, table_of, tables
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
-from titanlite.config.variables import escaped
 from titanlite.utils import escape_name
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class LoadedConfig:
 
     def _entries_of(self, key: str) -> list[str]:
         """Return the given entries of a table; none for another key."""
-        if key not in keys() or not keys()[key].is_table:
+        if key not in tables():
             return []
         return [name for name in self.sources if name.startswith(f"{key}.")]
 
@@ -128,7 +127,9 @@ class LoadedConfig:
             if first != section:
                 section = first
                 lines += ["", f"[{section}]"]
-            written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
+            written = quote(value).replace("${", "$${")  # a literal one when it is loaded
+            if key in self.deferred:
+                written = quote(self.deferred[key])
             line = f"{name} = {written}"
             if defaults and not is_default and not is_entry:
                 # The name of a file may have a line end.

@@ -38,14 +38,14 @@ def broken_rules(
     """
     for rule in needs:
         value = config.value(rule.key)
-        if _matches(value, rule.value) and not _matches(config.value(rule.other), rule.wanted):
+        if matches(value, rule.value) and not matches(config.value(rule.other), rule.wanted):
             shown = "" if callable(rule.wanted) else _equals(rule.wanted)
             message = f"is {quote(value)} and needs {rule.other}{shown}"
             yield Problem("needs", rule.key, message, rule.why)
     for rule in excludes:
         value = config.value(rule.key)
         there = config.value(rule.other)
-        if _matches(value, rule.value) and _matches(there, rule.wanted):
+        if matches(value, rule.value) and matches(there, rule.wanted):
             message = f"is {quote(value)}, which excludes {rule.other}{_equals(there)}"
             yield Problem("conflict", rule.key, message, rule.why)
 
@@ -65,7 +65,8 @@ def several(degree: int) -> bool:
     return degree > 1
 
 
-def _matches(value: Any, pattern: Any) -> bool:
+def matches(value: Any, pattern: Any) -> bool:
+    """Return whether a value is the one of a rule, or its function is true for it."""
     if callable(pattern):
         return bool(pattern(value))
     return bool(value == pattern)

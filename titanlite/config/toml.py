@@ -87,7 +87,7 @@ def scan(text: str) -> dict[str, int]:
 
     A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
     tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
-    header, or of the first key that names it. An item of an array is on the line where it ends.
+    header, or of the first key that names it.
     """
     scanner = _Scanner(text)
     for end in range(1, len(scanner.lines) + 1):
@@ -122,8 +122,7 @@ class _Scanner:
             self._table = self._enter("", tree, is_header)
             self.numbers[self._table] = self._start + 1
         else:
-            last = self._enter(self._table, tree, is_header)
-            self._enter_items(last, end)
+            self._enter(self._table, tree, is_header)
         self._start = end
 
     def _enter(self, path: str, tree: dict[str, Any], is_header: bool) -> str:
@@ -141,26 +140,3 @@ class _Scanner:
             if isinstance(value, dict):
                 last = self._enter(last, value, is_header)
         return last
-
-    def _enter_items(self, name: str, end: int) -> None:
-        """Note the lines of the items of an array that starts here and ends on a later line.
-
-        An array is parsed piece by piece. A piece begins where the last item ended, and ends where
-        a closing bracket makes it valid.
-        """
-        opening = ""
-        since = self._start
-        count = 0
-        for line in range(self._start + 1, end):
-            rows = [opening + self.lines[since], *self.lines[since + 1 : line], "]"]
-            try:
-                value: Any = loads("\n".join(rows))
-            except TOMLDecodeError:
-                continue
-            while isinstance(value, dict):
-                value = next(iter(value.values()))
-            for _ in value:
-                self.numbers.setdefault(f"{name}[{count}]", line)
-                count += 1
-            opening = "items = ["
-            since = line

@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-from titanlite.config.aliases import ALIASES, known_names, known_sections
+from titanlite.config.aliases import known_names, known_sections
 from titanlite.config.errors import Problem, Source, nearest
-from titanlite.config.keys import keys, sections
-from titanlite.config.unsupported_keys import NAMES, OTHER_TRAINERS
+from titanlite.config.keys import tables
+from titanlite.config.unsupported_keys import NAMES
+
+_HELP = "`titanlite config explain` lists the keys"
 
 
 def unknown_section(name: str, source: Source) -> Problem:
     """Return the problem of an unknown section, with the nearest one."""
-    top = [section for section in known_sections() if "." not in section]
-    close = nearest(name, top)
-    hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
+    close = nearest(name, known_sections())
+    hint = f"nearest section: [{close[0]}]" if close else _HELP
     return Problem("unknown-section", f"[{name}]", "unknown section", hint, source.place)
 
 
 def unknown(name: str, source: Source) -> Problem:
     """Return the problem of an unknown key, with the nearest one or the place where it lives."""
-    section = name.rpartition(".")[0]
     if name in NAMES["gone"]:
         return Problem("unknown-key", name, "this key is gone", NAMES["gone"][name], source.place)
-    hint = _nearest_thing(name)
-    if not section:
-        message = "unknown key outside any section"
-        return Problem("unknown-key", name, message, hint, source.place)
-    if section not in known_sections():
-        message = f"unknown section [{section}]"
-        return Problem("unknown-section", name, message, hint, source.place)
-    return Problem("unknown-key", name, "unknown key", hint, source.place)
-
-
-def _nearest_thing(name: str) -> str:
-    """Return what a user may have meant by an unknown name."""
     section, _, last = name.rpartition(".")
-    elsewhere = [known for known in (*keys(), *ALIASES) if known.endswith(f".{last}")]
-    siblings = []
-    for known in known_names():
-        above, _, key = known.rpartition(".")
-        if above == section:
-            siblings.append(key)
-    if name in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[name]}"
+    code, message = "unknown-key", "unknown key"
+    if table := next((key for key in tables() if name.startswith(f"{key}.")), ""):
+        message = f"names no entry of {table}; one that is a table is one value, as {{factor = 8}}"
+    elif section and section not in known_sections():
+        code, message = "unknown-section", f"unknown section [{section}]"
+    return Problem(code, name, message, _meant(name, last), source.place)
+
+
+def _meant(name: str, last: str) -> str:
+    """Return what a user may have meant by an unknown name. last: its part without a section."""
+    others = NAMES["other_trainers"]
+    if name in others or last in others:
+        return f"here this is {others.get(name) or others[last]}"
+    elsewhere = [known for known in sorted(known_names()) if known.endswith(f".{last}")]
     if elsewhere:
         meant = (nearest(name, elsewhere) or elsewhere)[0]
         return f"{last} belongs to another section: {meant}"
-    if last in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[last]}"
-    if close := nearest(last, siblings):
-        return f"nearest: {section}.{close[0]}"
-    if siblings:
-        return f"keys of [{section}]: {', '.join(sorted(siblings))}"
-    if close := nearest(name, known_names()):
-        return f"nearest: {close[0]}"
-    return "`titanlite config explain` lists the keys"
+    section = name.removesuffix(last)
+    siblings = [known for known in sorted(known_names()) if known.startswith(section)]
+    close = nearest(name, siblings if section else ()) or nearest(name, known_names())
+    return f"nearest: {close[0]}" if close else _HELP

@@ -1,4 +1,4 @@
-"""Keys of torchtitan without a counterpart here, and names that other trainers give to keys.
+"""Keys of torchtitan without a counterpart here, and the table of all other names.
 
 A key without a counterpart is accepted with the values that switch it off. So a file that only
 spells out defaults still loads. Any other value is refused with the reason, unless the feature that
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-#: Names of other trainers. "later": of torchtitan 0.2.x, for keys that the files of 2024 had under
-#: another one. "older": the oldest names, and later names of keys that the files of 2024 did not
-#: have. "unsupported": reason → key → the values that switch it off. "switches": such a key, or how
-#: its name begins → the key that its feature is switched on by. "converters": an entry of
-#: `model.converters` → why it is not taken. "other_models": a `model.name` →
-#: why no file of that model is taken, and what to do. "other_trainers": name → the key here.
-#: "gone": a key of an earlier version → what does its work now.
+#: "later": of torchtitan 0.2.x, for keys that the files of 2024 had under another one. "older": the
+#: oldest names, and later names of keys that the files of 2024 did not have. Both give the key
+#: here, perhaps with a conversion of `titanlite.config.aliases`. "values": key → other value → the
+#: value here. "notes": how that differs. "refused": key → value → why it is not taken.
+#: "unsupported": reason → key → the values that switch it off. "switches": such a key, or how its
+#: name begins → the key that its feature is switched on by. "converters": an entry of
+#: `model.converters` → why it is not taken. "other_trainers": name → the key here. "gone": a key of
+#: an earlier version → what does its work now.
 NAMES: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("names.json").read_bytes())
 
 
@@ -31,6 +32,15 @@ class Unsupported(NamedTuple):
     #: The key that switches its feature on: before that no value of this one matters. "": there is
     #: none. A switch that is no key of titanlite's is never on in a config that loads.
     switch: str
+
+    @property
+    def type(self) -> Any:
+        """Type of its values, for reading the command line."""
+        return list[str] if isinstance(self.off[0], list) else type(self.off[0])
+
+    def is_off(self, value: Any) -> bool:
+        """Return whether a value switches it off. A number is no boolean, though 0 == False."""
+        return any(type(value) is type(off) and value == off for off in self.off)
 
 
 def _switch_of(name: str) -> str:
@@ -46,24 +56,3 @@ UNSUPPORTED: dict[str, Unsupported] = {
     for reason, keys in NAMES["unsupported"].items()
     for name, off in keys.items()
 }
-
-
-def unsupported_type(name: str) -> Any:
-    """Return the type of an unsupported key, for reading the command line."""
-    off = UNSUPPORTED[name].off[0]
-    return list[str] if isinstance(off, list) else type(off)
-
-
-def is_off(name: str, value: Any) -> bool:
-    """Return whether a value switches the key off.
-
-    A number equal to a boolean (0, False) is not taken for one.
-    """
-    return any(type(value) is type(off) and value == off for off in UNSUPPORTED[name].off)
-
-
-OTHER_TRAINERS: dict[str, str] = NAMES["other_trainers"]
-"""Names that other trainers use → the key here, for the hint under an unknown key."""
-
-OTHER_MODELS: dict[str, list[str]] = NAMES["other_models"]
-"""Values of `model.name` in torchtitan's files → why no such file is taken, and what to do."""

@@ -6,107 +6,67 @@ It starts with the first conversation and ends with the process that started it.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
-from subprocess import DEVNULL
+from multiprocessing.connection import Connection
+from subprocess import DEVNULL, Popen
 
 from titanlite.data.chat_worker import SECONDS, Request
-from titanlite.data.threads import ending
 from titanlite.utils import counted
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from titanlite.data.chat_worker import main; main(int(sys.argv[1]))"
 )
+_lock = threading.Lock()
+#: The process and the connection to it, once it runs. A fork does not share them.
+_workers: list[tuple[Popen[bytes], Connection]] = []
+os.register_at_fork(after_in_child=_workers.clear)
 
 
 class TemplateError(Exception):
     """A template could not be rendered. The message says why."""
 
 
-class _Worker:
-    """The process, and the connection to it."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self.connection, theirs = Pipe()
-        number = theirs.fileno()
-        paths = json.dumps([os.path.abspath(one) for one in sys.path])
-        # Isolated: it imports from the folders of this process, and not from the working directory.
-        command = [sys.executable, "-I", "-c", _START, str(number), paths]
-        with theirs:
-            self.process = subprocess.Popen(
-                command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, pass_fds=[number]
-            )
-
-    def ask(self, request: bytes) -> bytes:
-        """Return the answer to a request; b"" if the process ended."""
-        try:
-            self.connection.send_bytes(request)
-            return self.connection.recv_bytes()
-        except (EOFError, ConnectionError):
-            return b""
-
-    def end(self) -> None:
-        self.process.kill()
-        self.connection.close()
-        self.process.wait()
-
-
-_lock = threading.Lock()
-_workers: list[_Worker] = []
-
-
 def ask(request: Request) -> tuple[str, str]:
     """Return the kind of an answer and its text, see `titanlite.data.chat_worker`.
 
-    Raises TemplateError where the template takes too long, or its process ends for another reason,
-    twice.
+    Raises TemplateError where the template takes too long, or its process ends for another reason.
     """
     content = pickle.dumps(tuple(request._replace(seconds=SECONDS)))
     with _lock:
-        for _ in range(2):
-            if ending.is_set():
-                raise TemplateError("this process ends")
-            worker = _current()
-            try:
-                answer = worker.ask(content)
-            except BaseException:  # an interrupted answer would be taken for the next one
-                _workers.clear()
-                worker.end()
-                raise
-            if answer:
-                kind, _, text = answer.decode("utf-8", "surrogatepass").partition("\n")
-                return kind, text
+        if not _workers:
+            _workers.append(_start())
+        process, connection = _workers[0]
+        try:
+            connection.send_bytes(content)
+            answer = connection.recv_bytes().decode("utf-8", "surrogatepass")
+        except BaseException as error:  # an interrupted answer would be taken for the next one
             _workers.clear()
-            code = worker.process.wait()
-            worker.connection.close()
+            connection.close()
+            process.kill()
+            code = process.wait()
+            if not isinstance(error, EOFError | ConnectionError):
+                raise
+            how = f"the process that renders it ended with code {code}"
             if code == -signal.SIGXCPU:
-                raise TemplateError(
-                    f"it takes more than {counted(SECONDS, 'seconds')} of processor time"
-                )
-    how = f"signal {-code}" if code < 0 else f"code {code}"
-    raise TemplateError(f"the process that renders it ended with {how}")
+                how = f"it takes more than {counted(SECONDS, 'seconds')} of processor time"
+            raise TemplateError(how) from None
+    kind, _, text = answer.partition("\n")
+    return kind, text
 
 
-def _current() -> _Worker:
-    """Return the worker of this process, which a fork does not share."""
-    if _workers and _workers[0].owner != os.getpid():
-        _workers.clear()
-    if not _workers:
-        _workers.append(_Worker())
-    return _workers[0]
-
-
-@atexit.register
-def _end() -> None:
-    for worker in _workers:
-        if worker.owner == os.getpid():
-            worker.end()
+def _start() -> tuple[Popen[bytes], Connection]:
+    ours, theirs = Pipe()
+    number = theirs.fileno()
+    paths = json.dumps([os.path.abspath(one) for one in sys.path])
+    # Isolated: it imports from the folders of this process, and not from the working directory.
+    command = [sys.executable, "-I", "-c", _START, str(number), paths]
+    with theirs:
+        process = Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, pass_fds=[number])
+    return process, ours

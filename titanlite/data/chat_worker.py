@@ -15,6 +15,7 @@ import json
 import pickle
 import resource
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -31,10 +32,8 @@ SECONDS = 10
 #: of the conversation.
 CHARACTERS = 1 << 20
 CHARACTERS_EACH = 64
-#: Limit for the memory of a request, beside that of the process itself: a number of bytes, plus
-#: more for each byte of the request.
+#: Limit for the memory of the process, in bytes beside its own.
 _MEMORY = 1 << 30
-_MEMORY_EACH = 64
 #: Name of the variable with the day that `strftime_now` of a template has.
 DAY = "template_date"
 
@@ -194,36 +193,21 @@ def main(number: int) -> None:
     # They are meant for that process, which may still need answers.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    own_memory = _address_space()
+    _limit(resource.RLIMIT_CORE, 0)
+    own = 0
+    with suppress(OSError), open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, own + _MEMORY)
     with Connection(number) as connection, suppress(EOFError, ConnectionError):
-        while content := connection.recv_bytes():
-            request = Request(*pickle.loads(content))
-            _limit(request.seconds, own_memory + _MEMORY + _MEMORY_EACH * len(content))
+        while True:
+            request = Request(*pickle.loads(connection.recv_bytes()))
+            _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + request.seconds)
             kind, text = answer(request)
             connection.send_bytes(f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
 
 
-def _limit(seconds: int, memory: int) -> None:
-    """Let the kernel end this process after `seconds` more seconds of processor time, and refuse it
-    more bytes.
-    """
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    used = int(usage.ru_utime + usage.ru_stime) + 1
-    _lower(resource.RLIMIT_CPU, used + seconds)
-    with suppress(ValueError, OSError):  # macOS has no such limit
-        _lower(resource.RLIMIT_AS, memory)
-
-
-def _lower(limit: int, value: int) -> None:
-    hard = resource.getrlimit(limit)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    resource.setrlimit(limit, (value, hard))
-
-
-def _address_space() -> int:
-    """Return the bytes of this process's address space; 0 where the system does not tell."""
-    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-    return 0
+def _limit(kind: int, value: int) -> None:
+    """Let the kernel end this process beyond a limit, or refuse it more."""
+    # The system's own limit may be lower, and macOS has none for memory.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))

@@ -92,8 +92,6 @@ class Listing:
     passed_over: Mapping[str, tuple[str, ...]]
     #: Split → number of files, where a pattern finds those of several.
     mixed_splits: Mapping[str, int]
-    #: Which fields of their records are read, where that was recognised; "": as the config says.
-    records: str = ""
     #: What a store tells of each file; "": nothing.
     stamps: tuple[str, ...] = ()
 
@@ -108,8 +106,6 @@ class Listing:
         if self.passed_over:
             passed = [f"{some_of(names)} ({why})" for why, names in self.passed_over.items()]
             text += f"; passed over: {', '.join(passed)}"
-        if self.records:
-            text += f"; records: {self.records}"
         return text
 
     def warning(self) -> str | None:

@@ -73,7 +73,8 @@ class Columns(NamedTuple):
         """Return what to do where a record has no such field."""
         if self.form is not None and column in self.form.own:
             return f"{self.section}.record has another value for records of another form"
-        return f"name the field by {self.section}.{self._key_of(column)}"
+        key = self._key_of(column)
+        return f"name the field by {self.section}.{key}, or the form by {self.section}.record"
 
     def check(self, names: Collection[str], where: str) -> None:
         """Raise DataError where a table has not all columns. names: of its columns."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from titanlite.config.urls import chain_problem, login_problem, public_name, store_needs
-from titanlite.data import DataError
+from titanlite.data import DataError, FileChangedError
 from titanlite.data.threads import ending
 from titanlite.utils import (
     MissingPackageError,
@@ -36,10 +36,6 @@ T = TypeVar("T")
 
 #: Size in bytes, and the server's tag and time of the content; None: it does not tell.
 Identity = tuple[int | None, str | None, str | None]
-
-
-class FileChangedError(DataError):
-    """The file behind a URL is another one than before."""
 
 
 def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
@@ -98,10 +94,14 @@ def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
 
     HTTP goes by the proxy of the environment, as all else does.
 
-    Raises MissingPackageError where the store needs a package that is not installed.
+    Raises MissingPackageError where the store needs a package that is not installed, and DataError
+    for a chain of URLs.
     """
     from fsspec import core
 
+    reason = chain_problem(url)
+    if reason:
+        raise DataError(f"{public_name(url)} {reason}")
     if url.startswith(("http://", "https://")):
         options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}
     try:
@@ -225,9 +225,6 @@ class RemoteReader(io.RawIOBase):
         return retried(call, f"{self._name} cannot be read at byte {self._at:,}", self._patience)
 
     def _open(self, ranges: bool = True) -> None:
-        reason = chain_problem(self._url)
-        if reason:
-            raise DataError(f"{self._name} {reason}")
         is_http = self._url.startswith(("http://", "https://"))
         timeouts: dict[str, Any] = {}
         if is_http:

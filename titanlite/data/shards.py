@@ -7,29 +7,24 @@ into JSON without an error. Its errors have no record numbers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from titanlite.config.data_sections import DataSource
 from titanlite.config.text_names import HubText, hub_text
-from titanlite.config.urls import chain_problem, public_name
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
 from titanlite.data.connectivity import COPY, reach
-from titanlite.data.empty_files import watched
 from titanlite.data.file_stamps import stamp_of
-from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
-from titanlite.data.records import Columns, Record
+from titanlite.data.records import Columns
 from titanlite.data.remote import (
-    FileChangedError,
     check_url,
     file_size,
     open_file,
@@ -38,79 +33,15 @@ from titanlite.data.remote import (
     words,
 )
 from titanlite.data.splits import ALL_SPLITS
-from titanlite.data.text_files import TextFiles, all_of
+from titanlite.data.text_files import TextFiles
 from titanlite.data.text_keys import key_of
 from titanlite.data.token_paths import is_tokens
-from titanlite.utils import counted, logger, note_progress, pip_install
+from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
 #: Threads that ask a server for each of its files.
 _ASKING = 16
-
-
-class Shards(TextFiles):
-    """Files of records, read from any row on."""
-
-    @classmethod
-    def of(cls, files: TextFiles) -> Shards:
-        return cls(**{field.name: getattr(files, field.name) for field in fields(files)})
-
-    def fingerprint(self, description: str) -> str:
-        """Return a hash of the files' names without folder, revision and signature, the columns,
-        and `description`.
-        """
-        if self.revision:
-            names = [name.replace(f"@{self.revision}", "") for name in self.names]
-        else:
-            names = [_base(name) for name in self.names]
-        wanted = list(self.columns.wanted)
-        decisive = [names, wanted, self.kind, description, *self.columns.decisive]
-        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-
-    def at(self, revision: str) -> Shards:
-        """Return the same files of another commit, whose order a checkpoint has."""
-        if not revision or revision == self.revision:
-            return self
-        logger.info(
-            f"{self.key}: the data set is read at the checkpoint's revision {revision}, not "
-            f"{self.revision}"
-        )
-        names = (name.replace(f"@{self.revision}", f"@{revision}") for name in self.names)
-        return replace(self, names=tuple(names), revision=revision)
-
-    def records(self, shard: int, start: int) -> Iterator[Record]:
-        """Iterate over the records of a file from row `start` on, 0 the first.
-
-        Raises DataError, naming file and place, for bad records, and when the source has not come
-        back in `patience` seconds. Of a file that was replaced the rows after those served are
-        read.
-        """
-        name = self.names[shard]
-        row = start
-        #: Row at which the file was replaced before.
-        changed = -1
-        while True:
-            try:
-                for record in read_file(name, self.kind, self.columns, row, self.patience):
-                    note_progress("data")
-                    yield record
-                    row = record.number
-                return
-            except FileChangedError as error:
-                if row == changed:
-                    raise
-                logger.warning(f"{error}: it is read again, from record {row + 1} on")
-                changed = row
-
-
-def all_records(files: TextFiles) -> Iterator[Record]:
-    """Iterate over the records of all files, in order. Raises DataError if there is none."""
-    shards = Shards.of(files)
-    of_files = []
-    for number, name in enumerate(shards.names):
-        of_files.append(watched(shards.records(number, 0), name, is_shared=True))
-    return all_of(of_files, shards.names)
 
 
 def remote_files(
@@ -171,9 +102,6 @@ def url_text(place: Place) -> Listing:
 
 def _check_url(url: str, key: str) -> None:
     """Raise DataError for a URL that is refused, or whose server cannot be reached."""
-    reason = chain_problem(url)
-    if reason:
-        raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
     reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
 

@@ -23,7 +23,6 @@ from titanlite.data.corpus import PACKING, encode_record, workers_of
 from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText
 from titanlite.data.packing import make_row
 from titanlite.data.rows import FilePlace, Row, Rows
-from titanlite.data.shards import Shards
 from titanlite.data.stream_state import check_stream
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
@@ -266,7 +265,7 @@ def open_stream(reader: TextReader, files: TextFiles, order: Order) -> StreamRow
     data = reader.data
     tokenizer = reader.tokenizer
     text = StreamText(
-        Shards.of(files),
+        files,
         lambda record: encode_record(record, tokenizer, reader.vocab_size),
         description=f"{PACKING}, {tokenizer.fingerprint}",
         pad_id=tokenizer.eos_id,

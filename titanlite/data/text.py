@@ -28,7 +28,6 @@ from titanlite.data.text_files import (
     TextFiles,
     columns_of,
     find_text,
-    has_known_fields,
     iter_records,
 )
 from titanlite.data.text_keys import held_out_texts, key_of, training_texts
@@ -209,15 +208,6 @@ class TextReader:
         return rows
 
     def files_of(self, source: DataSource, section: str) -> TextFiles:
-        """List the files of a source, and recognise the form of their records."""
-        files = self._files(source, section)
-        if has_known_fields(files, self.data, source):
-            return files
-        from titanlite.data.record_forms.recognition import with_form
-
-        return with_form(files, self.data, source, self.tokenizer)
-
-    def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""
         name = source.name or ""
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
@@ -261,10 +251,8 @@ class TextReader:
     def _corpus(self, files: TextFiles) -> Corpus:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
-            from titanlite.data.shards import all_records
-
             workers = workers_of(self.data.num_workers)
-            return tokenize((), self.tokenizer, self.vocab_size, workers, all_records(files))
+            return tokenize((), self.tokenizer, self.vocab_size, workers, files.all_records())
         return load_corpus(
             [Path(name) for name in files.names],
             self.tokenizer,

@@ -6,15 +6,18 @@ A missing, empty or damaged source is an error that names it; nothing replaces t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
-from titanlite.data import DataError
+from titanlite.data import DataError, FileChangedError
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
@@ -22,6 +25,7 @@ from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.records import Columns, Record
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import logger, note_progress
 
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -54,6 +58,60 @@ class TextFiles:
     listing: Listing | None = field(default=None, compare=False)
     #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
     stamps: tuple[str, ...] = field(default=(), compare=False)
+
+    def fingerprint(self, description: str) -> str:
+        """Return a hash of the files' names without folder, revision and signature, the columns,
+        and `description`.
+        """
+        if self.revision:
+            names = [name.replace(f"@{self.revision}", "") for name in self.names]
+        else:
+            names = [os.path.basename(public_name(name)) for name in self.names]
+        wanted = list(self.columns.wanted)
+        decisive = [names, wanted, self.kind, description, *self.columns.decisive]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+
+    def at(self, revision: str) -> TextFiles:
+        """Return the same files of another commit, whose order a checkpoint has."""
+        if not revision or revision == self.revision:
+            return self
+        logger.info(
+            f"{self.key}: the data set is read at the checkpoint's revision {revision}, not "
+            f"{self.revision}"
+        )
+        names = (name.replace(f"@{self.revision}", f"@{revision}") for name in self.names)
+        return replace(self, names=tuple(names), revision=revision)
+
+    def records(self, shard: int, start: int) -> Iterator[Record]:
+        """Iterate over the records of a file from row `start` on, 0 the first.
+
+        Raises DataError, naming file and place, for bad records, and when the source has not come
+        back in `patience` seconds. Of a file that was replaced the rows after those served are
+        read.
+        """
+        name = self.names[shard]
+        row = start
+        #: Row at which the file was replaced before.
+        changed = -1
+        while True:
+            try:
+                for record in read_file(name, self.kind, self.columns, row, self.patience):
+                    note_progress("data")
+                    yield record
+                    row = record.number
+                return
+            except FileChangedError as error:
+                if row == changed:
+                    raise
+                logger.warning(f"{error}: it is read again, from record {row + 1} on")
+                changed = row
+
+    def all_records(self) -> Iterator[Record]:
+        """Iterate over the records of all files, in order. Raises DataError if there is none."""
+        of_files = []
+        for number, name in enumerate(self.names):
+            of_files.append(watched(self.records(number, 0), name, is_shared=True))
+        return all_of(of_files, self.names)
 
 
 def find_text(
@@ -136,19 +194,6 @@ def _form_of(data: Data, source: DataSource) -> str | None:
 def _names_text(source: DataSource) -> bool:
     """Return whether a source names the field of its text."""
     return bool(source.text_key or source.prompt_key or source.completion_key)
-
-
-def has_known_fields(files: TextFiles, data: Data, source: DataSource) -> bool:
-    """Return whether nothing is to be found out, or to be said, of the fields of a source."""
-    if source.path is None and (source.name in BUNDLED or source.name in REGISTERED):
-        return True
-    return files.columns.chat is None and names_records(data, source)
-
-
-def names_records(data: Data, source: DataSource) -> bool:
-    """Return whether the config says which fields a record has."""
-    names = ("text_key", "prompt_key", "completion_key", "messages_key", "record")
-    return any(getattr(source, name) or getattr(data, name) for name in names)
 
 
 def _prompt_keys(data: Data, source: DataSource) -> tuple[str | None, str | None]:

@@ -152,7 +152,6 @@ class AttemptRecord(Callback):
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
         self._record, self.lines = record.begin(self._folder, start)
-        exit_codes.report_code(exit_codes.BEGUN, str(self._folder.absolute()))
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:

@@ -21,15 +21,15 @@ def check_policy(
     names: Sequence[str],
     tokens: tuple[int, int],
     device: torch.device,
-    dtype: torch.dtype,
 ) -> None:
     """Run one block forward on tensors without data, and look for an operator of the policy.
 
     model: on the meta device, without checkpointing; do not use it afterwards. names: its blocks.
-    tokens: (batch, seq) of a micro-batch. device, dtype: of the real run. Raises ParallelismError
-    when there is none.
+    tokens: (batch, seq) of a micro-batch. device: of the real run. Raises ParallelismError when
+    there is none.
     """
-    model.to(dtype)
+    # Grouped products of tensors without data have no other type.
+    model.to(torch.bfloat16)
     seen: set[str] = set()
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Like `to_empty`, which would load a part of the compiler for meta tensors.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -58,39 +58,31 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
-    source = _source_of(model, section, folder)
-    there = source.model
-    if there is None and source.path is None:
+    key, path, there = _source_of(model, section, folder)
+    if there is None and path is None:
         advice = (
             f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
         )
         raise _no_shape(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        message = f"{quote(source.path)} describes no model: it has no config.json or params.json"
-        raise _no_shape(source.key, message)
+        message = f"{quote(path)} describes no model: it has no config.json or params.json"
+        raise _no_shape(key, message)
     if there.family is not None:
         from titanlite.checkpoint.source_model import remedy
 
         message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
         raise _no_shape("model.name", message, remedy(there, get_spec(model.name)))
     if there.args is None:
-        raise _no_shape(source.key, f"{there.file}: {there.problem}")
+        raise _no_shape(key, f"{there.file}: {there.problem}")
     return FolderShape(_as_overrides(there.args, model), str(there.file))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a shape comes from."""
-
-    #: The key that names it, and its value.
-    key: str
-    path: str | None
-    #: What the files there describe; None: no model.
-    model: SourceModel | None
-
-
-def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
-    """Return the first of the places of a shape that there is. Raises ConfigError."""
+def _source_of(
+    model: Model, section: Checkpoint, folder: str
+) -> tuple[str, str | None, SourceModel | None]:
+    """Return the key of the first place of a shape that there is, its value, and what the files
+    there describe; None: no model. Raises ConfigError.
+    """
     from titanlite.checkpoint.paths import StoreError, to_path
 
     spec = get_spec(model.name)
@@ -99,16 +91,16 @@ def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
     try:
         own = _of_own_checkpoint(to_path(folder), model.name, spec)
         if own is not None:
-            return _Source(key, path, own)
+            return key, path, own
         if model.hf_config is not None:
             key = _CONFIG
             path = model.hf_config
-            return _Source(key, path, _of_config(path, model.name, spec))
+            return key, path, _of_config(path, model.name, spec)
         if path is not None:
-            return _Source(key, path, _of_folder(to_path(path), model.name, spec))
+            return key, path, _of_folder(to_path(path), model.name, spec)
     except (CheckpointError, StoreError) as error:
         raise _no_shape(key, f"{quote(path)} gives no shape: {error}") from None
-    return _Source(key, None, None)
+    return key, None, None
 
 
 def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
@@ -203,28 +195,8 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
         message = (
             f"{quote(section.initial_load_path)} holds another model, by its {there.kind}:{lines}"
         )
-        way = _own_entries(model, found) or remedy(there, spec)
+        way = remedy(there, spec)
         yield Problem("model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED)
-
-
-def _own_entries(model: Model, differences: Sequence[str]) -> str:
-    """Return what to do where `model.flavor = "from_folder"` and the config itself differs from
-    the folder; "" where it does not.
-    """
-    if model.flavor != FROM_FOLDER or model.name == "hf":
-        return ""
-    from titanlite.checkpoint.source_model import OWN_KEYS, key_of
-
-    given = {key_of(name): f"model.overrides.{name}" for name in model.overrides}
-    given |= {key_of(name): key_of(name) for name in OWN_KEYS if getattr(model, name) is not None}
-    keys = [line.partition(" is ")[0] for line in differences]
-    left_out = [given[key] for key in keys if key in given]
-    if not left_out and model.hf_config is not None:
-        left_out = [_CONFIG]
-    if not left_out:
-        return ""
-    taken = f"then {_FLAVOR} = {quote(FROM_FOLDER)} takes the shape from there"
-    return f"leave out {', '.join(left_out)}: {taken}"
 
 
 def _has_patterns(section: Checkpoint) -> bool:

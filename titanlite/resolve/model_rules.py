@@ -41,7 +41,7 @@ def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
-        "parallelism.expert_parallel_degree": run.mesh.expert > 1,
+        "activation_checkpoint.selective_ac_option": run.activation_checkpoint.by_op,
     }
     for key, is_on in keys.items():
         reason = run.spec.why_not(args, key) if is_on else ""

@@ -170,14 +170,6 @@ def begin(folder: Path, start: Start) -> Begun:
     return Begun(record, lines)
 
 
-def end_silent(folder: Path, exit_code: int, reason: str) -> None:
-    """Record the end of an attempt whose process has ended without a word. Raises OSError."""
-    attempt = _attempts_before(folder)[-1]
-    if "ended" not in attempt:
-        entry = {"event": "end", "attempt": attempt["attempt"], "time": timestamp()}
-        append_line(folder / ATTEMPTS, {**entry, "exit_code": exit_code, "reason": reason})
-
-
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
     """Return the attempts in a folder, oldest first; a new one has none to read."""
     if not os.path.exists(folder / ATTEMPTS):

@@ -180,7 +180,7 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
     titanlite's; return a line.
 
-    tokenizer: path or URL of the run's. Raises CheckpointError when ids differ, unless
+    tokenizer: path of the run's. Raises CheckpointError when ids differ, unless
     `transformers` takes its own class for such a model. No file can change that, and the line says
     so.
     """

@@ -1,9 +1,8 @@
-"""Records as other trainers write them: `data.record`, or recognised by their fields.
+"""Records as other trainers write them: `data.record`.
 
-    alpaca.py        instruction, input and output, by Alpaca's template
-    sharegpt.py      conversations of turns with from and value
-    recognition.py   which form the first record of a text has
-    plain.jinja      the template of conversations where a tokenizer brings none
+    alpaca.py     instruction, input and output, by Alpaca's template
+    sharegpt.py   conversations of turns with from and value
+    plain.py      the template of conversations where a tokenizer brings none
 
 The other forms need no code: `data.text_key` and the other keys of fields name what
 they have.

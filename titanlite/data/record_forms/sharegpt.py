@@ -41,7 +41,7 @@ class ShareGPT(NamedTuple):
         if not are_turns(turns, ("from",)) or not all(_has_text(turn) for turn in turns):
             raise DataError(
                 f"{where}: the key {field!r} is no list of turns, each with from and value: "
-                f"{cut(turns)}; {columns.remedy(field)}, or set {columns.section}.record"
+                f"{cut(turns)}; {columns.remedy(field)}"
             )
         refuse_surrogates(turns, field, where)
         messages: list[dict[str, str]] = []

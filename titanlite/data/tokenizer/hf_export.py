@@ -8,9 +8,8 @@ continues. Other programs read an export by `AutoTokenizer`, so its files must d
 from __future__ import annotations
 
 import json
-import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ _KEPT = (
 _BESIDE = ("chat_template.jinja", "chat_template.json", "generation_config.json")
 #: Kinds of pieces in a sentencepiece model, by its protocol.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_UNIGRAM, _BPE = 1, 2
+_BPE = 2
 _SPACE = "\u2581"
 
 
@@ -88,7 +87,7 @@ def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
             continue
         ours, there = tokenizer.encode(text, bos=True), list(theirs(text)["input_ids"])
         if ours != there:
-            found.append(f"{text!r}: {_around_difference(there, ours)}")
+            found.append(f"{text!r}: {there} there, {ours} here")
     return found
 
 
@@ -108,15 +107,6 @@ def other_class(folder: Path) -> str:
         asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"
     )  # two names of one class
     return "" if taken == asked or is_plain else taken
-
-
-def _around_difference(there: list[int], ours: list[int]) -> str:
-    """Show where two lists of ids part."""
-    pairs = zip(there, ours, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(there), len(ours)))
-    start = max(place - 2, 0)
-    lead = "… " if start else ""
-    return f"{lead}{there[start : place + 4]} there, {lead}{ours[start : place + 4]} here"
 
 
 def equal_files(
@@ -248,42 +238,44 @@ def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any
 
 
 def _of_sentencepiece(content: bytes) -> dict[str, Any]:
-    """Return the tokenizer.json of a sentencepiece model: its pieces, its normalisation, and a
-    space before a text.
+    """Return the tokenizer.json of a sentencepiece model as Llama 2 and Mistral have it: BPE, with
+    a space before a text.
 
     `transformers` makes one that puts no space before a text that begins with one, so its ids
-    differ.
+    differ. Raises DataError for a model of another kind.
     """
     import tokenizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
-    from tokenizers import decoders
+    from tokenizers import decoders, normalizers
+    from transformers.convert_slow_tokenizer import generate_merges
 
     proto = ModelProto.FromString(content)
-    trainer = proto.trainer_spec
-    if trainer.treat_whitespace_as_suffix or trainer.model_type not in (_UNIGRAM, _BPE):
+    trainer, spaces = proto.trainer_spec, proto.normalizer_spec
+    kinds = {piece.type for piece in proto.pieces}
+    if (
+        trainer.model_type != _BPE
+        or trainer.treat_whitespace_as_suffix
+        or spaces.precompiled_charsmap
+        or spaces.remove_extra_whitespaces
+        or _USER_DEFINED in kinds
+    ):
         raise DataError(
-            "tokenizer.json has no such kind of sentencepiece model: only BPE and Unigram, spaces "
-            "first"
+            "no tokenizer.json is made of a sentencepiece model of this kind, only of BPE without "
+            "normalisation and pieces of its own: train with the tokenizer.json of the model"
         )
-    pieces = list(proto.pieces)
-    own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
-    unknown = next((number for number, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
-    model: Any
-    if trainer.model_type == _UNIGRAM:
-        scored = [(piece.piece, piece.score) for piece in pieces]
-        model = tokenizers.models.Unigram(scored, unknown, trainer.byte_fallback)
-    else:
-        vocabulary = {piece.piece: number for number, piece in enumerate(pieces)}
-        model = tokenizers.models.BPE(
-            vocabulary,
-            _merges(pieces),
-            unk_token=None if unknown is None else pieces[unknown].piece,
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    places = {name: place for place, name in enumerate(scores)}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {piece.piece: number for number, piece in enumerate(proto.pieces)},
+            generate_merges(places, scores),
+            unk_token=next(one.piece for one in proto.pieces if one.type == _UNKNOWN),
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
-            ignore_merges=bool(own),  # no pairs make such a piece
         )
-    made = tokenizers.Tokenizer(model)
-    made.normalizer = _normalizer(proto.normalizer_spec)
+    )
+    prefix = [normalizers.Prepend(_SPACE)] if spaces.add_dummy_prefix else []
+    made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     made.decoder = decoders.Sequence(
         [
             decoders.Replace(_SPACE, " "),
@@ -292,44 +284,9 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
     made.add_special_tokens(
         [tokenizers.AddedToken(name, normalized=False, special=True) for name in special]
     )
-    if own:  # an added token would be normalised itself, and the text after it would get a space
-        longest_first = "|".join(re.escape(name) for name in sorted(own, key=len, reverse=True))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
-            tokenizers.Regex(longest_first), "isolated"
-        )
     parsed: dict[str, Any] = json.loads(made.to_str())
     return parsed
-
-
-def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that sentencepiece joins, the best first: all that make a piece,
-    by its score.
-    """
-    scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
-    places = {name: place for place, name in enumerate(scores)}
-    found = []
-    for name, score in scores.items():
-        splits = ((name[:cut], name[cut:]) for cut in range(1, len(name)))
-        for left, right in splits:
-            if left in scores and right in scores:
-                found.append((-score, places[name], places[left], places[right], (left, right)))
-    return [pair for *_, pair in sorted(found)]
-
-
-def _normalizer(spec: Any) -> Any:
-    from tokenizers import Regex, normalizers
-
-    steps: list[Any] = []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-    if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", _SPACE))
-    return normalizers.Sequence(steps)

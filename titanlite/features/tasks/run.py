@@ -47,12 +47,8 @@ class TaskRun(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Run the tasks that an earlier attempt has left."""
-        if NAME not in trainer.owed:
-            return
-        from titanlite.checkpoint.resume import note_done
-
-        self._run(trainer)
-        note_done(trainer)
+        if NAME in trainer.owed:
+            self._run(trainer)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         step = trainer.step

@@ -7,7 +7,6 @@
     router.py      which experts a token goes to, and the losses that balance them
     grouped.py     rows sorted by expert, and products of each expert's rows with its matrix
 
-`arguments.py`, `family.py` and `hf_names.py` import no torch. The families are beside this folder,
-and the experts of `transformers` in `titanlite.models.hf.experts`. What ranks do with experts is
-in `titanlite.features.experts`.
+`arguments.py`, `family.py` and `hf_names.py` import no torch. The families are beside this folder.
+What ranks do with experts is in `titanlite.features.experts`.
 """

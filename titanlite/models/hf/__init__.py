@@ -5,7 +5,7 @@
     skeleton.py      facts, read from the model on the meta device
     chunks.py        labels for the head, and what follows the head, for `training.loss_chunks`
     documents.py     attention within documents, for `data.mask_documents`
-    experts.py       experts by titanlite's products, and on several ranks
+    experts.py       its experts
     names.py         names in files
     extras.py        what the module asks of chunks.py and documents.py
 
@@ -21,7 +21,6 @@ from titanlite.models.hf.args import HFArgs, args_from_hf, hf_config, read_args
 from titanlite.models.hf.config_json import config_file, read_config
 from titanlite.models.hf.counts import (
     count_parameters,
-    experts,
     flops_per_token,
     fsdp_units,
     linears,
@@ -50,8 +49,8 @@ def _why_not(args: HFArgs, key: str) -> str:
         from titanlite.models.hf.documents import way_of
 
         return way_of(args)[1]
-    if key == "parallelism.expert_parallel_degree" and not args.skeleton.moe_layers:
-        return f"{type(args.skeleton.model).__name__} has no experts that ranks could share"
+    if key == "activation_checkpoint.selective_ac_option" and args.skeleton.moe_layers:
+        return "experts of transformers change results in place that it would save; take a number"
     return ""
 
 
@@ -69,7 +68,6 @@ SPEC = ModelSpec(
     fsdp_units=fsdp_units,
     linears=linears,
     sublayer_names=sublayer_names,
-    experts=experts,
     why_not=_why_not,
     tied=lambda args: dict(args.skeleton.tied),
     hf_names=imported_when_called("titanlite.models.hf.names:hf_names"),

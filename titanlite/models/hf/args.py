@@ -64,16 +64,6 @@ class HFArgs:
 
         return skeleton_of(self.config, self.vocab_size)
 
-    @property
-    def top_k(self) -> int:
-        """Experts of a token; 1 in a model without."""
-        return max((layer.top_k for layer in self.skeleton.moe_layers.values()), default=1)
-
-    @property
-    def expert_width(self) -> int:
-        """Numbers between the products of an expert; 0 in a model without."""
-        return max((layer.width for layer in self.skeleton.moe_layers.values()), default=0)
-
     def deciding(self) -> dict[str, Any]:
         """Return the entries of config.json that decide tensors or logits, nested ones by dotted
         names.

@@ -16,14 +16,19 @@ if TYPE_CHECKING:
 def causal_model(config: Any, extras: Extras | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    extras: for documents, and for a head that computes the loss.
+    extras: for documents, and for a head that computes the loss; None: a model without data, for
+    facts alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    from titanlite.models.hf.experts import exchange
+    from titanlite.models.hf.experts import stacks_of
 
-    make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    make = functools.partial(
+        AutoModelForCausalLM.from_config,
+        config,
+        dtype=torch.float32,
+    )
     try:
         model = make(attn_implementation="sdpa")
     except ValueError:  # some models have only their own attention
@@ -31,7 +36,9 @@ def causal_model(config: Any, extras: Extras | None = None) -> Any:
     cls: Any = type(model)
     model.__class__ = _logits_class(cls)
     model.extras = extras
-    exchange(model)
+    for module in stacks_of(model).values():
+        # On the meta device grouped products take no float32.
+        module.config._experts_implementation = "batched_mm" if extras is None else "grouped_mm"
     return model
 
 

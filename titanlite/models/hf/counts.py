@@ -59,11 +59,6 @@ def _routers(args: HFArgs) -> set[str]:
     return found
 
 
-def experts(args: HFArgs) -> dict[str, int]:
-    """Return name → number of experts, of each MoE layer."""
-    return {name: layer.experts for name, layer in args.skeleton.moe_layers.items()}
-
-
 def count_parameters(args: HFArgs) -> int:
     """Return the number of parameters; a shared one counts once."""
     return sum(parameter.numel() for parameter in args.skeleton.model.parameters())
