@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from titanlite import exit_codes
 from titanlite.assembly.supported import system_problem
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import load_functions
+from titanlite.config.extensions import dotted_paths
 from titanlite.config.sections import Checkpoint
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import read_launch_env
@@ -102,7 +101,9 @@ def run(argv: Sequence[str]) -> int:
         asked, config = check_config(argv, environment.world_size)
         if config.memory_estimation.enabled:
             if environment.rank == 0:
-                _print_plan(config, environment)
+                from titanlite.plan.text import print_plan
+
+                print_plan(config, environment.local_world_size)
             return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
@@ -135,12 +136,6 @@ def run(argv: Sequence[str]) -> int:
                 raise
             return print_error(rank.message(error, code), code)
     return exit_codes.DONE
-
-
-def _print_plan(config: RunConfig, environment: LaunchEnv) -> None:
-    from titanlite.plan.text import print_plan
-
-    print_plan(config, environment.local_world_size)
 
 
 @contextlib.contextmanager
@@ -208,21 +203,17 @@ class _Rank:
         self.store = connect_store()
         # After the code of the user, which may set variables for it.
         _import_compiler()
-        with self.failure_reported(), contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held:
+            if self.store is not None:
+                from titanlite.dist.rendezvous import report_failure
+
+                rank, size = self.environment.rank, self.environment.world_size
+                held.enter_context(report_failure(self.store, rank, size))
             datasets = self.prepare(held)
             with self.opened() as world:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 yield build(self.config, world, datasets, self.watchdog, callbacks)
-
-    def failure_reported(self) -> AbstractContextManager[None]:
-        """Return what tells the other ranks when this one fails before the process group exists."""
-        if self.store is None:
-            return contextlib.nullcontext()
-        from titanlite.dist.rendezvous import report_failure
-
-        environment = self.environment
-        return report_failure(self.store, environment.rank, environment.world_size)
 
     def share(self, name: str, make: Callable[[], T]) -> T:
         """Return on all ranks what `make` returns on rank 0. name: of the key in the store."""
@@ -242,7 +233,10 @@ class _Rank:
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
             _log_files(self.asked.files)
-        load_functions(self.asked)
+        if any(dotted_paths(self.asked)):
+            from titanlite.config.own_functions import load_functions
+
+            load_functions(self.asked)
         place = self.asked.place("job.callbacks")
         return load_callbacks(self.config.job.callbacks, place)
 

@@ -244,19 +244,20 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     (begin(root, 6) / "shard").write_bytes(SHARD)
     mark = root / next(name for name in names(root) if name.startswith(".partial-"))
     for path, why in (
-        (root / "step-2", "is pinned"),
-        (mark, "under way"),
+        (root / "step-2", "is valid, pinned"),
+        (mark, "is partial"),
         (root, "no folder of a checkpoint"),
     ):
         assert why in _lines(capsys, "rm", path, code=exit_codes.CHECKPOINT)[0]
     assert steps_in(root) == [2, 4]
     (root / "step-2" / "KEEP").unlink()
     lines = _lines(capsys, "rm", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
-    assert "would be left without a good checkpoint" in lines[0]
+    assert "would be left without a valid checkpoint" in lines[0]
     assert "--force" in lines[0]
-    flip(root / "step-4" / "__1_0.distcp")  # valid by its sizes, but not good
+    shard = root / "step-4" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes() + b"x")
     lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)
-    assert "without a good checkpoint" in lines[0]
+    assert "without a valid checkpoint" in lines[0]
     assert steps_in(root) == [2, 4]
     assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", (
         "the damaged one may go: 2 is good"

@@ -240,7 +240,7 @@ def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
     write(root, 1, 2, 3)
     with pinned(root / "step-1"):
         assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3]
-        with pytest.raises(CheckpointError, match="is pinned"):
+        with pytest.raises(CheckpointError, match="is valid, pinned"):
             remove([root / "step-1"])
         with pinned(root / "step-1"):
             pass

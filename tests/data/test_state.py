@@ -119,8 +119,8 @@ def test_the_refusal_names_entry_and_value(
         _loader(names, "stream").load_state_dict(_changed(_state(names, "stream"), path, value))
 
 
-def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_is_warned_of(
-    names: list[str], caplog: pytest.LogCaptureFixture
+def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_goes_on_behind_it(
+    names: list[str],
 ) -> None:
     state = _state(names, "stream")
     loader = _loader(names, "stream")
@@ -130,8 +130,7 @@ def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_is_warned_
         match=r"lane 0 .*part-0\d.jsonl.gz has no record 5001 for it.*exclude_from_loading",
     ):
         loader.next_step()
-    for place, words in ((5, "document 5000 of a block of"), (6, "token 5000 of a document of")):
+    for place in (5, 6):
         loader = _loader(names, "stream")
         loader.load_state_dict(_changed(state, ("rows", "cursors", 0, place), 5000))
         assert loader.next_step()[0].tokens.shape == (8, SEQ)
-        assert f"lane 0 of the stream should continue with {words}" in caplog.text

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
-from tests.support.task_files import flags_of, write_files
+from tests.support.task_files import flags_of, quickly, write_tasks
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
@@ -305,8 +305,8 @@ def _marks(world: DistEnv, folder: str, tasks: list[str]) -> set[str]:
 def test_validation_tasks_samples_and_the_export_tell_that_they_go_on(
     pool: Pools, tmp_path: Path
 ) -> None:
-    tasks = flags_of(*write_files(tmp_path), freq=1)
-    (marks,) = pool(1).run(_marks, str(tmp_path / "run"), tasks)
+    tasks = flags_of(write_tasks(tmp_path), "tiny_choice", freq=1)
+    (marks,) = pool(1).run(quickly, _marks, str(tmp_path / "run"), tasks)
     assert {"validate", "evaluate", "sample", "save"} <= marks
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,8 +180,12 @@ def test_positions_begin_again_with_each_document() -> None:
 def test_a_model_without_documents_is_refused() -> None:
     spec = get_spec(f"{ROOT}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
-    (problem,) = mask_problems(spec, args, Data(mask_documents=True))
+    masked = Data(mask_documents=True)
+    run: Any = SimpleNamespace(spec=spec, data=masked)
+    (problem,) = mask_problems(run, args)
     assert problem.key == "data.mask_documents"
     assert "its forward takes no doc_ids" in problem.message
-    assert not list(mask_problems(spec, args, Data()))
-    assert not list(mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True)))
+    run = SimpleNamespace(spec=spec, data=Data())
+    assert not list(mask_problems(run, args))
+    run = SimpleNamespace(spec=get_spec("llama3"), data=masked)
+    assert not list(mask_problems(run, VARIANTS["gqa"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_o
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.optimizer import build_optimizer, gated_step
-from titanlite.optim.state_bytes import state_bytes
 
 CPU = torch.device("cpu")
 PURE_BF16 = Training(dtype="bfloat16", mixed_precision_reduce="bfloat16")
@@ -189,9 +189,7 @@ def test_kahan_keeps_updates_that_round_away() -> None:
 
 
 def bytes_per_parameter(world: DistEnv, run: Run) -> float:
-    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards; check
-    those announced.
-    """
+    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards."""
     model, optimizer, _ = build_tiny(world, run)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -199,10 +197,6 @@ def bytes_per_parameter(world: DistEnv, run: Run) -> float:
     state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.ndim]
     weights = [t for p in model.parameters() for t in (p, p.grad)]
     count = sum(p.to_local().numel() for p in model.parameters())
-    blocks = get_spec("llama3").block_names(run.args)
-    dtype = next(model.parameters()).dtype
-    announced = state_bytes(dict(model.named_parameters()), run.settings, dtype, blocks)
-    assert sum(t.to_local().nbytes for t in state) / count == pytest.approx(announced, rel=1e-6)
     return sum(t.to_local().nbytes for t in [*state, *weights]) / count
 
 
@@ -378,7 +372,8 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 
 def test_patterns_are_checked() -> None:
     settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern="nowhere")])
-    (found,) = optimizer_problems(get_spec("llama3"), TINY, settings)
+    run: Any = SimpleNamespace(spec=get_spec("llama3"), optimizer=settings)
+    (found,) = optimizer_problems(run, TINY)
     assert found.key == "optimizer.groups[1].pattern"
     assert "in no parameter's name" in str(found)
 

@@ -38,7 +38,7 @@ def lock_folders(
     ending: whether this run was asked to stop. others: folders that the run writes to besides.
 
     Raises LockedError. Raises ConfigError where the run's folder cannot be written to, has a link
-    where the run writes, or holds the checkpoints among its logs. Raises CheckpointError where that
+    where the run writes. Raises CheckpointError where that
     of the checkpoints, or a store, cannot be used.
     """
     with contextlib.ExitStack() as stack:
@@ -79,23 +79,16 @@ def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
     It also asks the store of `checkpoint.initial_load_path`.
     """
     from titanlite.checkpoint.paths import to_path
-    from titanlite.runs.logs import FOLDER as LOGS
 
     source = to_path(section.initial_load_path or "")
     folder = to_path(section.folder)
     if isinstance(folder, Path):
         # Two paths may lead to one folder.
         folder = Path(os.path.realpath(folder))
-        logs = run_folder / LOGS
-        if folder.is_relative_to(os.path.realpath(logs)):
-            reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
-            raise unfit("checkpoint.folder", reason, "name another folder")
     if not isinstance(source, Path):
         with _store_errors("checkpoint.initial_load_path"):
             source.is_dir()
-    if folder == Path(os.path.realpath(run_folder)):
-        return None
-    return folder
+    return None if folder == Path(os.path.realpath(run_folder)) else folder
 
 
 def _lock(
@@ -105,13 +98,11 @@ def _lock(
     from titanlite.runs.lock import RunLock
 
     try:
-        if isinstance(folder, Path):
-            stack.enter_context(RunLock(folder, key, ending))
-        else:
-            with _store_errors(key):
+        with contextlib.nullcontext() if isinstance(folder, Path) else _store_errors(key):
+            if not isinstance(folder, Path):
                 # It fails for a missing bucket, wrong keys or a wrong address.
                 folder.is_dir()
-                stack.enter_context(RunLock(folder, key, ending))
+            stack.enter_context(RunLock(folder, key, ending))
     except OSError as error:
         problem = _not_writable(key, folder, error)
         if key == "checkpoint.folder":

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from titanlite.config.data_sections import Data
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.model_sections import Optimizer
-from titanlite.config.sections import Compile, Config, Training
 from titanlite.dist import ParallelismError
-from titanlite.models.spec import ModelSpec
 from titanlite.resolve.model_rules import tensor_problems
 from titanlite.run.config import RunConfig
-from titanlite.run.interactions import needs_whole_groups
 
 
 def check_machine(run: RunConfig) -> None:
@@ -30,6 +25,11 @@ def check_machine(run: RunConfig) -> None:
     refuse(machine_problems(run))
 
 
+def machine_problems(run: RunConfig) -> list[Problem]:
+    """Find what this machine lacks for a run, before the model is known."""
+    return [*compile_problems(run), *feature_problems(run, None)]
+
+
 def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary, and that this machine has its
     products.
@@ -37,81 +37,55 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     tokenizer_size: entries of the tokenizer. Needs no process group. Raises ConfigError.
     """
     args = run.model_args(tokenizer_size)
-    # Its vocabulary may be known only since the tokenizer is read.
-    problems = list(tensor_problems(run, args))
+    refuse([problem for check in _OF_MODEL for problem in check(run, args)])
+
+
+def feature_problems(run: RunConfig, args: Any | None) -> Iterator[Problem]:
+    """Find what this machine lacks for the features of a run. args: None: not known yet."""
     for feature in run.features.on:
-        problems += feature.machine_problems(run, args)
-    problems += mask_problems(run.spec, args, run.data)
-    problems += optimizer_problems(run.spec, args, run.optimizer)
-    problems += fsdp_problems(run.spec, args, run)
-    refuse(problems)
+        yield from feature.machine_problems(run, args)
 
 
-# The machine
-
-
-def machine_problems(run: RunConfig) -> list[Problem]:
-    """Find what this machine lacks for a run, before the model is known."""
-    problems = compile_problems(run.training, run.compile)
-    for feature in run.features.on:
-        problems += feature.machine_problems(run, None)
-    return problems
-
-
-def compile_problems(
-    training: Training, compile: Compile, device_type: str | None = None
-) -> list[Problem]:
+def compile_problems(run: RunConfig) -> Iterator[Problem]:
     """Find what this machine lacks for `torch.compile`, if it is on; else set the folder of
     compiled code.
-
-    device_type: "cpu" or "cuda"; by default CUDA when this machine has it.
     """
-    if not training.compile:
-        return []
+    if not run.training.compile:
+        return
     from titanlite.parallel.compile import CACHE_VARIABLE, check_backend, use_cache_folder
 
-    def look() -> None:
-        check_backend(compile.backend, device_type)
-
-    def make_folder() -> None:
-        use_cache_folder(compile.cache_dir)
-
-    problems = _tried("compile.backend", look, "training.compile = false trains without it")
-    if compile.backend == "inductor":
-        key = CACHE_VARIABLE if compile.cache_dir is None else "compile.cache_dir"
-        problems += _tried(key, make_folder)
-    return problems
-
-
-def _tried(key: str, check: Callable[[], None], hint: str = "") -> list[Problem]:
-    """Return the error of a check as a problem of a key."""
+    section = run.compile
     try:
-        check()
+        check_backend(section.backend)
     except (ParallelismError, ValueError) as error:
-        return [Problem("does-not-fit", key, str(error), hint)]
-    return []
-
-
-# The model
-
-
-def mask_problems(spec: ModelSpec, args: Any, data: Data) -> Iterator[Problem]:
-    """Find whether attention of the model can stop at documents, if it shall."""
-    if not data.mask_documents:
+        hint = "training.compile = false trains without it"
+        yield Problem("does-not-fit", "compile.backend", str(error), hint)
+    if section.backend != "inductor":
         return
-    forward = spec.build_on_meta(args).forward
+    try:
+        use_cache_folder(section.cache_dir)
+    except (ParallelismError, ValueError) as error:
+        key = CACHE_VARIABLE if section.cache_dir is None else "compile.cache_dir"
+        yield Problem("does-not-fit", key, str(error))
+
+
+def mask_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Find whether attention of the model can stop at documents, if it shall."""
+    if not run.data.mask_documents:
+        return
+    forward = run.spec.build_on_meta(args).forward
     if "doc_ids" not in inspect.signature(forward).parameters:
-        message = f"is not supported by the model {spec.name}: its forward takes no doc_ids"
+        message = f"is not supported by the model {run.spec.name}: its forward takes no doc_ids"
         hint = "set it to false, or add doc_ids to the model"
         yield Problem("does-not-fit", "data.mask_documents", message, hint)
 
 
-def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> Iterator[Problem]:
+def optimizer_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Find patterns of `[[optimizer.groups]]` that are found in no parameter's name."""
-    if not optimizer.groups:
+    if not run.optimizer.groups:
         return
-    names = [name for name, _ in spec.build_on_meta(args).named_parameters()]
-    for index, group in enumerate(optimizer.groups):
+    names = [name for name, _ in run.spec.build_on_meta(args).named_parameters()]
+    for index, group in enumerate(run.optimizer.groups):
         if any(re.search(group.pattern, name) for name in names):
             continue
         message = f"{group.pattern!r} is found in no parameter's name"
@@ -119,24 +93,30 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> Iter
         yield Problem("does-not-fit", f"optimizer.groups[{index}].pattern", message, hint)
 
 
-def fsdp_problems(spec: ModelSpec, args: Any, d: Config) -> Iterator[Problem]:
+def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
-    policy = d.training.fsdp_units
+    policy = run.training.fsdp_units
     if policy in ("block", "root"):
         return
     from titanlite.parallel.wrapping import choose_groups
+    from titanlite.run.interactions import needs_whole_groups
 
+    spec = run.spec
     model = spec.build_on_meta(args)
     try:
-        groups = choose_groups(model, policy, d.training.fsdp_min_params, spec.fsdp_groups(args))
+        groups = choose_groups(model, policy, run.training.fsdp_min_params, spec.fsdp_groups(args))
     except ParallelismError as error:
         key = "training.fsdp_min_params" if policy == "size" else "training.fsdp_units"
         yield Problem("does-not-fit", key, str(error))
         return
     blocks = tuple(f"{name}." for name in spec.block_names(args))
     inside = [name for group in groups for name in group if name.startswith(blocks)]
-    reasons = list(needs_whole_groups(d))
+    reasons = list(needs_whole_groups(run))
     if inside and reasons:
         message = f"makes {inside[0]} an FSDP group, but {' and '.join(reasons)}"
         hint = 'take groups of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
         yield Problem("does-not-fit", "training.fsdp_units", message, hint)
+
+
+#: The vocabulary, on which the first depends, may be known only since the tokenizer is read.
+_OF_MODEL = (tensor_problems, feature_problems, mask_problems, optimizer_problems, fsdp_problems)

@@ -129,8 +129,8 @@ def _add_convert(actions: Commands) -> None:
 
 def _add_rm(actions: Commands) -> None:
     more = (
-        "Refused, before anything is deleted: pinned ones, saves that may be under way, and "
-        "deletions that would leave no good checkpoint (a remaining one is read in full)."
+        "Refused, before anything is deleted: pinned ones, saves that may be under way, and the "
+        "last valid one that a run can resume from."
     )
     help = "delete checkpoints and leftovers of crashes"
     add = add_to_group(actions, _rm, help, more, _CODES).add

@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
@@ -17,19 +16,16 @@ from titanlite.checkpoint.manifest import (
     FILE,
     NAMES,
     PARTIAL,
-    PIN,
     REASON,
     Manifest,
     Progress,
     check_files,
     find,
-    progress,
     read_manifest,
     refuse_older,
     root_of,
     step_folder,
     step_of,
-    steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import (
@@ -39,11 +35,11 @@ from titanlite.checkpoint.retention import (
     leftovers,
     unpublish,
 )
-from titanlite.utils import say
 
 VALID = "valid"
 INVALID = "invalid"
 NEWER = "newer format"
+PARTIAL_SAVE = "partial"
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,11 @@ class Entry:
         return int(match.group(1)) if match else -1
 
     @property
+    def is_full(self) -> bool:
+        """Whether it is valid, and a run can resume from it."""
+        return self.manifest is not None and not self.manifest.weights_only
+
+    @property
     def description(self) -> str:
         text = self.state
         if self.manifest is not None and self.manifest.weights_only:
@@ -87,7 +88,7 @@ def inspect(path: AnyPath) -> Entry:
     state = VALID
     folder = path
     if path.name.startswith((PARTIAL, DELETED)):
-        state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
+        state = PARTIAL_SAVE if path.name.startswith(PARTIAL) else "being deleted"
         folder = leftover_folder(path) or path
     elif step_of(path) is None:
         state = "set aside"
@@ -161,65 +162,34 @@ def verify(
 def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were deleted.
 
-    Raises CheckpointError, before anything is deleted, for what `force` overrides. These are pinned
-    ones, saves that may be under way, and those of a newer format. All together are refused when no
-    checkpoint that is good by its hashes would remain.
+    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones,
+    saves that may be under way, those of a newer format, and the last valid one of a run.
     """
     found = []
-    for path in dict.fromkeys(map(_absolute, paths)):
+    for path in dict.fromkeys(paths):
         if not NAMES.fullmatch(path.name) or not path.exists():
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         found.append(inspect(path))
     if not force:
-        _must_be_deletable(found)
+        _refuse_to_delete(found)
     for entry in found:
         is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
         delete(entry.folder if is_mark else unpublish(entry.folder))
     return found
 
 
-def _must_be_deletable(found: Sequence[Entry]) -> None:
+def _refuse_to_delete(found: Sequence[Entry]) -> None:
     """Raise CheckpointError for what `remove` deletes by force only."""
     for entry in found:
-        if entry.pinned:
+        if entry.pinned or entry.state in (NEWER, PARTIAL_SAVE):
+            reason = entry.reason or f"{entry.folder} is {entry.description}"
             raise CheckpointError(
-                f"{entry.folder} is pinned: remove its file {PIN} first, or give --force"
+                f"{reason}. --force deletes it all the same: no run may be writing there"
             )
-        if entry.state == NEWER:
+    going = {entry.folder for entry in found}
+    for root in {entry.folder.parent for entry in found if entry.is_full}:
+        if not any(one.is_full and one.folder not in going for one in list_checkpoints(root)):
             raise CheckpointError(
-                f"{entry.reason}. It may be good: give --force to delete it all the same"
+                f"{root} would be left without a valid checkpoint that a run can resume from: "
+                "--force deletes it all the same"
             )
-        if entry.state == "partial":
-            raise CheckpointError(
-                f"{entry.folder} may be a save under way: give --force when no run writes there"
-            )
-    going: dict[AnyPath, list[Entry]] = {}
-    for entry in found:
-        going.setdefault(entry.folder.parent, []).append(entry)
-    for root, entries_of_root in going.items():
-        if any(entry.state == VALID for entry in entries_of_root):
-            _must_leave_one(root, entries_of_root)
-
-
-def _absolute(path: AnyPath) -> AnyPath:
-    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
-    return path.parent.resolve() / path.name if isinstance(path, Path) else path
-
-
-def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
-    """Raise CheckpointError unless a remaining checkpoint is good, by its hashes.
-
-    If a full checkpoint goes, one of weights only does not count.
-    """
-    full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
-    gone = [entry.folder for entry in going]
-    for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
-        if folder in gone:
-            continue
-        manifest, problems = verify(folder, progress(say, f"{folder}: "))
-        if not problems and not (full and manifest is not None and manifest.weights_only):
-            return
-    raise CheckpointError(
-        f"{root} would be left without a good checkpoint. Nothing was removed; --force removes it "
-        "anyway"
-    )

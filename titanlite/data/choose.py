@@ -30,23 +30,17 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     is of the split. Raises DataError where there is no text.
     """
     passed: _Passed = {}
-    texts: list[FoundFile] = []
-    for file in found:
-        reason = why_no_text(file.relative)
-        if reason is None:
-            texts.append(file)
-        else:
-            passed.setdefault(reason, []).append(file.relative)
+    texts = _kept(found, lambda file: why_no_text(file.relative), passed)
     if place.reader != "source":
         if any(file.kind and file.kind.has_records for file in texts):
-            texts = _kept(texts, lambda file: not file.is_markup, "documentation", passed)
+            texts = _kept(texts, lambda file: "documentation" if file.is_markup else None, passed)
         if _has_scripts(texts):
-            reason = "source code beside the text"
-            texts = _kept(texts, lambda file: not file.is_source, reason, passed)
+            scripts = "source code beside the text"
+            texts = _kept(texts, lambda file: scripts if file.is_source else None, passed)
     # All of them where no name tells the format.
     if any(_is_of(file, place.reader) for file in texts):
-        reason = f"not of format {place.reader}"
-        texts = _kept(texts, lambda file: _is_of(file, place.reader), reason, passed)
+        other = f"not of format {place.reader}"
+        texts = _kept(texts, lambda file: None if _is_of(file, place.reader) else other, passed)
     if not texts:
         there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
         kinds = [kind for kind in KINDS if kind.reader != "source"]
@@ -60,16 +54,16 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
 
 
 def _kept(
-    files: Sequence[FoundFile],
-    is_wanted: Callable[[FoundFile], bool],
-    reason: str,
-    passed: _Passed,
+    files: Sequence[FoundFile], reason_of: Callable[[FoundFile], str | None], passed: _Passed
 ) -> list[FoundFile]:
-    """Return the files that are wanted. passed: gets the others, for this reason."""
-    kept = [file for file in files if is_wanted(file)]
-    if len(kept) < len(files):
-        others = [file.relative for file in files if not is_wanted(file)]
-        passed.setdefault(reason, []).extend(others)
+    """Return the files without a reason to pass over them. passed: gets the others."""
+    kept: list[FoundFile] = []
+    for file in files:
+        reason = reason_of(file)
+        if reason is None:
+            kept.append(file)
+        else:
+            passed.setdefault(reason, []).append(file.relative)
     return kept
 
 
@@ -83,7 +77,7 @@ def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> L
     if several:
         reason = f"the folder {place.path} holds text {' and '.join(several)}"
         raise UnclearTextError(place.key, reason, _candidates(texts, place))
-    return _listing(texts, passed, place.split)
+    return _listing(texts, passed, place.split, {})
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
@@ -93,24 +87,21 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
     """
     passed: _Passed = {}
     texts = _of_split(found, place, passed)
-    if place.split is not None:
-        return _listing(texts, passed, place.split)
     splits = Counter(split or "no split" for split in _splits_of(found))
-    if not are_apart(splits):
-        return _listing(texts, passed, None)
-    return _listing(texts, passed, None, splits)
+    is_mixed = place.split is None and are_apart(splits)
+    return _listing(texts, passed, place.split, splits if is_mixed else {})
 
 
 def listing_of(names: Sequence[str], split: str | None) -> Listing:
     """Return files that were found by other rules, in their order."""
-    return _listing([FoundFile(name, name.partition("?")[0]) for name in names], {}, split)
+    return _listing([FoundFile(name, name.partition("?")[0]) for name in names], {}, split, {})
 
 
 def _listing(
     texts: Sequence[FoundFile],
     passed: Mapping[str, Sequence[str]],
     split: str | None,
-    mixed_splits: Mapping[str, int] | None = None,
+    mixed_splits: Mapping[str, int],
 ) -> Listing:
     sizes = [file.size for file in texts]
     size = None
@@ -122,7 +113,7 @@ def _listing(
         size=size,
         split=split,
         passed_over={reason: tuple(sorted(names)) for reason, names in passed.items()},
-        mixed_splits=dict(mixed_splits or {}),
+        mixed_splits=dict(mixed_splits),
         stamps=tuple(file.stamp for file in texts),
     )
 
@@ -161,14 +152,10 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
         if known:
             has = f"it has {known}"
         raise UnclearTextError(place.key, f"{place.path} has no split {quote(place.split)}; {has}")
-    kept: list[FoundFile] = []
-    for file, split in zip(texts, splits, strict=True):
-        if split == wanted:
-            kept.append(file)
-            continue
-        reason = f"split {split}" if split else "without a split"
-        passed.setdefault(reason, []).append(file.relative)
-    return kept
+    reasons = [f"split {split}" if split else "without a split" for split in splits]
+    reason_of: dict[FoundFile, str | None] = dict(zip(texts, reasons, strict=True))
+    reason_of |= {file: None for file, split in zip(texts, splits, strict=True) if split == wanted}
+    return _kept(texts, reason_of.__getitem__, passed)
 
 
 def _splits_of(texts: Sequence[FoundFile]) -> list[str | None]:

@@ -77,14 +77,6 @@ def kind_of_name(name: str) -> Kind | None:
     return _BY_SUFFIX[found[1]] if found else None
 
 
-def ending_of(name: str) -> str:
-    """Return the end of a name that tells kind and compression, in small letters, as `.jsonl.gz`;
-    "" for other names.
-    """
-    found = _ENDING.search(name.lower())
-    return found[0] if found else ""
-
-
 def is_hidden(path: str) -> bool:
     """Return whether programs that read folders of data leave a file out, by its path below the
     folder. Names of source code may begin with `_`, as `__init__.py`.

@@ -22,7 +22,6 @@ from titanlite.data.rows import Row
 from titanlite.data.state import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
-from titanlite.utils import logger
 
 #: Characters of text that are tokenized at once.
 _CHUNK = 1 << 18
@@ -155,23 +154,12 @@ class LaneReader:
             'checkpoint.exclude_from_loading = ["dataloader"] begins the text again'
         )
 
-    def warn(self, place: str, then: str) -> None:
-        """Report a place within a file that is not there."""
-        logger.warning(
-            f"lane {self.number} of the stream should continue with {place}, and continues with "
-            f"{then}: text or data.buffer have changed since the checkpoint, or it is damaged"
-        )
-
     def documents(self, start: Place) -> Iterator[list[_Document]]:
         """Yield documents in order, tokenized, some at a time; and [] at the end of a block."""
         blocks = _Ahead(self._blocks(start), self.readers)
         first = start.document
         while True:
             block = blocks.take()
-            count = len(block.records)
-            if first and first >= count:
-                # data.buffer was larger, or the checkpoint is damaged.
-                self.warn(f"document {first} of a block of {count}", "the block behind it")
             yield from self._tokenized(block, first)
             yield []
             first = 0
@@ -293,10 +281,8 @@ def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, P
     while True:
         while not queue:
             queue += chunks.take()
-        first = len(queue[0].ids)
-        if served >= first:
-            # The text has changed, or the checkpoint is damaged.
-            reader.warn(f"token {served} of a document of {first}", "the document's begin")
+        if served >= len(queue[0].ids):
+            # The text has changed since the checkpoint.
             served = 0
         left = text.seq_len + 1
         while sum(len(document.ids) for document in queue) - served < left:
@@ -345,8 +331,6 @@ def _packed_blocks(
         if not chunk:
             # The end of a block.
             rows = _pack(reader.text, block)
-            if first > len(rows):
-                reader.warn(f"row {first} of a block of {len(rows)}", "the block behind it")
             yield [(number, block[0].place, row) for number, row in enumerate(rows)][first:]
             first = 0
             block = []

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def barrier(
 
 
 def share_from_rank_0(
-    store: dist.Store | None,
+    store: dist.Store,
     rank: int,
     size: int,
     name: str,
@@ -74,20 +74,20 @@ def share_from_rank_0(
 
     name: of the key in the store.
 
-    Rank 0 does not wait for the others. store: None for a single process. Raises RendezvousError as
-    `barrier` does; on rank 0 what `make` raises.
+    Rank 0 does not wait for the others. Raises RendezvousError as `barrier` does; on rank 0 what
+    `make` raises.
     """
-    made = make() if rank == 0 or store is None else None
-    if store is not None:
+    if rank == 0:
+        made = make()
         with _explain_store_errors(rank):
-            if rank == 0:
-                store.set(name, base64.b64encode(pickle.dumps(made)).decode())
-            else:
-                limits = (patience, RENDEZVOUS_SECONDS)
-                _wait(store, rank, size, name, lambda: f"rank 0 does not have {name}", *limits)
-                # From a process of the same run.
-                made = pickle.loads(base64.b64decode(store.get(name)))
-    return cast(T, made)
+            store.set(name, base64.b64encode(pickle.dumps(made)).decode())
+        return made
+    with _explain_store_errors(rank):
+        limits = (patience, RENDEZVOUS_SECONDS)
+        _wait(store, rank, size, name, lambda: f"rank 0 does not have {name}", *limits)
+        # From a process of the same run.
+        shared: T = pickle.loads(base64.b64decode(store.get(name)))
+        return shared
 
 
 @contextlib.contextmanager

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.dist.dist_env import gather_objects
 from titanlite.dist.local import local
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from titanlite.data.loader import Batch
 
 Stage = Literal["weights", "forward", "loss", "backward", "reduction", "nowhere"]
-Kind = Literal["output", "input"]
 
 #: Parameters that a message names.
 _NAMED = 5
@@ -55,9 +51,6 @@ class Finding:
     ranks: tuple[int, ...] = ()
     #: Number of the micro-batch, from 0; None where all of them are involved.
     micro_batch: int | None = None
-    #: What is not finite, or its gradient: what the module returns, or what it gets and no module
-    #: has returned.
-    kind: Kind = "output"
     #: The parameters that are not finite (weights), or whose gradients are not (reduction), by
     #: name.
     parameters: tuple[str, ...] = ()
@@ -69,7 +62,7 @@ class Finding:
         named = ", ".join(self.parameters[:_NAMED])
         if len(self.parameters) > _NAMED:
             named += f" and {len(self.parameters) - _NAMED} more"
-        value = f"the {self.kind} of {self.module or 'the model'}"
+        value = f"the output of {self.module or 'the model'}"
         return {
             "weights": f"not finite before the step: the weights {named} ({where})",
             "forward": f"first not finite: {value}, in the forward pass ({where})",
@@ -126,7 +119,7 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
         if events:
             first = min(events.values(), key=lambda event: event.order)
             ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
-            return Finding(stage, first.module, ranks, first.order[0], first.kind)
+            return Finding(stage, first.module, ranks, first.order[0])
         if stage == "forward":
             losses = gather_objects(loss_is_finite)
             bad_ranks = tuple(rank for rank, finite in enumerate(losses) if not finite)
@@ -158,21 +151,17 @@ class _Event(NamedTuple):
     #: micro-batch.
     order: tuple[int, int]
     module: str
-    kind: Kind
 
 
 class _Recorder:
-    """Hooks on every module that check its inputs and outputs in order.
+    """Hooks on every module that check its outputs in order.
 
     The device is read once, by `first_events`.
-
-    A tensor is named after the first module that returns or gets it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._checks: list[tuple[Stage, _Event, torch.Tensor]] = []
-        self._seen = WeakTensorKeyDictionary()
         self._micro_batch = -1
         self._numbers: Counter[Stage] = Counter()
         self._in_forward = False
@@ -180,14 +169,10 @@ class _Recorder:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Record the passes of the model inside."""
-        handles: list[RemovableHandle] = []
+        handles = [self._model.register_forward_pre_hook(self._begin)]
         for name, module in self._model.named_modules():
-            plain = ".".join(
-                part for part in name.split(".") if not part.startswith("_")
-            )  # without wrappers
-            handles.append(
-                module.register_forward_pre_hook(partial(self._before, plain), with_kwargs=True)
-            )
+            parts = name.split(".")
+            plain = ".".join(part for part in parts if not part.startswith("_"))  # no wrappers
             handles.append(module.register_forward_hook(partial(self._after, plain)))
         try:
             yield
@@ -206,52 +191,27 @@ class _Recorder:
                 first.setdefault(stage, event)
         return first
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self._model:
-            self._micro_batch += 1
-            self._numbers.clear()
-            self._in_forward = True
-            return
-        for tensor in _tensors((args, kwargs)):
-            if tensor.requires_grad:  # a mask or a table may hold infinities on purpose
-                self._note(tensor, name, "input")
+    def _begin(self, *_: object) -> None:
+        self._micro_batch += 1
+        self._numbers.clear()
+        self._in_forward = True
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            self._note(tensor, name, "output")
-        if module is self._model:
-            self._in_forward = False
+        """Check what a module returns, and its gradient when it is there."""
+        if not self._in_forward:  # activation checkpointing runs the module again
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self._check("forward", self._micro_batch, name, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._check, "backward", self._micro_batch, name))
+        self._in_forward = module is not self._model
 
-    def _note(self, tensor: torch.Tensor, name: str, kind: Kind) -> None:
-        """Check a tensor that was not seen before, and its gradient when it is there."""
-        if (
-            self._in_forward and tensor not in self._seen
-        ):  # not when activation checkpointing runs a module again
-            self._seen[tensor] = True
-            self._check("forward", self._micro_batch, name, kind, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(
-                    partial(self._check, "backward", self._micro_batch, name, kind)
-                )
-
-    def _check(
-        self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor
-    ) -> None:
-        local = tensor
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local()
-        local = local.detach()
+    def _check(self, stage: Stage, micro_batch: int, name: str, tensor: torch.Tensor) -> None:
+        part: Any = local(tensor).detach()
         # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
-        if hasattr(local, "_data"):
-            local = local._data.float()
-        event = _Event((micro_batch, self._numbers[stage]), name, kind)
-        self._checks.append((stage, event, local.isfinite().all()))
+        if hasattr(part, "_data"):
+            part = part._data.float()
+        event = _Event((micro_batch, self._numbers[stage]), name)
+        self._checks.append((stage, event, part.isfinite().all()))
         self._numbers[stage] += 1
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
