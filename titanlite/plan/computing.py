@@ -72,7 +72,7 @@ def _products(step: StepSizes) -> float:
     seconds = step.others.seconds
     for linear in step.linears:
         size = linear.size
-        peak = step.products.peak(linear)
+        peak = step.products.peaks.get(linear.names[0])
         tokens = step.tokens * step.part(linear)
         one = step.rates.product(tokens, size.in_features, size.out_features, peak)
         seconds += len(linear.names) * one

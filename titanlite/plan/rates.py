@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from titanlite.plan.hardware import Cluster, Gpu
 
@@ -41,6 +42,17 @@ CONSTANTS = Constants()
 #: Seconds that a collective takes beside its bytes, and more for each machine.
 LATENCY = 20e-6
 LATENCY_PER_NODE = 4e-6
+
+
+class Directions(NamedTuple):
+    """Seconds of a step or a micro-batch, forward and backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def beyond(self, computing: Directions) -> float:
+        """Return the seconds that computing beside it does not hide."""
+        return sum(max(0.0, own - other) for own, other in zip(self, computing, strict=True))
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from titanlite.plan.computing import computing, launches, update
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.rates import CONSTANTS, Constants
+from titanlite.plan.rates import CONSTANTS, Constants, Directions
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
-    Directions,
     host_transfers,
     sharding_traffic,
     tensor_traffic,

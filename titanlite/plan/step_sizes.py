@@ -66,7 +66,7 @@ class StepSizes:
     @cached_property
     def products(self) -> ProductSpeed:
         """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
-        products = ProductSpeed(self)
+        products = ProductSpeed(self.model_linears.kinds())
         for feature in self.run.features.on:
             products = feature.product_speed(self, products)
         return products

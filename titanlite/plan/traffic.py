@@ -7,19 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from titanlite.plan.rates import Directions
 from titanlite.plan.step_sizes import StepSizes
-
-
-class Directions(NamedTuple):
-    """Seconds of a step, forward and backward."""
-
-    forward: float
-    backward: float
-
-    def beyond(self, computing: Directions) -> float:
-        """Return the seconds that computing beside it does not hide."""
-        return sum(max(0.0, own - other) for own, other in zip(self, computing, strict=True))
-
 
 # Traffic that computing waits for, of one micro-batch through all blocks
 

@@ -123,9 +123,9 @@ class Float8Feature(Feature):
 
     def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
-        from titanlite.features.float8.plan_speed import Float8Speed
+        from titanlite.features.float8.plan_speed import float8_speed
 
-        return products if self.section.emulate else Float8Speed(self.section, step)
+        return products if self.section.emulate else float8_speed(self.section, step)
 
     # The step: `titanlite.assembly` calls these
 

@@ -141,9 +141,9 @@ class LoraFeature(Feature):
         )
 
     def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        from titanlite.features.lora.plan_speed import LoraSpeed
+        from titanlite.features.lora.plan_speed import with_adapters
 
-        return LoraSpeed(products, self.adapters(step.spec, step.args))
+        return with_adapters(step, products, self.adapters(step.spec, step.args))
 
     # Figures: `RunConfig.flops_per_token` calls it
 

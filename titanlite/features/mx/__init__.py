@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.features.float8.choice import Float8Choice
     from titanlite.features.mx.plan_memory import MXMemory
-    from titanlite.features.mx.plan_speed import MXSpeed
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_memory import ProductMemory
@@ -86,8 +85,8 @@ class MXFeature(Float8Feature):
 
         return mx_memory(self.section, self.choices(sizes.linears))
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> MXSpeed:
+    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without MXFP8."""
-        from titanlite.features.mx.plan_speed import MXSpeed
+        from titanlite.features.mx.plan_speed import mx_speed
 
-        return MXSpeed(self.section, step)
+        return mx_speed(self.section, step, products)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.config.errors import unfit
@@ -16,19 +17,14 @@ if TYPE_CHECKING:
 _GPUS = ("b200",)
 
 
-class MXSpeed(ProductSpeed):
-    """The linears of a step, of which some compute in MXFP8.
+def mx_speed(section: Float8, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
+    """Return products of which some compute in MXFP8.
 
     Raises ConfigError for a GPU that has no MX units, unless it emulates them.
     """
-
-    is_below_bf16 = True
-    assumptions = ("products in MXFP8 count as in bf16: their speed was never measured",)
-
-    def __init__(self, section: Float8, step: StepSizes) -> None:
-        super().__init__(step)
-        gpu = step.rates.gpu
-        if not section.emulate and not gpu.key.startswith(_GPUS):
-            message = f"{gpu.key} has no MXFP8"
-            hint = "take another recipe, or name another GPU"
-            raise unfit(RECIPE, message, hint)
+    gpu = step.rates.gpu
+    if not section.emulate and not gpu.key.startswith(_GPUS):
+        hint = "take another recipe, or name another GPU"
+        raise unfit(RECIPE, f"{gpu.key} has no MXFP8", hint)
+    note = "products in MXFP8 count as in bf16: their speed was never measured"
+    return replace(products, is_below_bf16=True, assumptions=(note,))
