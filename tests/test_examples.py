@@ -20,8 +20,8 @@ from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import load_functions
 from titanlite.config.model_sections import Optimizer
+from titanlite.config.own_functions import load_functions
 from titanlite.config.resolve import resolve
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from titanlite import exit_codes
 from titanlite.assembly.supported import system_problem
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import load_functions
+from titanlite.config.extensions import dotted_paths
 from titanlite.config.sections import Checkpoint
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import read_launch_env
@@ -233,7 +233,10 @@ class _Rank:
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
             _log_files(self.asked.files)
-        load_functions(self.asked)
+        if any(dotted_paths(self.asked)):
+            from titanlite.config.own_functions import load_functions
+
+            load_functions(self.asked)
         place = self.asked.place("job.callbacks")
         return load_callbacks(self.config.job.callbacks, place)
 

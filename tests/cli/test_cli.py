@@ -16,8 +16,8 @@ import pytest
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.cli.command_table import COMMANDS
+from titanlite.cli.flags import value_words
 from titanlite.cli.main import main, split_flags
-from titanlite.config.entries import value_words
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:

@@ -13,9 +13,9 @@ from tests.support.checkpoints import two_and_two
 from tests.support.harness import Run, batches, full_precision
 from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import load_functions
 from titanlite.config.load import load
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
+from titanlite.config.own_functions import load_functions
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.utils import logger
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.extensions import load_function
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import LossFunction
 from titanlite.optim.guard import FiniteGuard
@@ -84,6 +83,8 @@ def build_model(
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
     own_loss = None
     if is_dotted(run.training.loss):
+        from titanlite.config.own_functions import load_function
+
         own_loss = load_function("training.loss", run.training.loss)
     return ModelBuilder(run, args, mesh, device, own_loss)
 

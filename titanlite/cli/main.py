@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from collections.abc import Sequence
 from titanlite import exit_codes
 from titanlite.assembly.supported import system_problem
 from titanlite.cli.command_table import COMMANDS, make_parser, top_parser
+from titanlite.cli.flags import split_flags
 from titanlite.cli.parser import no_flags
-from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError
 from titanlite.utils import (
     Style,
@@ -71,38 +70,6 @@ def _show(text: str) -> None:
     except BrokenPipeError:
         # A pager or `head` has seen enough. Python would complain again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into argparse's part and the `--section.key value` flags with their
-    words.
-
-    argparse would take a flag's value for the name of the config file, and the value of
-    `--aws-fsdp` for flags.
-    """
-    ours: list[str] = []
-    flags: list[str] = []
-    place = 0
-    while place < len(argv):
-        word = argv[place]
-        place += 1
-        # Its value looks like flags.
-        if word == "--aws-fsdp":
-            value = argv[place] if place < len(argv) else ""
-            ours.append(f"{word}={value}")
-            place += 1
-        elif begins_option(word) and names_key(word):
-            end = place + value_words(word, _plain_words(argv[place:]))
-            flags += [word, *argv[place:end]]
-            place = end
-        else:
-            ours.append(word)
-    return ours, flags
-
-
-def _plain_words(words: Sequence[str]) -> list[str]:
-    """Return the words up to the next option."""
-    return list(itertools.takewhile(lambda word: not begins_option(word), words))
 
 
 if __name__ == "__main__":

@@ -168,19 +168,9 @@ CONFLICTS: tuple[Rule, ...] = (
         Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
     ),
-    Rule(
-        f"{_RATE}decay_ratio",
-        bool,
-        f"{_RATE}style",
-        "fsdp",
-        "its decay runs over the whole schedule",
-    ),
-    Rule(
-        f"{_RATE}decay_steps",
-        bool,
-        f"{_RATE}style",
-        "fsdp",
-        "its decay runs over the whole schedule",
+    *(
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}style", "fsdp", "its decay runs over all steps")
+        for name in ("decay_ratio", "decay_steps")
     ),
 )
 

@@ -13,7 +13,9 @@ import msgspec
 
 from titanlite.config.aliases import MX, key_of, translated
 from titanlite.config.errors import DEFAULT, Problem, Source
+from titanlite.config.keys import keys
 from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import UNSUPPORTED
 
 if TYPE_CHECKING:
     from titanlite.config.load import Layers
@@ -171,3 +173,37 @@ def settle_mx(layers: Layers, source: Source) -> None:
         message = f"has {quote(MX)}, and {_RECIPE} = {quote(settled.value)} is no MX format"
         hint = f'{_RECIPE} = "mxfp8" or "mxfp8_floor", or the converter "float8"'
         layers.problems.append(Problem("conflict", "model.converters", message, hint, source.place))
+
+
+def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
+    """Turn a micro-batch size into the count of micro-batches, now that the batch size is known."""
+    key = "experimental.pipeline_parallel_microbatches"
+    batch_size = layers.get("training.batch_size")
+    layers.put(key, max(batch_size // size, 1), source)
+    # With other problems the batch size may be wrong.
+    if batch_size % size and not layers.problems:
+        message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
+        name = f"{source.written} ({key})"
+        layers.problems.append(Problem("does-not-fit", name, message, where=source.place))
+
+
+def settle_unsupported(layers: Layers) -> None:
+    """Refuse the unsupported keys that ask for something, and note those of features that are
+    off.
+    """
+    without_effect = []
+    for name, entry in layers.unsupported.items():
+        key = UNSUPPORTED[name]
+        if key.is_off(entry.value):
+            continue
+        # A switch that is no key here is refused when it is on.
+        is_on = key.switch in keys() and layers.get(key.switch) != keys()[key.switch].default
+        if key.switch and not is_on:
+            without_effect.append(name)
+            continue
+        message = f"{quote(entry.value)} is not supported: {key.reason}"
+        hint = f"remove it, or leave it at {' or '.join(map(quote, key.off))}"
+        layers.problems.append(Problem("unsupported", name, message, hint, entry.source.place))
+    if without_effect:
+        names = ", ".join(without_effect)
+        layers.notes.append(f"no effect, as their features are off: {names}")

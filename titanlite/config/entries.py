@@ -106,43 +106,7 @@ def begins_option(word: str) -> bool:
     return word.startswith("--") or word == "-h"
 
 
-def names_key(option: str) -> bool:
-    """Return whether an option is a `--section.key` flag, right or wrong, and none of the command's
-    own.
-    """
-    name = option.removeprefix("--").partition("=")[0]
-    return "." in name or name in _CONFIG_FILE
-
-
-def value_words(flag: str, words: Sequence[str]) -> int:
-    """Return how many of the words behind a `--section.key` flag are its value.
-
-    words: those up to the next option. A switch takes a truth value, and a list all words up to the
-    name of a TOML file. Any other key, also an unknown one, takes one word. A negated flag and one
-    with `=` take none.
-    """
-    option, equals, _ = flag.removeprefix("--").partition("=")
-    name, negated = _flag_name(option)
-    if equals or negated or not words:
-        return 0
-    if name == "job.config_file":
-        return len(words)
-    if name is None:
-        return 1
-    type_ = type_of_name(name)
-    kinds = [base(member) for member in members(type_)]
-    if any(get_origin(kind) is list for kind in kinds):
-        files = [place for place, word in enumerate(words) if word.endswith(".toml")]
-        return files[0] if files else len(words)
-    if bool in kinds:
-        is_value = words[0].lower() in _TRUTH_VALUES or words[0] in choices(type_)
-        return 1 if is_value else 0
-    return 1
-
-
-#: Words behind a switch that are meant as its value, right or wrong.
-_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0", "none")
-_CONFIG_FILE = ("config_file", "config-file")
+CONFIG_FILE = ("config_file", "config-file")
 #: Lists whose items may hold commas: each word is one item.
 _WITH_COMMAS = ("job.config_file", "sample.prompts")
 
@@ -160,7 +124,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for flag, words in _flags(argv):
-        name, negated = _flag_name(flag)
+        name, negated = flag_name(flag)
         if name is None and flag:
             from titanlite.config.unknown_keys import unknown
 
@@ -197,9 +161,9 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, words
 
 
-def _flag_name(flag: str) -> tuple[str | None, bool]:
+def flag_name(flag: str) -> tuple[str | None, bool]:
     """Return the name in a flag, and whether it is negated; None for an unknown one."""
-    if flag in _CONFIG_FILE:
+    if flag in CONFIG_FILE:
         return "job.config_file", False
     plain = flag.replace("-", "_")
     section, _, last = plain.rpartition(".")

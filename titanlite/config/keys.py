@@ -11,10 +11,9 @@ from typing import Any, get_args, get_origin
 import msgspec
 from msgspec.structs import FieldInfo, fields
 
-from titanlite.config.errors import Problem, nearest
-from titanlite.config.key_types import base, choices, inner_section, members, names_beside_paths
+from titanlite.config.errors import Problem
+from titanlite.config.key_types import names_beside_paths
 from titanlite.config.sections import Config
-from titanlite.config.toml import quote
 from titanlite.config.value_types import Section
 
 
@@ -110,31 +109,18 @@ def type_of(name: str) -> Any:
     return get_args(keys()[table].type)[1]
 
 
-def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
+def check(type_: Any, value: Any) -> list[Problem]:
     """Return all that is wrong with a value for a type, without places; the key is the path inside:
     `[1].weight`.
     """
-    section = inner_section(type_)
-    if section is not None and isinstance(value, list):
-        found = []
-        for i, item in enumerate(value):
-            if isinstance(item, dict):
-                found += _check_table(section, item, f"{path}[{i}]")
-        if found:
-            return found
-    code = _misfit(type_, value)
-    if code is None:
+    if fits(type_, value):
         return []
-    from titanlite.config.descriptions import describe
+    from titanlite.config.misfits import problems_of
 
-    text = quote(value)
-    if len(text) > 80:
-        text = f"{text[:77]}…"
-    message = f"expected {describe(type_)}, got {text}"
-    return [Problem(code, path, message, _hint(type_, value))]
+    return problems_of(type_, value)
 
 
-def _misfit(type_: Any, value: Any) -> str | None:
+def misfit(type_: Any, value: Any) -> str | None:
     """Return the code of what is wrong with a value as a whole."""
     try:
         msgspec.convert(value, type_)
@@ -153,7 +139,7 @@ def _misfit(type_: Any, value: Any) -> str | None:
 
 def fits(type_: Any, value: Any) -> bool:
     """Return whether a value is right for a type."""
-    return _misfit(type_, value) is None
+    return misfit(type_, value) is None
 
 
 def _finite(value: Any) -> bool:
@@ -162,48 +148,3 @@ def _finite(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _check_table(section: type[Section], table: dict[str, Any], path: str) -> list[Problem]:
-    infos = {info.name: info for info in fields(section)}
-    found: list[Problem] = []
-    for name, value in table.items():
-        if name in infos:
-            found += check(infos[name].type, value, f"{path}.{name}")
-        else:
-            close = nearest(name, infos)
-            hint = f"nearest: {close[0]}" if close else f"known: {', '.join(infos)}"
-            found.append(Problem("unknown-key", f"{path}.{name}", "unknown key", hint))
-    missing = [name for name, info in infos.items() if info.required and name not in table]
-    if missing:
-        from titanlite.config.descriptions import descriptions
-
-        meaning = descriptions(section)
-        for name in missing:
-            problem = Problem("missing", f"{path}.{name}", "is missing", meaning[name])
-            found.append(problem)
-    return found
-
-
-def _hint(type_: Any, value: Any) -> str:
-    """Return the remedy for usual slips."""
-    kinds = {base(part) for part in members(type_)}
-    if isinstance(value, str):
-        if close := nearest(value, map(str, choices(type_))):
-            return f'did you mean "{close[0]}"?'
-        if bool in kinds and value.lower() in ("true", "false"):
-            return f"write it without quotes: {value.lower()}"
-        if kinds & {int, float} and _is_number(value):
-            return f"write it without quotes: {value}"
-    if isinstance(value, float) and int in kinds and value.is_integer():
-        return f"write it as an integer: {int(value)}"
-    if type(value) in (int, float) and kinds <= {str, type(None)}:
-        return f'write it with quotes: "{value}"'
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

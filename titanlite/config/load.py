@@ -37,7 +37,6 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
 from titanlite.config.trust import Claim, Origin, refusals
 from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
-from titanlite.config.variables import is_deferred, names_in, resolved
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
@@ -243,12 +242,20 @@ class Layers:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
-            if refused := _refused_variables(entry, origin):
+            if "${" not in str(entry.value):
+                found.append(entry)
+                continue
+            from titanlite.config import claims, variables
+
+            names = variables.names_in(entry.value)
+            place = entry.source.place
+            wanted = [claims.variable_claim(place, entry.name, name) for name in names]
+            if refused := refusals(wanted, origin):
                 self.problems += refused
                 found.append(entry)
                 continue
-            deferred = self.defer and is_deferred(key_of(entry.name))
-            entry, problems = resolved(entry, keep_unset=deferred)
+            deferred = self.defer and variables.is_deferred(key_of(entry.name))
+            entry, problems = variables.resolved(entry, keep_unset=deferred)
             self.problems += problems
             found.append(entry if deferred else replace(entry, raw=None))
         return found
@@ -268,9 +275,15 @@ class Layers:
             from titanlite.config.dialect import settle_mx
 
             settle_mx(self, named["model.converters"].source)
-        self._apply_microbatch_size()
+        size = self.values.get(_MICROBATCHES)
+        if size is not None and isinstance(size.value, MicrobatchSize):
+            from titanlite.config.dialect import apply_microbatch_size
+
+            apply_microbatch_size(self, size.value.size, size.source)
         if self.unsupported:
-            self._settle_unsupported()
+            from titanlite.config.dialect import settle_unsupported
+
+            settle_unsupported(self)
         if self.sweep is not None:
             place = self.sweep.source.place
             self.notes.append(
@@ -434,44 +447,6 @@ class Layers:
                 'trained it without: model.rope_scaling = "none"'
             )
 
-    def _apply_microbatch_size(self) -> None:
-        """Turn a micro-batch size into the count of micro-batches, now that the batch size is
-        known.
-        """
-        settled = self.values.get(_MICROBATCHES)
-        if settled is None or not isinstance(settled.value, MicrobatchSize):
-            return
-        batch_size = self.get("training.batch_size")
-        size = settled.value.size
-        source = settled.source
-        self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
-        # With other problems the batch size may be wrong.
-        if batch_size % size and not self.problems:
-            name = f"{source.written} ({_MICROBATCHES})"
-            message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            self.problems.append(Problem("does-not-fit", name, message, where=source.place))
-
-    def _settle_unsupported(self) -> None:
-        """Refuse the unsupported keys that ask for something, and note those of features that are
-        off.
-        """
-        without_effect = []
-        for name, entry in self.unsupported.items():
-            key = UNSUPPORTED[name]
-            if key.is_off(entry.value):
-                continue
-            # A switch that is no key here is refused when it is on.
-            is_on = key.switch in keys() and self.get(key.switch) != keys()[key.switch].default
-            if key.switch and not is_on:
-                without_effect.append(name)
-                continue
-            message = f"{quote(entry.value)} is not supported: {key.reason}"
-            hint = f"remove it, or leave it at {' or '.join(map(quote, key.off))}"
-            self.problems.append(Problem("unsupported", name, message, hint, entry.source.place))
-        if without_effect:
-            names = ", ".join(without_effect)
-            self.notes.append(f"no effect, as their features are off: {names}")
-
 
 def _names_mx(entries: Mapping[str, Entry]) -> bool:
     return "model.converters" in entries and MX in str(entries["model.converters"].value)
@@ -484,17 +459,6 @@ def _idle_converter(entries: Mapping[str, Entry]) -> str:
     recipe = entries.get("float8.recipe_name")
     is_mx = _names_mx(entries) or (recipe is not None and str(recipe.value).startswith("mx"))
     return f"{FLOAT8 if is_mx else MX}."
-
-
-def _refused_variables(entry: Entry, origin: Origin) -> list[Problem]:
-    """Return the problems of environment variables in a value. origin: who wrote it."""
-    names = names_in(entry.value)
-    if not names:
-        return []
-    from titanlite.config.claims import variable_claim
-
-    claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
-    return refusals(claims, origin)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -13,7 +13,6 @@ from titanlite.config.keys import keys, table_of, tables
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
-from titanlite.config.variables import escaped
 from titanlite.utils import escape_name
 
 if TYPE_CHECKING:
@@ -128,7 +127,9 @@ class LoadedConfig:
             if first != section:
                 section = first
                 lines += ["", f"[{section}]"]
-            written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
+            written = quote(value).replace("${", "$${")  # a literal one when it is loaded
+            if key in self.deferred:
+                written = quote(self.deferred[key])
             line = f"{name} = {written}"
             if defaults and not is_default and not is_entry:
                 # The name of a file may have a line end.

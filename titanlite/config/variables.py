@@ -16,11 +16,6 @@ _MARK = re.compile(r"\$(?:(\$\{)|\{([A-Za-z_][A-Za-z0-9_]*)\}|\{)")
 _HINT = "set it, or write $${ for a literal ${"
 
 
-def escaped(toml: str) -> str:
-    """Return TOML of values in which each `${` is a literal one when it is loaded."""
-    return toml.replace("${", "$${")
-
-
 def names_in(value: Any) -> list[str]:
     """Return the names of the variables in a value, each once."""
     if isinstance(value, str):

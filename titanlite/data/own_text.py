@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.config.data_sections import DataSource
-from titanlite.config.extensions import load_function
+from titanlite.config.own_functions import load_function
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, tokenize
 from titanlite.data.records import Columns, Record, refuse_surrogates, strings_of

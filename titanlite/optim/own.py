@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import unfit
-from titanlite.config.extensions import load_optimizer
 from titanlite.config.model_sections import Optimizer
+from titanlite.config.own_functions import load_optimizer
 from titanlite.optim.groups import parameter_groups
 
 
