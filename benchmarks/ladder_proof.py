@@ -1,7 +1,7 @@
 """Does a ladder of five small models predict a sixth, more than four times larger? On the bundled
 text, without a GPU.
 
-    python benchmarks/ladder_proof.py [--out FOLDER] [--at-once N]
+    python benchmarks/ladder_proof.py [--out FOLDER]
 
 It runs `titanlite ladder` on the file below, then trains the file itself, and compares its
 validation loss with the prediction. Two cores need about half an hour. The longest run of the
@@ -59,14 +59,13 @@ tokens_per_parameter = [8, 16, 32]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("outputs/ladder_proof"))
-    parser.add_argument("--at-once", default="1")
     arguments = parser.parse_args()
     folder = arguments.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "file.toml"
     file.write_text(FILE.format(folder=folder))
     titanlite = [sys.executable, "-m", "titanlite"]
-    subprocess.run([*titanlite, "ladder", str(file), "--at-once", arguments.at_once], check=True)
+    subprocess.run([*titanlite, "ladder", str(file)], check=True)
     subprocess.run([*titanlite, "train", str(file)], check=True, stdout=subprocess.DEVNULL)
     found = json.loads((folder / "file-ladder" / "points.json").read_text())["prediction"]
     rows = map(json.loads, (folder / "file" / "metrics.jsonl").read_text().splitlines())

@@ -207,7 +207,7 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
         (other / "config.json").write_text(json.dumps({**config, **change}))
         cases.append((other, message))
     torch.save({"w": torch.zeros(2)}, tmp_path / "any.pt")
-    cases.append((tmp_path / "any.pt", "is a file, and no run or folder of checkpoints"))
+    cases.append((tmp_path / "any.pt", "is a file: name a run or its folder of checkpoints"))
     (tmp_path / "out").mkdir()
     for source, message in cases:
         with pytest.raises(CheckpointError, match=message):

@@ -142,7 +142,7 @@ def _start(words: list[str]) -> int:
     """
     if words[0] not in ("push", "eval"):
         return main(words)
-    from titanlite.cli.eval_text import _evaluate_rank
+    from titanlite.cli.eval_text import evaluate_rank
     from titanlite.cli.loading import load_model
     from titanlite.config.errors import ConfigError
 
@@ -150,7 +150,8 @@ def _start(words: list[str]) -> int:
     arguments = make_parser(words[0]).parse_args(ours)
     try:
         if words[0] == "eval" and arguments.tasks is None:
-            return _evaluate_rank(arguments.checkpoint, None, flags, False, arguments.trust_code)
+            arguments.flags = flags
+            return evaluate_rank(arguments)
         if words[0] == "eval":
             load_model(arguments)
         else:

@@ -281,35 +281,6 @@ GLM = (
 )
 
 
-@pytest.mark.parametrize(
-    ("source", "warns"),
-    [
-        (LLAMA3, False),
-        (GLM, True),
-        (MARKED, True),
-        (MARKED.replace("</s>", "{{ eos_token }}"), False),
-        (MARKED.replace("</s>\n{% endgeneration %}", "{% endgeneration %}<|eot_id|>"), True),
-        ("{{ raise_exception('a system message is missing') }}", False),
-    ],
-)
-def test_turns_that_end_outside_of_the_loss_are_warned_of(
-    folder: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    source: str,
-    warns: bool,
-) -> None:
-    (tmp_path / "own.jinja").write_text(source)
-    tokenizer = load_tokenizer(str(folder))
-    for _ in range(2):
-        load_template(str(tmp_path / "own.jinja"), tokenizer)
-    found = [one for one in caplog.messages if "no token that stops a text" in one]
-    assert len(found) == warns
-    if warns:
-        assert "own.jinja" in found[0]
-        assert "(<|end_of_text|>, <|eot_id|>)" in found[0]
-
-
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tokenizer = load_tokenizer()
@@ -329,7 +300,7 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
     with pytest.raises(DataError, match="none.jinja cannot be read"):
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
-    with pytest.raises(ConfigError, match=r"data\.messages_key.*data\.text_key"):
+    with pytest.raises(ConfigError, match=r"data: has text_key, and records of the form messages"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
 
 

@@ -260,17 +260,13 @@ def test_without_transformers_the_files_are_copied(
     assert "tokenizer.json" not in found
 
 
-def test_the_choice_among_files_of_a_folder_is_told_once_by_each_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "original").mkdir()
-    for name in ("tokenizer.model", "original/tokenizer.model"):
-        (tmp_path / name).write_bytes(BUNDLED_SENTENCEPIECE.read_bytes())
-    with caplog.at_level(logging.INFO, logger="titanlite"):
-        hf_files(str(tmp_path))
-    # The copy of the files, and the tokenizer that is loaded to compare them.
-    assert caplog.text.count("the first is used") == 2
+def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:
+    """It takes its own for each Qwen2, which composes accents: Llama 3's tokenizer does not."""
+    for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
+    assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,7 @@ def test_of_a_folder_the_json_is_read_before_the_model(
     tmp_path: Path, logged: Callable[[], str]
 ) -> None:
     shutil.copy(BUNDLED_TOKENIZER, tmp_path / "llama.tiktoken")
-    with pytest.raises(
-        DataError, match="holds no tokenizer.json or .* give the file itself: llama.tiktoken$"
-    ):
+    with pytest.raises(DataError, match="holds no tokenizer.json or .* give the file itself$"):
         load_tokenizer(str(tmp_path))
     shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).vocab_size == 2304
@@ -123,8 +121,8 @@ _LINES = BUNDLED_TOKENIZER.read_bytes().splitlines(keepends=True)
         (None, "does not exist"),
         (b" \n\n", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a pointer of Git LFS"),
-        (b"<!DOCTYPE html><html>", "is a web page"),
-        (b"PK\x03\x04\0\0\0\0", "is a binary file of another kind"),
+        (b"<!DOCTYPE html><html>", "line 1: expected a base64 token"),
+        (b"PK\x03\x04\0\0\0\0", "line 1: expected a base64 token"),
         *[
             (
                 b"".join([*_LINES[:99], line, b"\n", *_LINES[99:]]),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
-from functools import partialmethod
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -20,11 +18,9 @@ from tests.support.checkpoints import PRINTS, RUN, options
 from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
-from titanlite.checkpoint import manager as checkpoint_manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.local_saves import manager, reader
 from titanlite.features.local_saves.folder import Past, write_past
 from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
 from titanlite.trainer import Trainer
@@ -69,30 +65,6 @@ def _train_beside_a_later_start(world: DistEnv, run: Run, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_local_saves_in_between_is_not_undone_by_a_clock(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(_train_shared_in_the_past, RUN, tmp_path, 8)
-    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 8)
-
-
-def _train_shared_in_the_past(world: DistEnv, run: Run, folder: Path, last: int) -> None:
-    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
-    real = time.time
-    saver = Checkpointer(options(folder / "shared"), world, PRINTS)
-    try:
-        loaded = saver.load(model, optimizer)
-        assert loaded is not None
-        for step in range(loaded.step + 1, last + 1):
-            take(step, run.rates[step - 1], step - 1)
-        with patch.object(time, "time", lambda: real() - 1e6):
-            saver.save(last, model, optimizer, {"next_sequence": 8 * last})
-    finally:
-        saver.close()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("last", [4, 8], ids=["it saved nothing", "its save was deleted"])
 def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(
     pool: Pools, tmp_path: Path, last: int
@@ -130,42 +102,6 @@ def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(
     said = [line for line in found["notices"] if "the shared checkpoint of step 8, which" in line]
     assert said[0].endswith("is gone")
     pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("note", ["written", "failed"])
-def test_the_shared_checkpoint_that_is_noted_is_there_at_any_moment(
-    pool: Pools, tmp_path: Path, note: str
-) -> None:
-    pool(2).run(_train_beside_a_deletion, RUN, tmp_path, note)
-    shutil.rmtree(tmp_path / "shared")
-    (tmp_path / "moment").rename(tmp_path / "shared")
-    (tmp_path / "shared" / "step-8" / ".metadata").unlink()
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
-
-
-def _train_beside_a_deletion(world: DistEnv, run: Run, folder: Path, note: str) -> None:
-    """Steps to 8, with a copy of the shared folder right after one checkpoint replaced another."""
-    prune = checkpoint_manager.prune
-    save = TieredCheckpointer.save
-
-    def copy_after(root: Path, step: int, *more: Any) -> Any:
-        marks = prune(root, step, *more)
-        if step == 8:
-            shutil.copytree(root, folder / "moment")
-        return marks
-
-    def write_unless_full(shared: Path, past: Past) -> None:
-        if note == "failed" and past.newest == 8:
-            raise OSError(28, "No space left on device")
-        write_past(shared, past)
-
-    with (
-        patch.object(checkpoint_manager, "prune", copy_after),
-        patch.object(manager, "write_past", write_unless_full),
-        patch.object(TieredCheckpointer, "save", partialmethod(save, validation_loss=1.0)),
-    ):
-        train_both(world, run, folder, 8, [0, 1], keep_latest_k=1)
 
 
 @pytest.mark.slow
@@ -209,22 +145,6 @@ def _train_beside_a_backup(world: DistEnv, run: Run, folder: Path) -> None:
 
     with patch.object(TieredCheckpointer, "save_local", save_local):
         train_both(world, run, folder, 9, [0, 1])
-
-
-@pytest.mark.slow
-def test_a_run_folder_that_is_renamed_and_gets_its_name_back(pool: Pools, tmp_path: Path) -> None:
-    one = tmp_path / "one"
-    other = tmp_path / "other"
-    for folder in (one, other):
-        folder.mkdir()
-        for node in (0, 1):
-            (tmp_path / f"disk-{node}").mkdir(exist_ok=True)
-            (folder / f"node-{node}").symlink_to(tmp_path / f"disk-{node}")
-    pool(2).run(train_both, RUN, one, 7, [0, 1])
-    (one / "shared").rename(other / "shared")
-    pool(2).run(train_both, RUN, other, 6, [0, 1], 4)
-    (other / "shared").rename(one / "shared")
-    pool(2).run(train_both, RUN, one, 4, [0, 1], 4)
 
 
 @pytest.mark.slow
@@ -321,23 +241,6 @@ def _train_with_a_slow_store(world: DistEnv, run: Run, folder: Path) -> dict[str
     ):
         found = train_both(world, run, folder, 7, [0, 1], async_mode="async", local_copies=1)
     return {**found, "beside": beside}
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_a_restart_ends_nothing(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(_load_from_full_disks, RUN, tmp_path)
-
-
-def _load_from_full_disks(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    def full_disk(path: Path, data: bytes | str) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    with (
-        patch.object(reader, "atomic_write", full_disk),
-        patch.object(Path, "write_bytes", full_disk),
-    ):
-        return train_both(world, run, folder, 7, [0, 1], 7)
 
 
 @pytest.mark.slow

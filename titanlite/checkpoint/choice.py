@@ -231,13 +231,11 @@ class Chooser:
     def _differences(self, manifest: Manifest, expected: Mapping[str, Any]) -> dict[str, str]:
         """Return what makes a checkpoint one of another run: name → "A there, B here"."""
         found = {}
-        for name, value in self.fingerprints.items():
-            saved = manifest.fingerprints.get(name)
+        for name in dict.fromkeys([*self.fingerprints, *_OF_ADAPTERS]):
+            saved = manifest.fingerprints.get(name, "none")
+            value = self.fingerprints.get(name, "none")
             if saved != value:
-                found[name] = f"{saved or 'none'} there, {value} here"
-        for name in _OF_ADAPTERS:
-            if name in manifest.fingerprints and name not in self.fingerprints:
-                found[name] = f"{manifest.fingerprints[name]} there, none here"
+                found[name] = f"{saved} there, {value} here"
         for name, wanted in expected.items():
             if name not in manifest.train:
                 continue
@@ -367,8 +365,6 @@ def _word_of(name: str) -> str:
 def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:
     """Return lines for the start report. passed: why newer checkpoints are not used."""
     notices = [f"passed over: {reason}" for reason in passed]
-    if passed:
-        notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
         notices.append(
             f"{step_folder(root, manifest.step)} was written without hashes: only the sizes of "

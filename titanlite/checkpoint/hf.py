@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,13 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
-    for name in _left_out(path, spec.left_out(found)):
+    left_out = spec.left_out(found)
+    for name in left_out:
         del found[name]
+    for reason in sorted(set(left_out.values())):
+        left = [name for name in left_out if left_out[name] == reason]
+        many = counted(len(left), "tensors")
+        _tell(f"{path}: {many} left out, {min(left)} and others: {reason}")
     found = _under_plain_names(path, found, spec)
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
@@ -84,17 +89,6 @@ def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> d
         if other is not part:
             raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
     return plain
-
-
-def _left_out(path: Path, names: Mapping[str, str]) -> Collection[str]:
-    """Tell which tensors the model leaves out, and why. names: → reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in names.items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, left in by_reason.items():
-        many = counted(len(left), "tensors")
-        _tell(f"{path}: {many} left out, {min(left)} and others: {reason}")
-    return names.keys()
 
 
 @functools.cache
@@ -175,7 +169,6 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     """Return name → tensor of all files. Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
     files = _files(path)
-    in_index = {name for listed in files.values() for name in listed}
     for file, listed in files.items():
         handle = open_safetensors(file)
         names = {*handle.keys()}
@@ -184,9 +177,8 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             raise CheckpointError(
                 f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again"
             )
-        # A file may hold a tensor once more, and the index says which one counts.
-        for name in names - (in_index - listed):
-            opened[name] = (file, handle)
+        # A file may hold more, and the index says what counts.
+        opened |= dict.fromkeys(listed or names, (file, handle))
     parts = {}
     for name, (file, handle) in opened.items():
         if is_derived(name) or _SCALES.fullmatch(name):

@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from titanlite.checkpoint.weights import Part, Weights
 from titanlite.models.families import get_spec
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.llama_hf import hf_names
 from titanlite.models.spec import ModelSpec
 
 
@@ -26,8 +25,19 @@ def open_meta(path: Path, _: ModelSpec | None, args: LlamaArgs | None) -> Weight
     """Return the weights of a folder of Meta's: args are those of the model, None: those of
     params.json.
     """
-    opened = _open_files(path, args)
-    args, states = opened.args, opened.states
+    files = sorted(path.glob(META_FILES))
+    file = path / META_CONFIG
+    try:
+        config = read_json(file)
+        states = []
+        for file in files:
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            _check_tensors(state)
+            states.append(state)
+        args = args or args_from_meta(config, states)
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors.
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
     wanted = get_spec("llama3").build_on_meta(args).state_dict()
     parts: dict[str, list[Part]] = {}
     for name in {name: None for state in states for name in state if not is_derived(name)}:
@@ -35,47 +45,16 @@ def open_meta(path: Path, _: ModelSpec | None, args: LlamaArgs | None) -> Weight
             raise CheckpointError(
                 f"{path}: not every {META_FILES} has {name}: they are not of one model"
             )
-        shape = tuple(wanted[name].shape) if name in opened.names else None
-        parts[name] = _parts_of(name, opened, shape)
+        shape = tuple(wanted[name].shape) if name in wanted else None
+        pieces = {file: state[name] for file, state in zip(files, states, strict=True)}
+        parts[name] = _parts_of(name, pieces, args, shape)
     spare = None
     if args.tied:
         head = parts.pop("output.weight", None)
         if head is not None and len(states) == 1:
             spare = head[0]
         parts["output.weight"] = parts["tok_embeddings.weight"]
-    return Weights(path, "llama3", args, parts, opened.config, spare)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """Meta's files of one model."""
-
-    config: dict[str, Any]
-    args: LlamaArgs
-    files: list[Path]
-    #: Of each file: name → tensor, mapped into memory.
-    states: list[dict[str, torch.Tensor]]
-    #: Of the tensors that the model has.
-    names: frozenset[str]
-
-
-def _open_files(path: Path, args: LlamaArgs | None) -> _Opened:
-    file = path / META_CONFIG
-    try:
-        config = read_json(file)
-        file = path
-        files = sorted(path.glob(META_FILES))
-        states = []
-        for file in files:
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            _check_tensors(state)
-            states.append(state)
-        args = args or args_from_meta(config, states)
-        head = {"output.weight"} if args.tied else set()
-        return _Opened(config, args, files, states, frozenset({*hf_names(args), *head}))
-    # torch has many ways to refuse a cut file, or a pickle of other things than tensors.
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
+    return Weights(path, "llama3", args, parts, config, spare)
 
 
 def _check_tensors(state: Any) -> None:
@@ -87,27 +66,27 @@ def _check_tensors(state: Any) -> None:
             raise ValueError(f"its entry {name!r:.80} is no tensor with a name")
 
 
-def _parts_of(name: str, opened: _Opened, shape: tuple[int, ...] | None) -> list[Part]:
-    """Return the parts of one tensor, by file. shape: of the whole; None: the model has no such
+def _parts_of(
+    name: str, pieces: Mapping[Path, torch.Tensor], args: LlamaArgs, known: tuple[int, ...] | None
+) -> list[Part]:
+    """Return the parts of one tensor, by file. known: its whole shape; None: the model has no such
     tensor.
     """
-    pieces = [state[name] for state in opened.states]
-    is_known = shape is not None
-    shape = shape or tuple(pieces[0].shape)
-    for file, piece in zip(opened.files, pieces, strict=True):
+    shape = known or tuple(next(iter(pieces.values())).shape)
+    for file, piece in pieces.items():
         if piece.ndim != len(shape):
             raise CheckpointError(
                 f"{file}: {name} has the shape {list(piece.shape)}, and the whole {list(shape)}"
             )
-    cut = _divided_dimension(pieces, shape)
+    cut = _divided_dimension(list(pieces.values()), shape)
     parts = []
     start = 0
-    for file, piece in zip(opened.files, pieces, strict=True):
+    for file, piece in pieces.items():
         offsets = [0] * piece.ndim
         if cut is not None:
             offsets[cut] = start
         part = Part(file, name, piece.dtype, tuple(piece.shape), piece.__getitem__).at(*offsets)
-        parts.append(_by_halves(part, opened.args, shape) if is_known else part)
+        parts.append(_by_halves(part, args, shape) if known else part)
         if cut is None:
             break
         start += piece.size(cut)

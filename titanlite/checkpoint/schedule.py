@@ -74,11 +74,7 @@ class SaveSchedule:
             # The run was rolled back to an earlier step.
             self._next_sync = step
         self._asked = step
-        if is_milestone(step, config.milestones) or (
-            config.enable_first_step_checkpoint and step == 1
-        ):
-            return True
-        if config.interval_type == "steps" and step % config.interval == 0:
+        if self._is_step_of_config(step):
             return True
         judged = config.keep_best > 0 and validation_loss is not None
         syncs = config.interval_type == "seconds" and step >= self._next_sync
@@ -92,6 +88,13 @@ class SaveSchedule:
             is_over = syncs and self._clock() - begun >= config.interval
             answer = is_over or (judged and self._is_among_best(validation_loss))
         return self._world.broadcast(answer)
+
+    def _is_step_of_config(self, step: int) -> bool:
+        config = self.config
+        if config.interval_type == "steps" and step % config.interval == 0:
+            return True
+        is_first = config.enable_first_step_checkpoint and step == 1
+        return is_first or is_milestone(step, config.milestones)
 
     def between(self, trainer: Trainer) -> None:
         """Do what is due after a step without a save: nothing here. All ranks call it together."""

@@ -13,8 +13,9 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import to_path
-from titanlite.cli import at_least, eval_text
+from titanlite.cli import at_least
 from titanlite.cli.checkpoint_folders import check_weights
+from titanlite.cli.eval_text import evaluate_rank
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import FLAGS, Commands, new_command, no_flags
 from titanlite.cli.run_figures import to_json
@@ -71,7 +72,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         for name in _OF_TASKS:
             if getattr(arguments, name) not in (None, False):
                 raise bad_flag(f"--{name.replace('_', '-')}", "needs --tasks")
-        eval_text.run(arguments)
+        from titanlite import main
+
+        main.run_rank(evaluate_rank, arguments)
     if arguments.file:
         raise bad_flag("CONFIG", "is for text, not for --tasks")
     no_flags(arguments.flags)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_manifest
@@ -63,20 +63,6 @@ _NO_TRAINING = (
 )
 
 
-def run(arguments: argparse.Namespace) -> NoReturn:
-    """Be one rank; end with the exit code of the measurement."""
-    from titanlite import main
-
-    main.run_rank(
-        _evaluate_rank,
-        arguments.checkpoint,
-        arguments.file,
-        arguments.flags,
-        arguments.json,
-        arguments.trust_code,
-    )
-
-
 def config_of(
     folder: AnyPath,
     manifest: Manifest,
@@ -111,17 +97,16 @@ def config_of(
     return resolve(config, world_size, problems, machine=True, texts=True)[1]
 
 
-def _evaluate_rank(
-    path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool
-) -> int:
+def evaluate_rank(arguments: argparse.Namespace) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
     from titanlite import main
 
     try:
         env = read_launch_env()
-        folder = checkpoint_of(path)
+        folder = checkpoint_of(arguments.checkpoint)
         manifest = read_manifest(folder)
-        run = config_of(folder, manifest, file, flags, env.world_size, trust_code)
+        given = (arguments.file, arguments.flags, env.world_size, arguments.trust_code)
+        run = config_of(folder, manifest, *given)
         require("torch")  # what follows imports it
         from titanlite.assembly.preflight import check_machine
         from titanlite.dist.dist_env import DistEnv, connect_store
@@ -143,7 +128,7 @@ def _evaluate_rank(
     if env.rank == 0:
         single = run.validation.dataset_path or run.validation.dataset
         losses = {name or single: one for name, one in result.sources.items()}
-        if as_json:
+        if arguments.json:
             about = {"checkpoint": str(folder), "step": manifest.step, "ranks": env.world_size}
             found = {**about, **_figures(result.all)}
             found["sources"] = {name: _figures(one) for name, one in losses.items()}
@@ -156,7 +141,11 @@ def _evaluate_rank(
                 shown["all"] = result.all
             for number, one in enumerate(result.parts, start=1):
                 shown[f"part {number} of {len(result.parts)} of the sequence"] = one
-            print(as_table(str(folder), shown))
+            cells = [
+                (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
+                for name, one in shown.items()
+            ]
+            print(render(Table(("text", "loss", "perplexity", "tokens"), cells, title=str(folder))))
     return exit_codes.DONE
 
 
@@ -220,23 +209,11 @@ def evaluate(
     loaded = Loader(section, world, prints, about, averages=averages).load_weights(parts.model)
     if averages and "ema" in loaded.left_out and world.rank == 0:
         logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
-    try:
-        result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
-        for check in checks_of(texts.values()):
-            check.settle(_PATIENCE)
-        return result
-    finally:
-        held_out.close()
+    result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
+    for check in checks_of(texts.values()):
+        check.settle(_PATIENCE)
+    return result
 
 
 def _figures(one: HeldOutLoss) -> dict[str, float]:
     return {"loss": one.loss, "perplexity": one.perplexity, "tokens": one.tokens}
-
-
-def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
-    """Return losses on held-out texts as a table."""
-    cells = [
-        (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
-        for name, one in losses.items()
-    ]
-    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title))

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,31 +161,7 @@ def load_template(
             f'or "{_PLAIN}"'
         )
     _check(source, f"{key}: {place}")
-    template = ChatTemplate(source, tuple(variables.items()))
-    _warn_of_end(template, tokenizer, f"{key}: {place}")
-    return template
-
-
-@lru_cache(maxsize=1)
-def _warn_of_end(template: ChatTemplate, tokenizer: Tokenizer, place: str) -> None:
-    """Warn if a turn of the assistant ends with no token that is in the loss and stops a text."""
-    answer = "answer"
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    try:
-        text = template.render(messages, place)
-    except DataError:
-        return  # of a real conversation it is an error
-    turn = text.rpartition(BEGIN)[2].partition(END)[0]
-    _, found, end = turn.rpartition(answer)
-    ids = tokenizer.encode_rendered(end)[0]
-    if found and not set(ids) & set(tokenizer.stop_ids):
-        names = {number: name for name, number in tokenizer.special_tokens.items()}
-        known = ", ".join(names.get(one, str(one)) for one in tokenizer.stop_ids)
-        logger.warning(
-            f"{place}: no token that stops a text ({known}) ends the assistant's turn within the "
-            "loss, so a model does not learn to stop. Put one behind the content, both inside of "
-            "{% generation %} and {% endgeneration %}"
-        )
+    return ChatTemplate(source, tuple(variables.items()))
 
 
 def _config_beside(folder: str | None, key: str) -> dict[str, Any]:

@@ -186,18 +186,15 @@ def generate(  # noqa: PLR0913
     prompt. Each row draws from a separate generator, seeded by the seed and the row's number. Other
     rows and torch's generators play no part.
 
-    prompts: ids, at least one each. limit: the longest sequence of the model. head: name of the
-    linear for logits; only the last token of each row goes through it. vocab: ids to draw from,
-    where the vocabulary is padded. first_row: number of the first row. multiple: tensor-parallel
-    ranks, which must share a sequence evenly. together: all ranks of the default group call this
-    with the same arguments, and take rank 0's ids. cached: False computes every token again for
-    each one. So does a model without replaceable attention.
-
-    Raises ValueError for an empty prompt, or one that leaves no room within the limit.
+    prompts: ids of each row, at least one and fewer than limit. limit: the longest sequence of the
+    model. head: name of the linear for logits; only the last token of each row goes through it.
+    vocab: ids to draw from, where the vocabulary is padded. first_row: number of the first row.
+    multiple: tensor-parallel ranks, which must share a sequence evenly. together: all ranks of the
+    default group call this with the same arguments, and take rank 0's ids. cached: False computes
+    every token again for each one. So does a model without replaceable attention.
     """
     # The last token may have padding behind it.
     limit -= multiple - 1
-    _check_lengths(prompts, limit)
     device = next(model.parameters()).device
     rows = _Rows(prompts, max_tokens, limit, multiple, device)
     numbers = range(first_row, first_row + len(prompts))
@@ -219,16 +216,6 @@ def generate(  # noqa: PLR0913
             rows.advance(found)
     finally:
         model.train(was_training)
-
-
-def _check_lengths(prompts: Sequence[Sequence[int]], limit: int) -> None:
-    """Raise ValueError for an empty prompt, or one that leaves no room."""
-    for number, prompt in enumerate(prompts, start=1):
-        if not 0 < len(prompt) < limit:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; the model takes 1 to {limit - 1}, and "
-                "then writes"
-            )
 
 
 class _Rows:

@@ -69,37 +69,20 @@ class MetricsLog:
                 return _step(row) < step
             return not any(name in row for name in again)
 
+        kept = []
         try:
-            first, kept = self._sorted_out(stays)
-            if first is not None and kept:
-                atomic_write(self.path, self.path.read_bytes()[:first] + b"".join(kept))
-            elif first is not None:
-                os.truncate(self.path, first)
+            for line, row, problem in json_lines(self.path):
+                if row is not None and stays(row):
+                    kept.append(line.rstrip(b"\n") + b"\n")
+                elif row is None and line.endswith(b"\n"):
+                    logger.warning(escape_name(f"{problem}, and left out from now on"))
+            content = b"".join(kept)
+            if content != self.path.read_bytes():
+                atomic_write(self.path, content)
         except FileNotFoundError:
             return
         except OSError as error:
             self._warn(error)
-
-    def _sorted_out(
-        self, stays: Callable[[Mapping[str, Any]], bool]
-    ) -> tuple[int | None, list[bytes]]:
-        """Return where the first line begins that does not stay, and the lines after it that do.
-
-        It reads line by line: the log of documents may not fit into memory.
-        """
-        kept: list[bytes] = []
-        first: int | None = None
-        at = 0
-        for line, row, problem in json_lines(self.path):
-            stay = row is not None and stays(row)
-            if row is None and line.endswith(b"\n"):
-                logger.warning(escape_name(f"{problem}, and left out from now on"))
-            if first is None and not (stay and line.endswith(b"\n")):
-                first = at
-            if first is not None and stay:
-                kept.append(line.rstrip(b"\n") + b"\n")
-            at += len(line)
-        return first, kept
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

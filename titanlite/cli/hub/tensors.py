@@ -180,11 +180,13 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
     titanlite's; return a line.
 
-    tokenizer: path of the run's. Raises CheckpointError when ids differ.
+    tokenizer: path of the run's. Raises CheckpointError when ids differ, unless
+    `transformers` takes its own class for such a model. No file can change that, and the line says
+    so.
     """
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.data.tokenizer.hf_export import SAMPLES, differing_ids
+    from titanlite.data.tokenizer.hf_export import SAMPLES, differing_ids, other_class
 
     try:
         ours = load_tokenizer(tokenizer)
@@ -195,6 +197,12 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     line = f"ids of {len(SAMPLES)} texts, compared with those of AutoTokenizer"
     if found := differing_ids(Path(str(folder)), ours):
         shown = "".join(f"\n  {one}" for one in found[:5])
+        with contextlib.suppress(Exception):  # it cannot be read at all
+            if taken := other_class(Path(str(folder))):
+                return (
+                    f"{line}: {len(found)} differ, as transformers takes {taken} for every such "
+                    f"model:{shown}"
+                )
         raise CheckpointError(
             f"{line}: {len(found)} differ, and nothing is published:{shown}\n"
             "`titanlite checkpoint convert --to hf` writes the folder without this comparison"

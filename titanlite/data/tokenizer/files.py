@@ -39,29 +39,14 @@ def hf_files(path: str) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     try:
         file = find_file(Path(path))
-        found = _beside(file)
+        beside = [file.parent / name for name in FILES]
+        found = {one.name: one.read_bytes() for one in beside if one.is_file()}
         found = _completed(found, file, path)
     except Exception as error:
         # Of any package: the weights are worth more than these files.
         logger.warning(
             f"files of the tokenizer may be missing beside the weights, or give other ids: {error}"
         )
-    return found
-
-
-def _beside(file: Path) -> dict[str, bytes]:
-    """Return name → content of the files that lie beside a tokenizer's file."""
-    found: dict[str, bytes] = {}
-    for name in FILES:
-        path = file.parent / name
-        if path.is_file():
-            found[name] = path.read_bytes()
-    try:
-        if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
-            raise ValueError("it holds no object")
-    except ValueError as error:
-        logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
-        del found[GENERATION]
     return found
 
 

@@ -91,6 +91,24 @@ def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
     return found
 
 
+def other_class(folder: Path) -> str:
+    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "":
+    it takes that one.
+
+    For some kinds of models `transformers` 5 ignores the file and takes its own class.
+    """
+    from transformers import AutoTokenizer
+
+    asked = _json((folder / CONFIG).read_bytes()).get("tokenizer_class")
+    taken = type(
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    ).__name__
+    is_plain = (
+        asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"
+    )  # two names of one class
+    return "" if taken == asked or is_plain else taken
+
+
 def equal_files(
     found: Mapping[str, bytes], content: bytes, kind: Kind, tokenizer: Tokenizer
 ) -> dict[str, bytes]:

@@ -79,18 +79,12 @@ def kind_of(content: bytes, path: Path) -> Kind:
         raise DataError(
             f"{where} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
         )
-    if start.startswith(b"<"):
-        raise DataError(
-            f"{where} is a web page, perhaps of a failed download; expected {_EXPECTED}"
-        )
     if start.startswith((b"{", b"[")):
         return "tokenizer.json"
     # A sentencepiece model begins with its first piece: field 1, the length, and in it field 1, the
     # piece's name.
     if re.match(rb"\x0a[\x00-\x7f]\x0a[\x00-\x7f]", content):
         return "sentencepiece"
-    if b"\0" in start:
-        raise DataError(f"{where} is a binary file of another kind; expected {_EXPECTED}")
     return "tiktoken"
 
 
@@ -98,19 +92,12 @@ def find_file(path: Path) -> Path:
     """Return the file of a tokenizer, which a folder may hold. Raises DataError."""
     if not path.is_dir():
         return path
-    found = [path / name for name in FOLDER_FILES if (path / name).is_file()]
-    if found:
-        if len(found) > 1:
-            names = " and ".join(str(file.relative_to(path)) for file in found)
-            logger.info(f"tokenizer: {path} holds {names}; the first is used")
-        return found[0]
-    others = sorted(
-        file.name for file in path.iterdir() if file.suffix in (".tiktoken", ".model", ".json")
-    )
-    which = f": {', '.join(others)}" if others else ""
+    for name in FOLDER_FILES:
+        if (path / name).is_file():
+            return path / name
     raise DataError(
         f"model.tokenizer_path: the folder {path} holds no {' or '.join(FOLDER_FILES)}; give the "
-        f"file itself{which}"
+        "file itself"
     )
 
 

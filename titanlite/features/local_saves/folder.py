@@ -82,12 +82,12 @@ class LocalFolder:
         return copied if copied.is_file() and not own.is_file() else own
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest saves on this node, by the time of the save.
+        """Delete all but the newest saves on this node.
 
         Ranks of a node do it together: all come to the same answer.
         """
         manifests, _ = self.manifests()
-        stay = sorted(manifests, key=lambda save: (manifests[save].created, save))[-keep:]
+        stay = sorted(manifests, key=lambda save: (manifests[save].step, save))[-keep:]
         for _, folder in self._steps():
             if (folder / FILE).is_file() and not _holds(folder, stay):
                 remove(folder)

@@ -34,7 +34,7 @@ from titanlite.utils import counted, logger
 
 @dataclass
 class TieredChooser(Chooser):
-    """Chooses the newer one of both tiers, by the time of the save."""
+    """Chooses the newer one of both tiers, by its step: no offer is of an abandoned past."""
 
     #: Local saves that may be complete, newest first.
     offers: list[Offer] = field(default_factory=list)
@@ -50,10 +50,7 @@ class TieredChooser(Chooser):
         passed = [*self.notes, *self.rejected.values(), *shared.passed]
         newest = shared.manifest
         local = self._newest_local()
-        # No rollback leaves a later step in an older save: such a time is wrong.
-        if local is not None and (
-            newest is None or (local.created > newest.created and local.step > newest.step)
-        ):
+        if local is not None and (newest is None or local.step > newest.step):
             newest = local
         if newest is None and not shared.passed and self.config.start != "resume":
             # Local saves that cannot be used do not keep a run from its beginning: no shared
@@ -110,8 +107,6 @@ class TieredLoader(Loader):
     group: dist.ProcessGroup
     #: Hash of where the tensors of all ranks lie.
     layout = ""
-    #: The checkpoint that was loaded last.
-    taken: Manifest | None = None
 
     def look(self, model: nn.Module) -> None:
         """Learn which local saves there are. All ranks call it together."""
@@ -123,7 +118,7 @@ class TieredLoader(Loader):
         chooser.offers = []
         chooser.notes = []
         manifests, problems = _gather_manifests(self.folder, self.group)
-        for manifest in sorted(manifests, key=lambda one: (-one.created, id_of(one))):
+        for manifest in sorted(manifests, key=lambda one: (-one.step, id_of(one))):
             reason = past.abandoned(manifest, newest) or _unfit(manifest, self.layout, self.world)
             if reason:
                 problems.append(f"the local save of step {manifest.step}: {reason}")
@@ -153,7 +148,6 @@ class TieredLoader(Loader):
     def _result(
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
     ) -> LoadedState:
-        self.taken = candidate.manifest
         loaded = super()._result(candidate, left_out, selection)
         # A save of what was loaded is another one.
         train = {name: value for name, value in loaded.train.items() if name != ABOUT}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
     from titanlite.trainer import Trainer
 
-#: The least difference in time between two saves, where a clock went back.
-_TICK = 1e-3
 #: File beside the shared checkpoints: the name of the run's local folders.
 RUN_ID = "local-saves.id"
 #: Hexadecimal digits of a run in the name of its local folders.
@@ -65,8 +61,6 @@ class TieredCheckpointer(Checkpointer):
             self._world.device, timeout=SAVE_TIMEOUT
         )
         self._copies = plan_copies(self.config.local_copies, self.local, self._world, self._group)
-        #: No save gets an earlier time than this.
-        self._clock = 0.0
         self._line = ""
 
     # Loading
@@ -98,13 +92,11 @@ class TieredCheckpointer(Checkpointer):
         Steps after that save are trained again: their old saves are of a past that this run no
         longer has.
         """
-        created = -math.inf
+        step = -1
         if loaded is not None and loaded.origin == "resume":
-            assert self._loader.taken is not None
-            created = self._loader.taken.created
+            step = loaded.step
         offers = self._loader.chooser.offers
-        self._clock = max([created, *(one.manifest.created for one in offers), self._clock]) + _TICK
-        kept = tuple(one.save for one in offers if one.manifest.created <= created)
+        kept = tuple(one.save for one in offers if one.manifest.step <= step)
         self._line = self._on_rank_0(lambda: self._begin_line(kept))
         group = self._loader.group
         on_each_rank(lambda: self.local.clear(kept), group)
@@ -179,12 +171,6 @@ class TieredCheckpointer(Checkpointer):
                 logger.warning(f"step {step}: no local save was written: {problem}")
             elif self._world.rank == 0:
                 logger.info(f"local save of step {step} written in {human_time(outcome.seconds)}")
-
-    def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
-        draft = super()._draft(step, tensors, train)
-        # Both tiers are compared by time, which a clock may set back.
-        self._clock = max(draft.created, self._clock + _TICK)
-        return replace(draft, created=self._clock)
 
     def await_copy(self) -> None:
         super().await_copy()
