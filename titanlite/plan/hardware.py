@@ -234,24 +234,29 @@ def cluster_of(
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
     ranks.
     """
-    if gpu and instance:
-        raise _error("gpu", f"both {gpu} and {instance} are given", "give one of them")
-    instance = instance or ("" if gpu else run.launch.instance_type)
+    instance = _instance_name(run, gpu, instance)
     machine = find_instance(instance) if instance else None
-    if not (gpu or machine):
-        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
-        raise _error("gpu", "no GPU is named", hint)
     kind = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
-    size = gpus_per_node
-    if not size:
-        size = machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    own = machine.gpus if machine else run.launch.gpus_per_node
+    size = gpus_per_node or own or DEFAULT_GPUS_PER_NODE
     network = _network_of_gpu(kind, machine) * size
-    total = gpus or (nodes * size if nodes else run.mesh.world_size)
+    total = gpus or (nodes or 0) * size or run.mesh.world_size
     if total < size and nodes in (None, 1):
         # A part of one machine.
         size = total
     _check_count(total, size, nodes, run.mesh.world_size)
     return Cluster(kind, size, total // size, network, instance)
+
+
+def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
+    """Return the instance type that is given; empty: a GPU is. Raises ConfigError."""
+    if gpu and instance:
+        raise _error("gpu", f"both {gpu} and {instance} are given", "give one of them")
+    found = instance or ("" if gpu else run.launch.instance_type)
+    if not (gpu or found):
+        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
+        raise _error("gpu", "no GPU is named", hint)
+    return found
 
 
 def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
