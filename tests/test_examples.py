@@ -285,7 +285,6 @@ def test_loss_optimizer_and_text_work_with_every_parallelism(
         (["--model.flavor=big"], "model.flavor", "there are tiny, small"),
         (["--model.overrides.n_heads=3"], "model", "n_heads = 3 does not divide dim = 64"),
         (["--model.name=./tiny_gpt.py:GPT"], "model.name", "not a titanlite.ModelSpec"),
-        (["--training.loss=./z_loss.py:zloss"], "training.loss", "has no zloss"),
         (["--training.loss=hinge"], "training.loss", '"cross_entropy", or a dotted path'),
         (["--optimizer.name=AdamX"], "optimizer.name", 'did you mean "Adam"?'),
         (["--optimizer.name=./no_file.py:adamw"], "optimizer.name", "there is no file"),

@@ -195,9 +195,3 @@ class ValidationSet:
             return ValidationResult(sources)
         by_part = [_together(losses[part :: self.parts]) for part in range(self.parts)]
         return ValidationResult(sources, tuple(by_part))
-
-    def close(self) -> None:
-        """End the threads of the loaders; what cannot be closed does not keep the rest open."""
-        with contextlib.ExitStack() as stack:
-            for loader in self.loaders.values():
-                stack.callback(loader.close)

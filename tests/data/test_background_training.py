@@ -97,7 +97,6 @@ def test_a_stop_with_a_save_and_steps_under_way_is_resumed_bit_for_bit(
         "--data.prefetch=3",
         "--checkpoint.async_mode=async_with_pinned_mem",
     ]
-    flags += ["--data.persistent_workers"]
     for seen in pool(2).run(
         _stopped, str(tmp_path), *flags, f"--job.dump_folder={tmp_path / 'stop'}"
     ):

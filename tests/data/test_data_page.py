@@ -70,7 +70,7 @@ def test_each_example_is_read(tmp_path: Path) -> None:
         done = python("-c", PEEK, *flags, env=hub.environment(tmp_path / "home"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert len(blocks) == 10
-    assert done.stdout.count(", sequence 0, ") == 10
+    assert done.stdout.count("sequence 0: ") == 10
     assert "[[Question: 1\nAnswer:]] 2<|end_of_text|>" in done.stdout
     assert "Hello?]][[<|eot_id|>" in done.stdout
     assert "]]Good day.<|eot_id|>" in done.stdout

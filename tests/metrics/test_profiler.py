@@ -5,8 +5,6 @@ along.
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -88,22 +86,3 @@ def test_a_trace_that_torch_could_not_write_is_told_as_missing(
     (line,) = _said_of_one_cycle(tmp_path)
     assert "could not be written: torch wrote no file" in line
     assert "written to" not in line
-
-
-def test_a_trace_that_the_disk_cut_short_is_told_and_removed(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: torch writes so many bytes and raises
-    nothing.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
-    try:
-        (line,) = _said_of_one_cycle(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-    assert "could not be written: only 1,500 bytes of it were written" in line
-    assert not list(tmp_path.glob("*/*.json"))
-    (line,) = _said_of_one_cycle(tmp_path)
-    assert "profile of step 5 written to" in line
-    json.loads((tmp_path / "iteration_5" / "rank0_trace.json").read_text())

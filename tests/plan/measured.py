@@ -88,7 +88,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {**_FLOAT8, "float8.recipe_name": "rowwise", _MODE: "selective", _OPTION: "op"},
     ),
-    "1 rank, mxfp8, AC full": (1, {**_FLOAT8, "float8.recipe_name": "mxfp8", _MODE: "full"}),
     "1 rank, masked documents": (1, {"data.mask_documents": "true"}),
     "1 rank, MoE": (1, _MIXTRAL),
     "1 rank, MoE, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
@@ -118,10 +117,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "float8.enable_fsdp_float8_all_gather": "true",
             "float8.precompute_float8_dynamic_scale_for_fsdp": "true",
         },
-    ),
-    "fsdp 2, mxfp8, loss in 4 chunks": (
-        2,
-        {**_FLOAT8, "float8.recipe_name": "mxfp8", _CHUNKS: 4},
     ),
     "fsdp 2, step in backward": (2, _EARLY),
     "ddp 2": (2, {_REPLICAS: 2, _SHARD: 1}),

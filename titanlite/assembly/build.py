@@ -133,8 +133,6 @@ class TrainingComponents:
         with contextlib.ExitStack() as stack:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
-            if self.validation is not None:
-                stack.callback(self.validation.close)
             stack.callback(self.loader.close)
 
 

@@ -68,7 +68,7 @@ def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator
     run = parts.run
     watch = watchdog or HangWatchdog(run.stall, run.comm, end=None)
     yield Watchdog(watch, entered=watchdog is not None)
-    if parts.world.timeout:
+    if parts.world.timeout and parts.world.size > 1:
         yield Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds)
     checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
     if checks:

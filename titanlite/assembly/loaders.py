@@ -84,9 +84,7 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
             from titanlite.data.sequence_parts import SequenceParts
 
             passes = SequenceParts(passes, section.parts)
-        loaders[name] = ValidationPrefetcher(
-            _divided(run, mesh, passes), run.data.prefetch, pin, run.data.persistent_workers
-        )
+        loaders[name] = ValidationPrefetcher(_divided(run, mesh, passes), run.data.prefetch, pin)
         # A part of the text depends on the size of a batch over all ranks; all of it does not.
         part = None if section.steps == -1 else section.steps * size * ranks
         measured.append([name, rows.fingerprint, rows.settings, part])

@@ -129,16 +129,22 @@ def mesh_text(mesh: MeshSizes) -> str:
 
 
 def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """Yield rows of kept activations and of the planned peak."""
+    """Yield rows of kept activations and of the planned peak.
+
+    On a CPU there are none: most of a process's memory is not tensors, and none has a limit of its
+    own.
+    """
+    device = parts.model_parts.builder.device
+    if device.type == "cpu":
+        return
     from titanlite.plan.memory import with_vocabulary
     from titanlite.plan.start_rows import planned_activations, start_rows
 
-    device = parts.model_parts.builder.device
     planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    kept = planned_activations(planned, device.type)
+    kept = planned_activations(planned)
     if kept is not None:
         yield "activations", activations_text(run.activation_checkpoint, kept)
-    yield from start_rows(planned, device.type, total_memory_bytes(device))
+    yield from start_rows(planned, total_memory_bytes(device))
 
 
 def activations_text(config: ActivationCheckpoint, kept: KeptActivations) -> str:

@@ -209,13 +209,10 @@ def evaluate(
     loaded = Loader(section, world, prints, about, averages=averages).load_weights(parts.model)
     if averages and "ema" in loaded.left_out and world.rank == 0:
         logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
-    try:
-        result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
-        for check in checks_of(texts.values()):
-            check.settle(_PATIENCE)
-        return result
-    finally:
-        held_out.close()
+    result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
+    for check in checks_of(texts.values()):
+        check.settle(_PATIENCE)
+    return result
 
 
 def _figures(one: HeldOutLoss) -> dict[str, float]:

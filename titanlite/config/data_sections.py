@@ -182,9 +182,6 @@ class Data(Section, frozen=True):
     """
     pin_memory: bool = True
     """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
-    persistent_workers: bool = False
-    """The thread of the validation batches stays between validations, with the first of them ready.
-    """
     log_documents: bool = False
     """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []

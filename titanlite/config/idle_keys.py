@@ -74,7 +74,7 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
         section = key.partition(".")[0]
         if section == "float8":
             float8.append(key)
-        elif section not in _SWITCHES or not config.is_given(_SWITCHES[section][0]):
+        elif _is_on(config, section) or not config.is_given(_SWITCHES[section][0]):
             others.append(key)
     notes = []
     warnings = []

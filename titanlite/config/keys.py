@@ -11,7 +11,6 @@ from typing import Any, get_args, get_origin
 import msgspec
 from msgspec.structs import FieldInfo, fields
 
-from titanlite.config.errors import Problem
 from titanlite.config.key_types import names_beside_paths
 from titanlite.config.sections import Config
 from titanlite.config.value_types import Section
@@ -107,17 +106,6 @@ def type_of(name: str) -> Any:
     if table is None:
         return keys()[name].type
     return get_args(keys()[table].type)[1]
-
-
-def check(type_: Any, value: Any) -> list[Problem]:
-    """Return all that is wrong with a value for a type, without places; the key is the path inside:
-    `[1].weight`.
-    """
-    if fits(type_, value):
-        return []
-    from titanlite.config.misfits import problems_of
-
-    return problems_of(type_, value)
 
 
 def misfit(type_: Any, value: Any) -> str | None:

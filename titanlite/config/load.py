@@ -31,7 +31,7 @@ from titanlite.config.aliases import (
 from titanlite.config.checks import RULES, broken
 from titanlite.config.entries import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.errors import Problem, Source, nearest, refuse
-from titanlite.config.keys import check, fits, keys, sections, table_of
+from titanlite.config.keys import fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
@@ -290,6 +290,9 @@ class Layers:
                 f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
                 "and of the command line"
             )
+        return self._loaded()
+
+    def _loaded(self) -> LoadedConfig:
         settled = self.values.items()
         return LoadedConfig(
             msgspec.convert(self._tree(), Config),
@@ -334,8 +337,10 @@ class Layers:
             return None
         normal = normalized(name, entry.value)
         reason = refusal(name, normal)
-        wrong = [] if reason else check(type_of_name(name), normal)
-        if wrong:
+        if not reason and not fits(type_of_name(name), normal):
+            from titanlite.config.misfits import problems_of
+
+            wrong = problems_of(type_of_name(name), normal)
             self.problems += [_of_entry(problem, entry) for problem in wrong]
             return None
         try:

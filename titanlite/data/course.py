@@ -59,11 +59,10 @@ class Course:
 
     def leg(self, step: int) -> Leg:
         """Return the leg of a step; the first one for steps before it."""
-        found = self.legs[0]
-        for leg in self.legs:
-            if leg.done.steps < step:
-                found = leg
-        return found
+        return self._last(lambda leg: leg.done.steps < step)
+
+    def _last(self, has_begun: Callable[[Leg], bool]) -> Leg:
+        return [self.legs[0], *filter(has_begun, self.legs)][-1]
 
     def size(self, step: int) -> StepSize:
         """Return the size of a step."""
@@ -81,11 +80,7 @@ class Course:
 
     def size_at(self, position: int) -> StepSize:
         """Return the size of the step that begins at `position`."""
-        found = self.legs[0]
-        for leg in self.legs:
-            if leg.done.position <= position:
-                found = leg
-        return found.size
+        return self._last(lambda leg: leg.done.position <= position).size
 
     def steps_with_tokens(self, tokens: int) -> int:
         """Return the fewest steps that have so many tokens together."""
@@ -97,8 +92,5 @@ class Course:
 
     def _fewest(self, wanted: int, before: Callable[[Leg], int], each: Callable[[Leg], int]) -> int:
         """before, each: what a leg has before it, and in each of its steps."""
-        found = self.legs[0]
-        for leg in self.legs:
-            if before(leg) < wanted:
-                found = leg
+        found = self._last(lambda leg: before(leg) < wanted)
         return found.done.steps + -(-(wanted - before(found)) // each(found))

@@ -7,7 +7,6 @@ their start, copies and signals. Prepared steps that were not handed out are not
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -92,7 +91,7 @@ class _Ahead(Generic[_T]):
         self.items.append(self._submit())
         return item
 
-    def stop(self, patience: float = _PATIENCE) -> bool:
+    def stop(self, patience: float) -> bool:
         """End the thread; return False if it does not end in `patience` seconds because `make` does
         not return.
         """
@@ -215,66 +214,28 @@ class ValidationPrefetcher:
         loader: the batches of a pass, the same every time.
         depth: batches kept ready; 0: no thread.
         pin: batches in page-locked memory, see `Prefetcher`.
-        persistent: the thread stays between passes, with the first batches of the next one ready.
-            Otherwise it ends with its pass.
-
-    Raises ValueError for a pass without batches.
     """
 
-    def __init__(
-        self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False
-    ) -> None:
-        # A persistent thread would look for the first batch forever.
-        if len(loader) == 0:
-            raise ValueError(
-                "loader: a pass has no batches; give it text for at least one, or disable "
-                "validation"
-            )
+    def __init__(self, loader: PassLoader, depth: int = 2, pin: bool = False) -> None:
         self.loader = loader
         self.depth = depth
         self.pin = pin and torch.cuda.is_available()
-        self.persistent = persistent
-        self._ahead: _Ahead[Batch] | None = None
 
     def __len__(self) -> int:
         """Batches per pass, the same on all ranks."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
+        batches = (_pinned(batch, self.pin) for batch in self.loader)
         if self.depth == 0:
-            yield from (_pinned(batch, self.pin) for batch in self.loader)
+            yield from batches
             return
-        ahead = self._ahead
-        self._ahead = None
-        if ahead is None:
-            ahead = _Ahead(self._batches(), self.depth, self.pin)
-        whole = False
+        ahead = _Ahead(lambda: next(batches), self.depth, self.pin)
         try:
             for _ in range(len(self.loader)):
                 yield ahead.take()
-            whole = True
         finally:
-            # A pass that was broken off leaves batches of its middle behind.
-            if whole and self.persistent and self._ahead is None:
-                self._ahead = ahead
-            else:
-                ahead.stop()
-
-    def _batches(self) -> Callable[[], Batch]:
-        """Return what makes the batches of a pass, or of one pass after the other.
-
-        It holds no reference to this object, so that the thread ends when the last one is gone.
-        """
-        passes = itertools.repeat(self.loader) if self.persistent else [self.loader]
-        batches = itertools.chain.from_iterable(passes)
-        pin = self.pin
-        return lambda: _pinned(next(batches), pin)
-
-    def close(self) -> None:
-        """End the thread, if it stays between passes."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+            ahead.stop(_PATIENCE)
 
 
 def _step(loader: StepLoader, pin: bool) -> _Step:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 #: Allocations kept in a memory snapshot.
 _ENTRIES = 100_000
-#: The end of a trace, in which torch writes its path.
-_TAIL_BYTES = 16_384
 
 
 class Profiler(Callback):
@@ -102,9 +100,8 @@ class Profiler(Callback):
                 missing_ok=True
             )  # of the same step before a resume: it would pass for the new one
             dump(str(path))
-            if missing := _not_whole(path):
-                path.unlink(missing_ok=True)
-                raise OSError(missing)
+            if not path.is_file():  # torch only prints that it could not write one
+                raise OSError("torch wrote no file; its reason stands above")
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
@@ -112,24 +109,3 @@ class Profiler(Callback):
                 f"profile of step {self._step} written to {path} in "
                 f"{human_time(time.perf_counter() - began)}"
             )
-
-
-def _not_whole(path: Path) -> str:
-    """Return what a profile lacks; "" for a whole one.
-
-    torch only prints that it could not write a trace.
-    """
-    if not path.is_file():
-        return "torch wrote no file; its reason stands above"
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        file.seek(max(size - _TAIL_BYTES, 0))
-        tail = file.read().rstrip()
-    # torch ends a trace with its name, and a pickle ends with a dot.
-    if path.suffix == ".json":
-        whole = b'"traceName"' in tail and tail.endswith(b"}")
-    else:
-        whole = tail.endswith(b".")
-    if whole:
-        return ""
-    return f"only {size:,} bytes of it were written, which are removed; is there space left?"

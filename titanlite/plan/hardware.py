@@ -245,21 +245,33 @@ def cluster_of(
     size = gpus_per_node
     if not size:
         size = machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
-    same = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
-    shares = [one.network / 8 * 1e9 / one.gpus for one in ([machine] if machine else same)]
-    network = min(shares, default=DEFAULT_NETWORK) * size
+    network = _network_of_gpu(kind, machine) * size
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
     if total < size and nodes in (None, 1):
         # A part of one machine.
         size = total
+    _check_count(total, size, nodes, run.mesh.world_size)
+    return Cluster(kind, size, total // size, network, instance)
+
+
+def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
+    """Return a GPU's share of its machine's network, in bytes per second."""
+    same = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
+    shares = [one.network / 8 * 1e9 / one.gpus for one in ([machine] if machine else same)]
+    return min(shares, default=DEFAULT_NETWORK)
+
+
+def _check_count(total: int, size: int, nodes: int | None, ranks: int) -> None:
+    """Raise ConfigError if `total` GPUs are no whole machines, not `nodes` of them, or not one for
+    each rank.
+    """
     if total % size:
         raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
     if nodes not in (None, total // size):
         machines = counted(total // size, "machines")
         raise _error("gpus", f"{total} GPUs are {machines} of {size}, but --nodes says {nodes}")
-    if total != run.mesh.world_size:
-        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
-    return Cluster(kind, size, total // size, network, instance)
+    if total != ranks:
+        raise _error("gpus", f"{total} GPUs, but the run has {ranks} ranks")
 
 
 def _error(key: str, message: str, hint: str = "") -> ConfigError:

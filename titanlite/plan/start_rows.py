@@ -5,41 +5,37 @@ from __future__ import annotations
 from titanlite.plan.memory import KeptActivations, NoFormula, estimate, kept_activations
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.run.config import RunConfig
-from titanlite.utils import human_bytes
 
 
-def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]:
+def start_rows(run: RunConfig, total: int) -> list[tuple[str, str]]:
     """Return the row of the start report; none for a model without formulas. It raises nothing.
 
-    device: "cuda" or "cpu". total: bytes of one device.
+    total: bytes of one GPU.
     """
     try:
-        planned = estimate(run, None, device)
+        planned = estimate(run, None)
     except NoFormula:
         return []
     except Exception as error:
         return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
     size = planned.peak.total
     of_rank = f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
-    if device == "cpu":
-        text = f"{human_bytes(size)} of tensors per rank (the process itself takes more)"
-    else:
-        needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
-        text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
+    needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
+    text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
     rows = [("memory", f"{planned_word(run)} {text}, in {planned.peak.place}{of_rank}")]
-    if device == "cuda" and needed_bytes(planned) > total:
+    if needed_bytes(planned) > total:
         text = "by the plan this run needs more memory than a GPU has: it may end with code 8"
         rows.append(("warning", text))
     return rows
 
 
-def planned_activations(run: RunConfig, device: str) -> KeptActivations | None:
+def planned_activations(run: RunConfig) -> KeptActivations | None:
     """Return what the blocks of a run keep; None for a model without formulas.
 
-    It raises nothing. device: "cuda" or "cpu".
+    It raises nothing.
     """
     try:
-        return kept_activations(run, device)
+        return kept_activations(run)
     except Exception:  # a note of `start_rows` tells what is no `NoFormula`
         return None
 

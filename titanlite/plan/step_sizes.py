@@ -160,8 +160,7 @@ class StepSizes:
         lora = self.run.features.lora
         if lora is None:
             return None
-        found = lora.adapters(self.spec, self.args).parameters
-        return found / self.mesh.tensor * self.stage_share
+        return lora.adapters(self.spec, self.args).parameters * self.stage_share
 
     @cached_property
     def reduced(self) -> list[Sharded]:

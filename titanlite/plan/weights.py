@@ -150,9 +150,8 @@ def _beside_adapters(module: str, own: list[Weight], sizes: RankSizes) -> list[W
     rank = sizes.adapters.rank
     shards = sizes.run.mesh.weight_shards
     found = [replace(weight, frozen=True) for weight in own]
-    for name, whole in sizes.adapters.sizes.items():
+    for name, size in sizes.adapters.sizes.items():
         if name.startswith(f"{module}."):
-            size = sizes.on_rank(name, whole)
             for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
                 found.append(Weight(rows, columns, shards, (rows, columns)))
     return found

@@ -69,7 +69,9 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
             patches.enter_context(without_kernels())
         if compiled_loss:
             patches.enter_context(
-                mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
+                mock.patch.object(
+                    tensor, "divided_cross_entropy", lambda logits, *_: _CompiledLoss.apply(logits)
+                )
             )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
@@ -222,11 +224,6 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
         yield
-
-
-def _compiled_loss(logits: DTensor, labels: torch.Tensor, objective: Any) -> torch.Tensor:
-    loss: torch.Tensor = _CompiledLoss.apply(logits)
-    return loss
 
 
 class _CompiledLoss(torch.autograd.Function):

@@ -24,7 +24,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.urls import public_name
 from titanlite.data import DataError, EndOfData
-from titanlite.data.mixtures.state import SavedMixture, check_mixture, read_state
+from titanlite.data.mixtures.state import check_mixture, read_state
 from titanlite.data.mixtures.turns import Segment, Turns, Weights
 from titanlite.data.rows import Row, Rows
 from titanlite.data.token_paths import is_of_tokens
@@ -217,7 +217,7 @@ class MixedRows(Rows):
                 f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
-        self._continue(read_state(state, self.names), position)
+        self._continue(state, position)
 
     def _with_public_names(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state without whole URLs as names, which decided the orders of their sources."""
@@ -237,28 +237,29 @@ class MixedRows(Rows):
             "sources": {public_name(name): source for name, source in sources.items()},
         }
 
-    def _continue(self, saved: SavedMixture, position: int) -> None:
+    def _continue(self, state: dict[str, Any], position: int) -> None:
         """Keep what was saved of sequences before `position`, and let the planned phases hold from
         there on.
         """
-        past = {start: weights for start, weights in saved.phases.items() if start <= position}
+        phases, saved = read_state(state, self.names)
+        past = {start: weights for start, weights in phases.items() if start <= position}
         until_now = [weights for start, weights in self._planned.items() if start <= position]
         ahead = {start: weights for start, weights in self._planned.items() if start > position}
         now = until_now[-1]
         last_phase = max(past)
         # Earlier versions began a phase at the next multiple of the slots.
-        is_late = not any(last_phase <= one.start <= position for one in saved.segments)
-        is_other_text = saved.names != self.names or saved.totals != self._totals()
+        is_late = not any(last_phase <= one.start <= position for one in saved)
+        is_other_text = state["names"] != self.names or state["plan"][1] != self._totals()
         self.changed = is_late or is_other_text or past[last_phase] != now
         if self.changed:
             # The first segment is needed, to count from.
-            segments = [one for one in saved.segments if one.start < max(position, 1)]
+            segments = [one for one in saved if one.start < max(position, 1)]
             given = self._turns.given_before(segments[-1], position)
             segments.append(Segment(position, now, given))
             past = {start: weights for start, weights in past.items() if start < position}
             past[position] = now
         else:
-            segments = [one for one in saved.segments if one.start <= position]
+            segments = [one for one in saved if one.start <= position]
         self._phases = {**past, **ahead}
         self._segments = segments
         self._extend()

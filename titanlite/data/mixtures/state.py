@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -52,41 +51,20 @@ def check_mixture(state: dict[str, Any]) -> None:
         raise refusal("segments", starts, "no order of segments that begins with sequence 0")
 
 
-@dataclass(frozen=True)
-class SavedMixture:
-    """What a state says of the sources that are there now: 0 for those that it does not have.
+def read_state(
+    state: Mapping[str, Any], names: Sequence[str]
+) -> tuple[dict[int, Weights], list[Segment]]:
+    """Return the shares by first sequence, and the segments, of a state that is checked.
 
-    `names`, `totals`: of its own sources, and their sequences.
+    names: of the sources now; those that the state does not have get 0.
     """
-
-    names: list[str]
-    totals: list[int | None]
-    #: First sequence → shares.
-    phases: dict[int, Weights]
-    segments: list[Segment]
-
-
-def read_state(state: Mapping[str, Any], names: Sequence[str]) -> SavedMixture:
-    """Read a state that is checked. names: of the sources now."""
     number_of = {name: number for number, name in enumerate(state["names"])}
 
     def of_ours(values: Sequence[Any]) -> tuple[Any, ...]:
-        found = []
-        for name in names:
-            value = 0
-            if name in number_of:
-                value = values[number_of[name]]
-            found.append(value)
-        return tuple(found)
+        return tuple(values[number_of[name]] if name in number_of else 0 for name in names)
 
     segments: list[Segment] = []
     for start, weights, base in state["segments"]:
         turns = np.array([of_ours(given) for given in base], dtype=np.int64)
         segments.append(Segment(start, of_ours(weights), turns))
-    phases, totals = state["plan"]
-    return SavedMixture(
-        names=state["names"],
-        totals=totals,
-        phases={start: of_ours(weights) for start, weights in phases},
-        segments=segments,
-    )
+    return {start: of_ours(weights) for start, weights in state["plan"][0]}, segments

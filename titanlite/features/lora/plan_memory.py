@@ -53,9 +53,6 @@ class LoraMemory(ProductMemory):
             weight=self.rank * (product.rows + product.columns) * product.size,
         )
 
-    def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
-        return self.frozen.kept_by_gather(numbers, takers)
-
     def gathered_bytes(self, key: str) -> int:
         return self.frozen.gathered_bytes(key)
 

@@ -83,7 +83,7 @@ class MXFeature(Float8Feature):
     def product_memory(self, sizes: RankSizes, products: ProductMemory) -> MXMemory:
         from titanlite.features.mx.plan_memory import mx_memory
 
-        return mx_memory(self.section, self.choices(sizes.linears))
+        return mx_memory(self.choices(sizes.linears))
 
     def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without MXFP8."""

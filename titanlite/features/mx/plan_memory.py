@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, converted_names
 from titanlite.features.mx.checks import BLOCK
 from titanlite.models.linears import kind_of
@@ -14,18 +13,14 @@ from titanlite.plan.product_memory import Product, ProductMemory
 
 #: Bytes of a rounded number with its share of a scale.
 _MX = 1 + 1 / BLOCK
-#: Bytes of an emulated cast: three float32 copies of each number.
-_CAST = 12
 
 
 @dataclass(frozen=True)
 class MXMemory(ProductMemory):
-    """Products of which those of some linears compute in MXFP8."""
+    """Products of which those of some linears compute in MXFP8, with the kernels of GPUs."""
 
     #: By name in the block.
     names: frozenset[str] = frozenset()
-    #: The rounded numbers are multiplied in the dtype of activations.
-    emulates: bool = False
 
     def op(self, product: Product) -> Op:
         plain = super().op(product)
@@ -34,24 +29,14 @@ class MXMemory(ProductMemory):
         of_input = product.tokens * product.columns
         of_output = product.tokens * product.rows
         of_weight = product.rows * product.columns
-        if self.emulates:
-            forward = max(_CAST * of_input, of_input + _CAST * of_weight)
-            # The transposed copies of the weight live on, in two dtypes.
-            copies = (product.size + 1) * of_weight
-            backward = max(
-                of_output + product.size * of_weight + _CAST * of_weight,
-                of_output + copies + _CAST * of_output,
-                2 * of_output + copies + _CAST * of_input,
-            )
-            return replace(plain, forward=forward, backward=backward)
         # Each factor of both products of the backward lives to its end.
         forward = round(_MX * (of_input + of_weight))
         backward = round(_MX * (2 * of_output + of_weight + of_input))
         return replace(plain, forward=forward, backward=backward)
 
 
-def mx_memory(section: Float8, choices: Iterable[Float8Choice]) -> MXMemory:
+def mx_memory(choices: Iterable[Float8Choice]) -> MXMemory:
     """Return the products of a run. The first block stands for all."""
     first = [name for name in converted_names(choices) if name.startswith("layers.0.")]
     names = frozenset(kind_of(name) for name in first)
-    return MXMemory(names, section.emulate)
+    return MXMemory(names)
