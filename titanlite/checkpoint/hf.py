@@ -52,13 +52,7 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
-    left_out = spec.left_out(found)
-    for name in left_out:
-        del found[name]
-    for reason in sorted(set(left_out.values())):
-        left = [name for name in left_out if left_out[name] == reason]
-        many = counted(len(left), "tensors")
-        _tell(f"{path}: {many} left out, {min(left)} and others: {reason}")
+    _leave_out(path, found, spec.left_out(found))
     found = _under_plain_names(path, found, spec)
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
@@ -89,6 +83,16 @@ def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> d
         if other is not part:
             raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
     return plain
+
+
+def _leave_out(path: Path, found: dict[str, Part], left_out: Mapping[str, str]) -> None:
+    """Take tensors that the model leaves out from those found, and tell why. left_out: → reason."""
+    for name in left_out:
+        del found[name]
+    for reason in sorted(set(left_out.values())):
+        left = [name for name in left_out if left_out[name] == reason]
+        many = counted(len(left), "tensors")
+        _tell(f"{path}: {many} left out, {min(left)} and others: {reason}")
 
 
 @functools.cache

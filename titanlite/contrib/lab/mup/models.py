@@ -51,10 +51,7 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
     kept = {name: value for name, value in given.items() if getattr(small, name) == value}
     found: dict[int, Any] = {}
     problems = []
-    try:
-        base = base_args(small, mup.base_dim, given) if mup.base_dim else None
-    except ShapeError as error:
-        raise unfit("mup.base_dim", error.problems[0].message) from None
+    base = _base(small, mup.base_dim, given) if mup.base_dim else None
     for width in asked or _CANDIDATES:
         try:
             sized = base_args(base or small, width, kept)
@@ -73,3 +70,11 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
         hint = f"give multiples of a head's width: --widths {fit}"
         raise unfit("--widths", "; ".join(problems), hint)
     return Models(base or found[min(found)], found, kept)
+
+
+def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any:
+    """Return the base model that a config names. Raises ConfigError."""
+    try:
+        return base_args(args, dim, given)
+    except ShapeError as error:
+        raise unfit("mup.base_dim", error.problems[0].message) from None
