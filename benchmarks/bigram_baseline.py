@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import tokenize
-from titanlite.data.text_files import source_files
+from titanlite.data.text_files import BUNDLED, list_files
 from titanlite.data.tokenizer import load_tokenizer
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     size = tokenizer.vocab_size
 
     def ids(dataset: str, path: str | None) -> NDArray[np.int64]:
-        files: list[Path] = source_files(dataset, path)
+        files = list_files(Path(path) if path else BUNDLED[dataset])
         return tokenize(files, tokenizer, size).tokens.astype(np.int64)
 
     train, held_out = ids("c4_test", arguments.train), ids("c4_validation", arguments.held_out)

@@ -192,9 +192,9 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
 
     Return them and their text in bytes.
     """
-    from titanlite.data.text_files import iter_records, source_files
+    from titanlite.data.text_files import BUNDLED, iter_records
 
-    texts = [record.text for record in iter_records(source_files("c4_test", None))]
+    texts = [record.text for record in iter_records(BUNDLED["c4_test"])]
     size = sum(len(text.encode()) for text in texts)
     times = max(1, round(megabytes * 1e6 / size))
     lines = [json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n" for text in texts]

@@ -222,14 +222,14 @@ class Torchtitan:
         self._write_assets()
 
     def _write_assets(self) -> None:
-        from titanlite.data.text_files import iter_records, source_files
+        from titanlite.data.text_files import BUNDLED, iter_records
         from titanlite.data.tokenizer import load_tokenizer
 
         self.assets = write_tokenizer(self.scratch / "assets")
         data = self.scratch / "tests" / "assets" / "c4_test"
         data.mkdir(parents=True)
         with open(data / "data.json", "w") as stream:
-            for record in iter_records(source_files("c4_test", None)):
+            for record in iter_records(BUNDLED["c4_test"]):
                 stream.write(json.dumps({"text": record.text, "timestamp": "", "url": ""}) + "\n")
         self.model = {
             "dim": DIM,

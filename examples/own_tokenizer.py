@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
-from titanlite.data.text_files import iter_records, source_files
+from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer.tiktoken_ranks import SPLIT_PATTERN
 
 BOS = "<|begin_of_text|>"
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--vocab-size", type=int, default=2048, help="ids (default: 2048)")
     given = parser.parse_args()
-    texts = [record.text for record in iter_records(source_files("", given.text))]
+    texts = [record.text for record in iter_records(Path(given.text))]
     tokenizer = train(texts, given.vocab_size)
     save(tokenizer, given.out)
     tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))

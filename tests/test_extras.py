@@ -202,7 +202,7 @@ def test_without_transformers_models_and_exports_name_the_extra(
     with pytest.raises(ShapeError) as refused:
         read_config({"model_type": "llama"})
     assert str(refused.value).count("\n") == 0
-    assert "needs the package transformers, which is not installed" in str(refused.value)
+    assert '"hf" needs the package transformers' in str(refused.value)
     assert "pip install 'titanlite[hf]'" in str(refused.value)
     bundled = ROOT / "titanlite" / "data" / "assets" / "tokenizer.model"
     assert compare_ids(str(bundled), tmp_path).endswith(

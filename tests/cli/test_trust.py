@@ -523,7 +523,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     }
     assert places == {
         "assembly/build.py",
-        "config/extensions.py",
+        "config/own_functions.py",
         "main.py",
         # The names of a fixed list, both.
         "models/families.py",

@@ -61,7 +61,6 @@ BY_NAME = Counter(
         "runs/lock.py": 6,
         "assembly/rank_checks.py": 1,
         "cli/launch.py": 2,
-        "torchrun.py": 1,
         "utils.py": 1,
     }
 )

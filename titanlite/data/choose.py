@@ -42,15 +42,20 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
         other = f"not of format {place.reader}"
         texts = _kept(texts, lambda file: None if _is_of(file, place.reader) else other, passed)
     if not texts:
-        there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
-        kinds = [kind for kind in KINDS if kind.reader != "source"]
-        endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
-        raise DataError(
-            f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
-            f"; expected names in {endings}, or of source code (docs/cli.md), also with "
-            ".gz or .zst. A pattern reads files with other names"
-        )
+        raise _no_text(place, passed)
     return choose_among(texts, place, passed)
+
+
+def _no_text(place: Place, passed: _Passed) -> DataError:
+    """Return the error for a folder without text. passed: the files that are there."""
+    there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
+    kinds = [kind for kind in KINDS if kind.reader != "source"]
+    endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
+    return DataError(
+        f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
+        f"; expected names in {endings}, or of source code (docs/cli.md), also with "
+        ".gz or .zst. A pattern reads files with other names"
+    )
 
 
 def _kept(

@@ -103,20 +103,25 @@ def difference(saved: Any, rows: Rows) -> str:
             if len(then) < 4 or then[3] != _base(name):
                 continue
             now = stamp.split(" ")
-            shown = public_name(name)
-            for what, old, new in zip(("size", "tag"), then, now, strict=False):
-                if _UNKNOWN not in (old, new) and old != new:
-                    replaced.append(f"{shown} has another {what} ({old}, now {new})")
-                    break
-            else:
-                if now[1] == _UNKNOWN and then[2] != now[2]:
-                    touched.append(shown)
+            change = _change(then, now)
+            if change:
+                replaced.append(f"{public_name(name)} has another {change}")
+            elif now[1] == _UNKNOWN and then[2] != now[2]:
+                touched.append(public_name(name))
     if touched:
         logger.warning(
             f"{some_of(touched)} were written again since the checkpoint, and have the same size. "
             "If their text is another one, the resume is not exact"
         )
     return some_of(replaced)
+
+
+def _change(then: Sequence[str], now: Sequence[str]) -> str:
+    """Return what two stamps differ in, of size and tag; "": nothing that both know."""
+    for what, old, new in zip(("size", "tag"), then, now, strict=False):
+        if _UNKNOWN not in (old, new) and old != new:
+            return f"{what} ({old}, now {new})"
+    return ""
 
 
 def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:

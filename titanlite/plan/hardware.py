@@ -236,8 +236,12 @@ def cluster_of(
     """
     instance = _instance_name(run, gpu, instance)
     machine = find_instance(instance) if instance else None
-    kind = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
-    own = machine.gpus if machine else run.launch.gpus_per_node
+    if machine:
+        kind = GPUS[machine.gpu_key]
+        own: int | None = machine.gpus
+    else:
+        kind = find_gpu(gpu or "")
+        own = run.launch.gpus_per_node
     size = gpus_per_node or own or DEFAULT_GPUS_PER_NODE
     network = _network_of_gpu(kind, machine) * size
     total = gpus or (nodes or 0) * size or run.mesh.world_size
