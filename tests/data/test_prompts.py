@@ -137,8 +137,9 @@ def test_own_functions_that_return_no_documents_are_refused(name: str, said: str
 
 
 def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
-    for key in ("prompt_key", "completion_key"):
-        with pytest.raises(ValueError, match=f"data.{key}.*needs data"):
+    pair = ("prompt_key", "completion_key")
+    for key, other in (pair, reversed(pair)):
+        with pytest.raises(ValueError, match=f"data: has {key} and needs {other}"):
             load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
     path = tmp_path / "run.toml"
     sources = (

@@ -209,8 +209,6 @@ def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> Non
         [f"--training.dataset_path={folder}", "--data.format=source", *flags],
     )
     assert run.data.format == "source"
-    idle = load_config("debug_model.toml", 1, ["--data.format=text"])
-    assert "no effect, as their features are off: data.format" in idle.notes
 
 
 @pytest.mark.slow_after(1)

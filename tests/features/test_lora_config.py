@@ -62,7 +62,8 @@ def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
 
 
 def test_keys_without_a_rank_are_told() -> None:
-    run = read("--lora.rank=0", "--lora.alpha=8")
+    words = ["--job.config_file=train_configs/llama3_1_8b.toml", "--lora.alpha=8"]
+    run = check_config(words, 8, training=False)[1]
     assert any("lora.alpha" in note for note in run.notes)
 
 

@@ -461,16 +461,6 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
     )
 
 
-def test_ranks_with_the_same_tokens_share_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = replace(mixtral.SPEC, whole_activations=True)
-    monkeypatch.setattr("titanlite.run.config.get_spec", lambda _: whole)
-    with pytest.raises(ConfigError) as caught:
-        config_of(4, **{EP: 2, TP: 2})
-    (problem,) = caught.value.problems
-    assert (problem.key, problem.remedy) == (EP, f"set {TP} = 1, or this key")
-    assert "have the same tokens" in problem.message
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8), ([f"--{TP}=2"], 4), ([f"--{TP}=8"], 8)],

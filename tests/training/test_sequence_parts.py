@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.pool import Pools
-from tests.support.refusals import refusal
 from tests.support.whole_runs import make_trainer
 from titanlite.data.loader import Batch
 from titanlite.data.rows import IGNORE
@@ -116,12 +115,3 @@ def test_a_run_logs_parts_only_if_it_is_asked(pool: Pools, tmp_path: Any) -> Non
     mean = sum(row[name] for name in names) / 2
     assert row["validation_loss"] == pytest.approx(mean, rel=1e-6)
     assert any("part 2 of 2 of the sequence: loss" in line for line in said)
-
-
-def test_more_parts_than_tokens_are_refused() -> None:
-    flags = ["--job.config_file=debug_model.toml", "--validation.seq_len=8", "--validation.parts=9"]
-    found = refusal(flags)
-    assert (found.key, found.message) == (
-        "validation.parts",
-        "is 9, and a held-out sequence has 8 tokens",
-    )
