@@ -254,6 +254,10 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     lines = _lines(capsys, "rm", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
     assert "would be left without a valid checkpoint" in lines[0]
     assert "--force" in lines[0]
+    if isinstance(root, Path):
+        beside = root.parent / "other" / ".." / "checkpoint" / "step-4"
+        lines = _lines(capsys, "rm", root / "step-2", beside, code=exit_codes.CHECKPOINT)
+        assert "would be left without a valid checkpoint" in lines[0], "one folder by two paths"
     shard = root / "step-4" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes() + b"x")
     lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)

@@ -15,9 +15,10 @@ import pytest
 
 from tests.support.processes import ROOT
 from titanlite import exit_codes
-from titanlite.cli.command_table import COMMANDS
+from titanlite.cli.command_table import COMMANDS, make_parser
 from titanlite.cli.flags import value_words
 from titanlite.cli.main import main, split_flags
+from titanlite.cli.parser import GONE, Parser
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
@@ -111,10 +112,40 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             "config migrate x.toml",
             "`titanlite config migrate` is gone: `titanlite config show FILE`",
         ),
+        ("launch skypilot x.toml", "`titanlite launch skypilot` is gone: a task of SkyPilot"),
+        (
+            "checkpoint convert a b --to torch",
+            "checkpoint convert torch` is gone: torch",
+        ),
+        ("sample x --greedy", "--greedy is gone: --temperature 0"),
+        ("push x a/b --step 3", "--step is gone: name the checkpoint"),
     ],
 )
 def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in printed(capsys, *words.split(), code=exit_codes.CONFIG)
+
+
+def test_what_is_gone_is_no_option_or_choice_of_its_command() -> None:
+    def parser_of(words: list[str]) -> Parser:
+        found = make_parser()
+        for word in words:
+            found = found.commands()[word]
+        return found
+
+    for name in GONE:
+        *words, last = name.split()
+        known = [word for action in parser_of(words)._actions for word in action.option_strings]
+        known += [word for action in parser_of(words)._actions for word in action.choices or ()]
+        assert last not in known
+
+
+@pytest.mark.parametrize("option", ["--compare", "--attempts"])
+def test_json_is_refused_with_what_prints_none(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--json: is for the list of runs" in printed(
+        capsys, "runs", "x", option, "--json", code=exit_codes.CONFIG
+    )
 
 
 @pytest.mark.parametrize(

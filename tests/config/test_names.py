@@ -245,6 +245,12 @@ def switched_on(switch: str) -> str:
     return f"{switch} = {quote(True if keys()[switch].default is False else 2)}\n"
 
 
+def test_a_config_that_a_run_of_version_0_2_0_wrote_loads():
+    # Run folders and checkpoints hold every key of their version, also those at their defaults.
+    config = load_file(Path(__file__).with_name("of_0.2.0.toml"))
+    assert config.value("training.steps") == 600
+
+
 def test_unsupported_keys_of_a_feature_that_is_off_change_nothing_and_a_note_says_so():
     switched = {name: key for name, key in UNSUPPORTED.items() if key.switch}
     assert {"quantize.grouped_mm.float8.fqns", "fault_tolerance.sync_steps"} < set(switched)

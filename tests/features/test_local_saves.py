@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +19,15 @@ from tests.support.checkpoints import PRINTS, RUN, flip, options
 from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves import reader, write
 from titanlite.features.local_saves.copies import keepers_of, places_of
+from titanlite.features.local_saves.folder import ABOUT
+from titanlite.features.local_saves.load import TieredChooser
 from titanlite.features.local_saves.manager import TieredCheckpointer
+from titanlite.features.local_saves.reader import Offer
 
 
 @pytest.mark.slow_after(1)
@@ -425,3 +433,12 @@ def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)[0]
     assert any("manifest.json is damaged" in line for line in found["notices"])
     assert manifest.read_bytes() == whole
+
+
+def test_a_nan_in_a_callbacks_state_leaves_a_save_what_it_is() -> None:
+    """Each rank gets its own copy of the choice, in which a NaN is unequal."""
+    state = {"best": math.nan, ABOUT: {"save": "0" * 16, "layout": "", "line": ""}}
+    manifest = Manifest(1, {}, {}, {}, state, {}, 1, 0.0, {})
+    chooser = TieredChooser(Checkpoint(), {}, {}, offers=[Offer(manifest, ())])
+    assert chooser.offer_of(pickle.loads(pickle.dumps(manifest))) is chooser.offers[0]
+    assert chooser.offer_of(replace(manifest, train={})) is None

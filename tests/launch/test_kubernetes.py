@@ -286,9 +286,9 @@ def test_zero_asks_for_nothing() -> None:
 
     off = [f"--launch.{key}=0" for key in ("cpu_request", "memory_request", "shm_size")]
     assert pod(*off) == (None, {"medium": "Memory"})
-    given = ["--launch.memory_request=7Gi", "--launch.shm_size=3Gi"]
+    given = ["--launch.memory_request=7Gi", "--launch.shm_size=0.5Gi"]
     assert pod(*given)[0] == {"cpu": "2", "memory": "7Gi"}
-    assert pod(*given)[1] == {"medium": "Memory", "sizeLimit": "3Gi"}
+    assert pod(*given)[1] == {"medium": "Memory", "sizeLimit": "0.5Gi"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

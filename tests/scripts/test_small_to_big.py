@@ -20,6 +20,7 @@ from tests.support.processes import ROOT
 from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import Parser
+from titanlite.resolve.load import load_config
 from titanlite.runs.jsonl import read_metrics
 from titanlite.utils import read_lines
 
@@ -145,7 +146,7 @@ def test_tasks_of_the_run_are_those_of_its_checkpoint(story: Story) -> None:
     assert figures[2100][accuracy] > 0.3
     again = {}
     for task, found in story.json("outputs", "eval.json")["results"].items():
-        again |= {f"eval/{task}/{name}": value for name, value in found.items()}
+        again |= {f"eval/{task}/{name.split(',')[0]}": value for name, value in found.items()}
     assert {name: again[name] for name in figures[2100]} == figures[2100]
 
 
@@ -182,6 +183,10 @@ def test_the_hub_has_the_bytes_of_the_export_and_a_card(story: Story) -> None:
     assert f"{measured:.4f}" in card
     assert "continuations" in card
     assert leaks(story.folder / "outputs") == []
+
+
+def test_the_file_of_the_page_is_a_config_without_problems() -> None:
+    assert load_config(ROOT / "examples" / "small_to_big.toml", 1).eval.tasks
 
 
 def test_each_answer_continues_its_context_in_the_held_out_text() -> None:

@@ -189,15 +189,17 @@ def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> di
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("freq", [1000, 2])
 def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
-    pool: Pools, tmp_path: Path
+    pool: Pools, tmp_path: Path, freq: int
 ) -> None:
     """No text is left behind the bad step: the run ends at the checkpoint, with all that belongs to
     its end.
     """
     text = write_texts(tmp_path / "a.jsonl", [f"text {n} " * 9 for n in range(60)])
-    flags = [f"--training.dataset_path={text}", "--training.epochs=1", "--validation.freq=1000"]
+    flags = [f"--training.dataset_path={text}", "--training.epochs=1"]
     flags += [
+        f"--validation.freq={freq}",
         "--checkpoint.interval=2",
         "--checkpoint.model_weights_only",
         "--checkpoint.last_save_in_hf",
@@ -210,8 +212,8 @@ def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validatio
         ("rollback", end)
     ]
     measured = [row for row in found["rows"] if "validation_loss" in row]
-    assert [row["step"] for row in measured] == [end]
-    assert math.isfinite(measured[0]["validation_loss"])
+    assert [row["step"] for row in measured] == sorted({*range(freq, end, freq), end})
+    assert math.isfinite(measured[-1]["validation_loss"])
     assert (tmp_path / "run" / "checkpoint" / f"step-{end}-hf" / "model.safetensors").is_file()
 
 

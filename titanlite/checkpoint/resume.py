@@ -131,7 +131,10 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
         logger.info(notice)
     if trainer.step >= trainer.steps:
         # No text is left for another step.
-        trainer.validate()
+        texts = parts.validation
+        # Else it was done before this checkpoint was written.
+        if texts is not None and trainer.step % texts.freq:
+            trainer.validate()
         settle(trainer)
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
@@ -134,11 +135,8 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
 def check_weights(path: AnyPath) -> None:
     """Look whether a path can hold weights, without torch. Raises CheckpointError.
 
-    Weights of other programs, and files of torch's, are only looked for; their contents are read
-    later.
+    Weights of other programs are only looked for; their contents are read later.
     """
-    if path.is_file() and not path.name.endswith(".toml"):
-        return
     if path.is_dir() and (holds_weights(path) or holds_adapters(path)):
         return
     if path.is_dir() and step_of(path) is None:
@@ -166,7 +164,7 @@ def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
     saves that may be under way, those of a newer format, and the last valid one of a run.
     """
     found = []
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(map(_absolute, paths)):
         if not NAMES.fullmatch(path.name) or not path.exists():
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         found.append(inspect(path))
@@ -176,6 +174,11 @@ def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
         is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
         delete(entry.folder if is_mark else unpublish(entry.folder))
     return found
+
+
+def _absolute(path: AnyPath) -> AnyPath:
+    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
+    return path.parent.resolve() / path.name if isinstance(path, Path) else path
 
 
 def _refuse_to_delete(found: Sequence[Entry]) -> None:

@@ -282,7 +282,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
 
 def _explain_unsupported(name: str, style: Style) -> str:
     key = UNSUPPORTED[name]
-    head = f"{style.bold(name)} is a key of other trainers without effect here."
+    head = f"{style.bold(name)} is a key of others, or of earlier versions, without effect."
     accepted = " or ".join(map(quote, key.off))
     if key.switch:
         accepted = f"{accepted}; any value while {key.switch} leaves it off"

@@ -95,11 +95,43 @@ GONE = {
     ),
     "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
-    "plan --html": "the text and --json have the memory by part",
-    "plan --price": "multiply the hours by the number of machines and your price",
-    "plan --tokens": "give the key --training.tokens N",
-    "plan --mtbf": "docs/plan.md has the formula of the best save interval",
+    "benchmark --json": "benchmark.json has the figures",
+    "checkpoint convert torch": (
+        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save writes a checkpoint as one "
+        "file"
+    ),
+    "checkpoint inspect --config": "`jq -r .config.toml step-N/manifest.json` prints it",
+    "checkpoint inspect --json": "step-N/manifest.json has it",
+    "checkpoint ls --json": "the file manifest.json of each step has it",
+    "checkpoint rm --dry-run": "`titanlite checkpoint ls` shows the sizes",
+    "config diff --plans": "compare what `titanlite plan --json` prints of each",
+    "config explain --changed": "`titanlite config show --changed` prints them",
+    "data peek --rank": "--first N has the number of a sequence, as in guard.jsonl",
+    "data peek --step": "--first N has the number of a sequence, as in guard.jsonl",
+    "data verify --json": "the exit status tells whether the folder is whole",
+    "doctor --json": "the exit status tells whether there are errors",
+    "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
+    "ladder --at": "name the config of the size",
+    "ladder --gpu": "`titanlite plan` tells time and memory of a run",
+    "ladder --json": "points.json has the results",
+    "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
+    "mup check --device": "CUDA_VISIBLE_DEVICES= chooses the CPU",
+    "mup check --layers": "give the key --model.overrides.n_layers N",
     "plan --allow": "give --float8.enable_float8_linear to plan --search",
+    "plan --html": "the text and --json have the memory by part",
+    "plan --mtbf": "docs/plan.md has the formula of the best save interval",
+    "plan --price": "multiply the hours by the number of machines and your price",
+    "plan --restart-time": "docs/plan.md has the formula of the best save interval",
+    "plan --save-time": "docs/plan.md has the formula of the best save interval",
+    "plan --tokens": "give the key --training.tokens N",
+    "push --base": "`titanlite export --base`, then push the folder",
+    "push --merged": "`titanlite export` merges adapters; then push the folder",
+    "push --step": "name the checkpoint, as RUN/checkpoint/step-N",
+    "sample --batch-size": "the texts of a command are sampled together",
+    "sample --chat-template": "set data.chat_template, or put chat_template.jinja by the tokenizer",
+    "sample --greedy": "--temperature 0 takes the likeliest token",
+    "sample --prompt-file": "`xargs -d '\\n' -a FILE titanlite sample CHECKPOINT` takes its lines",
+    "sweep --json": "results.json has the results",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
@@ -159,11 +191,18 @@ class Parser(argparse.ArgumentParser):
         """Return whether the command takes `--section.key` flags; its help says so."""
         return FLAGS in f"{self.description} {self.epilog}"
 
+    def _gone(self, word: str) -> str:
+        """Return what does the work of a word of earlier versions now; "": it is none."""
+        return GONE.get(f"{self.prog} {word}".removeprefix("titanlite "), "")
+
+    def _refuse_gone(self, word: str) -> None:
+        """End the process for a command or a choice of earlier versions."""
+        if instead := self._gone(word):
+            self.error(f"`{self.prog} {word}` is gone: {instead}")
+
     def unknown_command(self, word: str, known: Sequence[str]) -> NoReturn:
         """End the process: there is no such command."""
-        full = f"{self.prog} {word}"
-        if instead := GONE.get(full.removeprefix("titanlite ")):
-            self.error(f"`{full}` is gone: {instead}")
+        self._refuse_gone(word)
         if word.endswith(".toml"):
             hint = f"a config comes after a command, as in `{self.prog} train {word}`"
         elif close := nearest(word, known):
@@ -173,6 +212,8 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown command {word!r}: {hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self._refuse_gone(str(value))
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             self.unknown_command(str(value), list(action.choices))
         super()._check_value(action, value)
@@ -185,7 +226,7 @@ class Parser(argparse.ArgumentParser):
 
     def _about_option(self, word: str) -> str:
         option = word.partition("=")[0]
-        if instead := GONE.get(f"{self.prog} {option}".removeprefix("titanlite ")):
+        if instead := self._gone(option):
             return f"{option} is gone: {instead}"
         name = option.lstrip("-").replace("-", "_")
         keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite.cli.parser import Commands, new_command
 from titanlite.cli.run_figures import NONE, last, number, state_words, table, to_json
 from titanlite.config.errors import bad_flag
+from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Run, RunError, find_runs, read_run
@@ -38,6 +39,8 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    if arguments.json and (arguments.compare or arguments.attempts):
+        raise bad_flag("--json", "is for the list of runs", f"{ATTEMPTS} in a run's folder is JSON")
     if arguments.compare:
         return _compare(arguments)
     if arguments.out:

@@ -78,7 +78,7 @@ def files(job: Job) -> dict[str, str]:
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
         "requests": _requests(job),
-        "shm_size": launch.shm_size.removeprefix("0"),
+        "shm_size": "" if launch.shm_size == "0" else launch.shm_size,
         "labels": launch.labels,
         "annotations": launch.annotations,
         "job_deadline": _has_deadline(job),

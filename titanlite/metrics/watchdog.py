@@ -48,6 +48,7 @@ from titanlite.dist.process import has_ended
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
+from titanlite.metrics.hang_report import table, verdict  # never at a hang: files may hang too
 from titanlite.metrics.rank_state import RankState
 from titanlite.utils import logger, progress_at
 
@@ -399,8 +400,6 @@ class HangWatchdog:
 
     def _report(self, reason: str) -> None:
         """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
-        from titanlite.metrics.hang_report import table, verdict
-
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
@@ -454,8 +453,6 @@ class HangWatchdog:
         """A rank has raised: end, unless this one has its own reason."""
         has_reason = self._has_reason.wait(_OWN_REASON_SECONDS)
         if not has_reason:
-            from titanlite.metrics.hang_report import verdict
-
             _, self.verdict = verdict([peer])
         if self.rank == 0:
             if not has_reason:

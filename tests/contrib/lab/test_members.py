@@ -221,6 +221,17 @@ def test_a_changed_point_is_refused_with_its_key(
     assert attempts(folder / "large") == before
 
 
+def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path: Path) -> None:
+    config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
+    own = tmp_path / "small"
+    own.mkdir()
+    (own / "config.toml").write_text(config.to_toml())
+    (own / "attempts.jsonl").write_text('{"event": "start", "attempt": 1, "ranks": 1}\n')
+    check_members([SMALL], CONFIG, tmp_path, 1)
+    with pytest.raises(MemberError, match="ranks: 1 -> 2"):
+        check_members([SMALL], CONFIG, tmp_path, 2)
+
+
 def test_a_wrong_member_is_named_before_any_runs(tmp_path: Path) -> None:
     wrong = [SMALL, Member("b", ["--optimizer.lr=-1", "--model.overrides.n_heads=3"])]
     with pytest.raises(MemberError) as error:

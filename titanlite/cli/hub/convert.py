@@ -274,11 +274,9 @@ def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
     )
 
 
-def _described(
-    path: AnyPath, record: Mapping[str, Any], origin: Origin, key: str = "config.model.family"
-) -> tuple[str, Any]:
+def _described(path: AnyPath, record: Mapping[str, Any], origin: Origin) -> tuple[str, Any]:
     try:
-        return from_record(record, origin, str(path), key)
+        return from_record(record, origin, str(path), "config.model.family")
     except (ShapeError, TypeError) as error:
         raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
 

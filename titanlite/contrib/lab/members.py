@@ -28,6 +28,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
+from titanlite.runs.attempts import read_attempts
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -94,7 +95,7 @@ def check_members(
         own = folder / member.name
         try:
             config, run = check_config(member.arguments(config_args, folder), nproc)
-            if problems := [*_shared(run, own), *_changes(config, own)]:
+            if problems := [*_shared(run, own), *_changes(config, run, own)]:
                 raise ConfigError(problems)
         except ConfigError as error:
             raise MemberError(f"{member.name} cannot start; nothing was started\n{error}") from None
@@ -116,8 +117,11 @@ def _shared(run: RunConfig, own: Path) -> list[Problem]:
     ]
 
 
-def _changes(config: LoadedConfig, own: Path) -> list[Problem]:
-    """Return the keys in which an earlier run in the folder differs."""
+def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
+    """Return the keys in which an earlier run in the folder differs.
+
+    Other ranks count as a change where the batch follows from them.
+    """
     try:
         old = (own / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -125,12 +129,17 @@ def _changes(config: LoadedConfig, own: Path) -> list[Problem]:
     # An older titanlite did not have all keys.
     known = provenance.config_values(old)
     found = provenance.config_changes(old, provenance.public_config(config.to_toml()))
-    hint = f"name another folder, or delete {own} to run it again"
-    return [
-        Problem("does-not-fit", key, change, hint, str(own))
+    told = {
+        key: change
         for key, change in found.items()
         if (key in known or config.is_given(key)) and not key.startswith(_MAY_DIFFER)
-    ]
+    }
+    attempts = read_attempts(own)
+    ranks = attempts[-1].get("ranks") if attempts else None
+    if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
+        told["ranks"] = f"{ranks} -> {run.mesh.world_size}"
+    hint = f"name another folder, or delete {own} to run it again"
+    return [Problem("does-not-fit", key, change, hint, str(own)) for key, change in told.items()]
 
 
 def run_members(
