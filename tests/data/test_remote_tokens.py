@@ -228,3 +228,6 @@ def test_folders_and_patterns_of_a_store(tmp_path: Path, monkeypatch: pytest.Mon
         rows = built(f"{root}/", form="tokens")
         assert rows.corpus.documents == 30  # type: ignore[union-attr]
         assert hashes(rows) == expected
+        bucket.client.put_object(Bucket=bucket.name, Key="tokens/00000_shuffled.ds.loss", Body=b"0")
+        with pytest.raises(DataError, match="ds.loss masks tokens, which is not read"):
+            built(f"{root}/", form="tokens")

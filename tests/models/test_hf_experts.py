@@ -88,6 +88,16 @@ def test_a_token_counts_the_experts_that_it_uses() -> None:
     assert "model.layers.1.mlp.gate" not in SPEC.linears(args)  # type: ignore[misc]
 
 
+def test_a_built_model_leaves_the_facts_of_its_config_alone() -> None:
+    """A config that models shared had the products of the last one."""
+    args = args_from_hf(content("mixtral"))
+    with torch.device("meta"):
+        model = SPEC.build(args)
+    assert args.skeleton.model.config._experts_implementation == "batched_mm"
+    assert model.config._experts_implementation == "grouped_mm"
+    assert SPEC.why_not(args, "training.loss_chunks") == ""
+
+
 # Files
 
 

@@ -83,6 +83,8 @@ def _rows_of(
 ) -> _Rows:
     """Return the rows of a file of this kind."""
     if kind in ("parquet", "arrow"):
+        if not content.seekable():
+            raise DataError(f"{name} is a {kind} file compressed by zstd; decompress it")
         from titanlite.data.tables import table_rows
 
         return table_rows(content, kind, name, columns, start)

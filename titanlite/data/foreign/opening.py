@@ -119,10 +119,11 @@ def _look(place: Place, tokenizer: Tokenizer, vocab_size: int, keys: TokenKeys) 
 
 def _read(sizes: Mapping[str, int], patience: float, name: str) -> _File:
     """Read the header of a file."""
-    if name.endswith(".ds") and os.path.exists(f"{name}.loss"):
+    loss = f"{name}.loss"
+    if name.endswith(".ds") and (loss in sizes or os.path.exists(loss)):
         raise DataError(
-            f"{name}.loss masks tokens, which is not read; prepare the text, or remove the file to "
-            "train on all tokens"
+            f"{public_name(loss)} masks tokens, which is not read; prepare the text, or remove the "
+            "file to train on all tokens"
         )
     size = sizes.get(name)
     if size is None:

@@ -113,7 +113,10 @@ class RemoteFile:
 
     def _fetch(self, begin: int, end: int) -> bytes:
         """Read bytes [begin, end) from the server; several threads may do so."""
-        reader = self._idle.pop() if self._idle else self._open()
+        try:
+            reader = self._idle.pop()
+        except IndexError:  # another thread may have taken the last one
+            reader = self._open()
         found = bytearray(max(end - begin, 0))
         view = memoryview(found)
         at = 0
@@ -127,11 +130,14 @@ class RemoteFile:
         return bytes(found)
 
     def _open(self) -> RemoteReader:
+        from titanlite.data import FileChangedError
         from titanlite.data.remote import RemoteReader, check_url
 
         check_url("a file of tokens", self.url)
         reader = RemoteReader(self.url, self.patience, self._identity)
         self._identity = reader.identity
+        if reader.identity is not None and reader.identity[0] not in (None, self.size):
+            raise FileChangedError(f"{self.name} has changed since it was listed")
         return reader
 
     def numbers(self, dtype: Any, count: int, first_byte: int = 0) -> RemoteNumbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,9 @@ def causal_model(config: Any, extras: Extras | None = None) -> Any:
 
     from titanlite.models.hf.experts import stacks_of
 
-    make = functools.partial(
-        AutoModelForCausalLM.from_config,
-        config,
-        dtype=torch.float32,
-    )
+    # A copy: its experts and attention are of this model alone.
+    own = copy.deepcopy(config)
+    make = functools.partial(AutoModelForCausalLM.from_config, own, dtype=torch.float32)
     try:
         model = make(attn_implementation="sdpa")
     except ValueError:  # some models have only their own attention
