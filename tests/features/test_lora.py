@@ -546,7 +546,7 @@ SMALL_FAMILIES = {
         ],
         ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
     ),
-    "deepseek_v3": ([], []),
+    "deepseek_v3": ([], ["--training.batch_size=2"]),
 }
 
 

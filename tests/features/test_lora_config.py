@@ -53,6 +53,15 @@ def read(*flags: str, config: str = "llama3_1_8b", ranks: int = 8) -> RunConfig:
             ],
             "frozen weights are tested with one backward alone",
         ),
+        (
+            [
+                "--experimental.pipeline_parallel_degree=2",
+                '--lora.targets=["layers.31.attention.wq"]',
+                "--training.batch_size=2",
+                "--training.gradient_sync=last",
+            ],
+            "leaves nothing to train in the pipeline stage from tok_embeddings on",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:

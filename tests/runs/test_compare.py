@@ -57,6 +57,13 @@ def test_medians_leave_out_first_rows_and_losses_stand_at_equal_steps(two: list[
     assert cells["loss at step 40"] == ["4.0000", "4.2500 (+0.2500)"]
 
 
+def test_few_common_steps_stand_once_and_in_order(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 9.0 - step, "lr": 1e-3} for step in (1, 2)]
+    folders = [write_metrics(tmp_path / name, rows) for name in ("a", "b")]
+    names = [figure.name for figure in compare(read_runs(folders)).figures]
+    assert [name for name in names if "loss" in name] == ["loss at step 1", "loss at step 2"]
+
+
 def test_config_keys_and_circumstances_that_differ_are_named(two: list[Path]) -> None:
     keys = {"optimizer.lr": (0.001, 0.002), "model.overrides.n_layers": (None, 4)}
     assert compare(read_runs(two)).differences == keys

@@ -128,7 +128,8 @@ def _at_equal_steps(name: str, rows: Sequence[Sequence[Row]], count: int) -> lis
     """Return a loss at so many steps of all runs at most, at equal distances up to the last."""
     losses = [{int(row["step"]): row[name] for row in part} for part in rows]
     steps = sorted(set.intersection(*map(set, losses)))
-    places = {round((i + 1) * len(steps) / count) - 1 for i in range(count)} if steps else ()
+    shown = min(count, len(steps))
+    places = {round((i + 1) * len(steps) / shown) - 1 for i in range(shown)}
     figures = []
     for place in sorted(places):
         step = steps[place]
