@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.pool import Pools
+from tests.support.refusals import refusal
 from tests.support.whole_runs import make_trainer
 from titanlite.data.loader import Batch
 from titanlite.data.rows import IGNORE
@@ -115,3 +116,17 @@ def test_a_run_logs_parts_only_if_it_is_asked(pool: Pools, tmp_path: Any) -> Non
     mean = sum(row[name] for name in names) / 2
     assert row["validation_loss"] == pytest.approx(mean, rel=1e-6)
     assert any("part 2 of 2 of the sequence: loss" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--validation.seq_len=8", "--validation.parts=9"], "validation.parts"),
+        (
+            ["--stall.deadline_seconds=100", "--comm.train_timeout_seconds=100"],
+            "stall.deadline_seconds",
+        ),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(flags: list[str], key: str) -> None:
+    assert refusal(["--job.config_file=debug_model.toml", *flags]).key == key
