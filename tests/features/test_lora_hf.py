@@ -29,7 +29,7 @@ from titanlite.trainer import Trainer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 VOCABULARY = 2304
-KINDS = {"llama": [], "qwen3_moe": ["--parallelism.expert_parallel_degree=2"]}
+KINDS: dict[str, list[str]] = {"llama": [], "qwen3_moe": []}
 
 
 def base_folder(folder: Path, kind: str) -> Path:

@@ -50,7 +50,7 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
     [
         ("qwen3", MASKS),
         ("llama", {}),
-        ("deepseek_v3", MASKS),
+        ("deepseek_v3", {**MASKS, "training__mixed_precision_param": "bfloat16"}),
         ("llama", {**CHUNKS, **MASKS}),
         ("gpt_neox", {**BY_OP, **MASKS}),
     ],
