@@ -20,7 +20,7 @@ from tests.support.processes import ROOT
 from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import Parser
-from titanlite.resolve.load import load_config
+from titanlite.resolve.load import check_config
 from titanlite.runs.jsonl import read_metrics
 from titanlite.utils import read_lines
 
@@ -186,7 +186,8 @@ def test_the_hub_has_the_bytes_of_the_export_and_a_card(story: Story) -> None:
 
 
 def test_the_file_of_the_page_is_a_config_without_problems() -> None:
-    assert load_config(ROOT / "examples" / "small_to_big.toml", 1).eval.tasks
+    flags = [f"--job.config_file={ROOT}/examples/small_to_big.toml"]
+    assert check_config(flags, 1, training=False)[1].eval.tasks
 
 
 def test_each_answer_continues_its_context_in_the_held_out_text() -> None:
