@@ -143,15 +143,20 @@ class Terminal:
         end = time.monotonic() + _PATIENCE
         drawn = time.monotonic()
         open_ = True
+        rest = b""
         while open_:
             if time.monotonic() > end:
                 process.kill()
                 raise TimeoutError(" ".join(words))
             if select.select([ours], [], [], _LOOK)[0]:
                 try:
-                    self._emulator.feed(os.read(ours, 65536))
+                    rest += os.read(ours, 65536)
                 except OSError:  # what Linux gives when the command has ended
                     open_ = False
+                # Whole lines: a path may arrive in two parts.
+                end_of_lines = rest.rfind(b"\n") + 1 if open_ else len(rest)
+                self._emulator.feed(self._without_places(rest[:end_of_lines]))
+                rest = rest[end_of_lines:]
             now = time.monotonic()
             if now >= drawn + _LOOK or not open_:
                 self.recording.add(self.screen, now - drawn)
@@ -159,6 +164,12 @@ class Terminal:
                 look(self)
         os.close(ours)
         return process.wait()
+
+    def _without_places(self, output: bytes) -> bytes:
+        """Return what a command wrote, with paths as on the machine of a reader."""
+        for place, shown in ((self.folder, "~"), (sys.prefix, ".venv"), (ROOT, "titanlite")):
+            output = output.replace(f"{place}".encode(), shown.encode())
+        return output
 
     def shows(self, pattern: str) -> bool:
         """Whether a line of the screen matches."""

@@ -47,6 +47,13 @@ def test_the_picture_is_small_and_tells_the_story() -> None:
     assert [words for words in STORY if not any(sign.startswith(words) for sign in signs)] == []
 
 
+def test_the_picture_names_no_place_of_the_machine_that_drew_it() -> None:
+    text = "".join(moving_picture.lines_of(PICTURE.read_text()))
+    places = re.findall(r"(?<![\w.~/-])/\w[\w.-]*/", text)
+    # That of the machine on which torch was built is in gloo's messages.
+    assert set(places) <= {"/__w/"}, places
+
+
 @pytest.mark.soak
 def test_its_run_still_prints_these_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A smaller model prints the same, but for numbers. Its steps take long enough for a look at
