@@ -27,7 +27,7 @@ from titanlite.resolve.load import check_config
 
 CHUNKS = {"training__loss_chunks": 3}
 MASKS = {"data__mask_documents": "true"}
-#: Of kinds that change nothing after the head.
+#: Architectures whose logits are the output of the head, unchanged.
 PLAIN = [kind for kind in ARCHITECTURES if kind not in ("gemma2", "cohere")]
 #: Largest distance, as a share, of a loss and of each gradient.
 WITHIN = 2e-6

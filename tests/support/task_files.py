@@ -44,7 +44,7 @@ _UNTIL = (
     "doc_to_target: '{{text}}'\ngeneration_kwargs: {until: [' t', 'e e'], max_gen_toks: 6}\n"
     "metric_list: [{metric: exact_match}]\n"
 )
-#: Of the harness with a code of its own that fails.
+#: The entry of a task whose own function raises an error.
 _FAILS = "process_results: !function fails.fail\n"
 
 

@@ -344,7 +344,7 @@ def _wrong_results(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str
 
 
 def _warnings(ranks: Sequence[Rank], found: Sequence[Measured], slow_factor: float) -> list[str]:
-    """Return what is odd and ends no run."""
+    """Return warnings about differences that do not end the run."""
     warnings = []
     for keys, group in _by_value(ranks, [rank.local_keys for rank in ranks]).items():
         if keys:

@@ -93,7 +93,7 @@ def _split_points(parts: list[list[str]]) -> list[str]:
     return [part[0] for part in parts[1:]]
 
 
-#: By its name in names.json.
+#: Conversions of values, by the names that names.json gives them.
 _CONVERSIONS = {
     "not": Conversion(operator.not_, bool, "inverted"),
     "parts": Conversion(

@@ -52,7 +52,7 @@ KINDS = (
 _BY_SUFFIX = {suffix: kind for kind in KINDS for suffix in kind.suffixes}
 _ENDING = re.compile(rf"({'|'.join(map(re.escape, _BY_SUFFIX))})(\.gz|\.zst)?$")
 
-#: Of a data set, names in small letters: what is about the data, and what `datasets` caches.
+#: Lower-case names of files that describe a dataset, or that `datasets` caches.
 _ABOUT_DATA = re.compile(
     r"(dataset_infos?.*\.json|dataset_dict\.json|state\.json|croissant.*\.json"
     r"|(requirements([-_]\w+)?|cmakelists|robots|(md5|sha\d+)sums?|checksums?)\.(txt|text)"

@@ -80,8 +80,8 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
 def _source_of(
     model: Model, section: Checkpoint, folder: str
 ) -> tuple[str, str | None, SourceModel | None]:
-    """Return the key of the first place of a shape that there is, its value, and what the files
-    there describe; None: no model. Raises ConfigError.
+    """Return the key that names the source of the weights, its value, and the model that the files
+    there describe; None: they describe no model. Raises ConfigError.
     """
     from titanlite.checkpoint.paths import StoreError, to_path
 

@@ -25,7 +25,7 @@ class _Needed(TypedDict):
 
 
 class _Entry(_Needed, total=False):
-    """Types of what is read from a line."""
+    """The entries of a line, with their types."""
 
     time: str
     state: str

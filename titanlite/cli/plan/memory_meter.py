@@ -47,7 +47,7 @@ class _Storage:
     part: str | None
     #: Number of the visit in which it was made.
     born: int
-    #: What it is for in host memory; None: it is on the device.
+    #: The part of the plan that it belongs to in host memory; None: it is on the device.
     host: str | None = None
     #: Number of the visit in which it was freed; None: it lives.
     died: int | None = None

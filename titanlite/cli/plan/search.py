@@ -52,9 +52,9 @@ class Candidate:
     #: Key → value, where it differs from the config, in the order of files.
     changes: Mapping[str, Any]
     run: RunConfig
-    #: Of a run in phases that of the one with the most tokens.
+    #: The speed of the run; if it has phases, of the phase with the most tokens.
     speed: Speed
-    #: Tokens per second and GPU, of a run in phases the mean over all its steps.
+    #: Tokens per second and GPU, if the run has phases the mean over all its steps.
     rate: float
     #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed
     #: yet.

@@ -155,7 +155,7 @@ def remove(folder: Path) -> None:
 
 
 class Past(NamedTuple):
-    """Which local saves may come back, on whatever node they lie.
+    """The local saves that a restart may take, on any node.
 
     Each start, and each rollback, begins a new line of the run, from one save. What earlier lines
     saved after that one is abandoned. A run that goes on without local saves abandons all

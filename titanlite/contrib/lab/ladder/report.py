@@ -51,7 +51,7 @@ def report_text(
 
 
 def prediction_line(found: Prediction) -> str:
-    """Return one line: what the run learns."""
+    """Return the predicted loss as one line."""
     # Two digits of the error.
     digits = 4
     if found.error > 0:
