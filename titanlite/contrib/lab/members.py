@@ -70,8 +70,8 @@ class MemberResult:
     #: done, diverged (a loss was not finite, or the guard ended it), failed, or unfinished.
     state: str
     steps: int
-    #: The last validation loss, in nats per token. Without one it is the mean training loss over the
-    #: last tenth of the logged steps. None: there is neither.
+    #: The last validation loss, in nats per token. Without one it is the mean training loss over
+    #: the last tenth of the logged steps. None: there is neither.
     loss: float | None
     reason: str
 
