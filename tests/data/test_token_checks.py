@@ -133,6 +133,22 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
     assert read[7:] == ["part-0.tokens", "part-0.offsets"]
 
 
+def test_one_process_of_a_machine_compares_a_part_and_the_others_wait(tmp_path: Path) -> None:
+    """The locks of two open files exclude each other, as those of two processes do."""
+    part = tmp_path / "part.bin"
+    part.write_bytes(b"tokens")
+    # A comparison would find another hash.
+    hashes = token_checks.PartHashes({part: "xxh3:0"}, tmp_path / "records")
+    check = token_checks.HashCheck([hashes], "")
+    with hashes.alone():
+        check.begin(0)
+        assert check.settle(0.5) == 1, "it waits"
+        record = hashes._record()
+        assert record is not None
+        record.write_bytes(b"whole\n")
+    assert check.settle(10) == 0
+
+
 def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: list[str]) -> None:
     folder = prepared(tmp_path / "a", masked=0)
     (tmp_path / "file").write_text("in the way")

@@ -9,16 +9,17 @@ is replaced is checked again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,23 @@ class PartHashes:
                 with open(record, "wb", opener=not_a_link) as stream:
                     stream.write(b"whole\n")
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let one process of this machine compare the part: the others find its record then.
+
+        Raises OSError when the process ends, or the folder of records cannot be written to.
+        """
+        record = self._record()
+        if record is None:
+            yield
+            return
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(record, "ab", opener=not_a_link) as file:
+            while not _locked(file):
+                if ending.wait(0.2):
+                    raise OSError("the process ends")
+            yield
+
     def _record(self) -> Path | None:
         """Return the file that says that this part is whole.
 
@@ -88,6 +106,17 @@ class PartHashes:
             decisive.append([os.path.realpath(file), stat.st_size, *times, stat.st_ino, digest])
         name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
         return self.records / f"{name}.checked"
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Return whether no other process holds the lock of a file; this one does then."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: each process compares for itself
+        pass
+    return True
 
 
 def hash_of(file: Path) -> str:
@@ -147,10 +176,12 @@ class HashCheck:
         return len(left)
 
     def _check(self, part: PartHashes, began: str) -> None:
-        if part.is_known():
-            return
         try:
-            part.compare()
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OSError):
+                    stack.enter_context(part.alone())
+                if not part.is_known():
+                    part.compare()
         except OSError as error:
             self._problem = DataError(f"{', '.join(map(str, part.hashes))}: {error}")
         except DataError as error:
