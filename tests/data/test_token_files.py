@@ -5,8 +5,9 @@ target once.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -184,6 +185,29 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
     bin_file.with_suffix(".idx").write_bytes(b"PK\x03\x04" * 20)
     with pytest.raises(DataError, match="c4.idx: no index of Megatron-LM"):
         rows_of(bin_file)
+
+
+def test_the_headers_of_npy_files_are_parsed_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = np.lib.format.read_array_header_1_0
+    parsing: list[int] = []
+    most = 0
+
+    def slow(stream: BinaryIO) -> object:
+        nonlocal most
+        parsing.append(1)
+        most = max(most, len(parsing))
+        time.sleep(0.01)
+        found = parse(stream)
+        parsing.pop()
+        return found
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slow)
+    for number in range(8):
+        np.save(tmp_path / f"{number}.npy", np.arange(10, dtype=np.uint32))
+    assert rows_of(tmp_path).documents == 8
+    assert most == 1
 
 
 def test_each_npy_file_is_one_document(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ The type of raw ids is that of the vocabulary, if it is the only one that fits.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from titanlite.data.foreign.ranges import ByteFile
 #: Most bytes of a header. numpy allows 10,000 characters.
 _HEAD = 10_240
 _NUMPY = b"\x93NUMPY"
+#: numpy parses its header with ast, whose depth counter the threads of CPython 3.11 share: two at
+#: once can end with a SystemError.
+_PARSING = threading.Lock()
 #: Bytes of llm.c's header. Its magic number and version → type of the tokens (its
 #: dev/data/data_common.py).
 _LLMC_HEAD = 1024
@@ -80,7 +84,8 @@ def _of_numpy(name: str, head: bytes) -> Header:
     try:
         major, _ = np.lib.format.read_magic(stream)
         read = getattr(np.lib.format, f"read_array_header_{major}_0")
-        shape, _, dtype = read(stream)
+        with _PARSING:
+            shape, _, dtype = read(stream)
     except (ValueError, EOFError, AttributeError) as error:
         raise DataError(f"{name}: no array of numpy: {error}") from None
     if len(shape) != 1 or dtype.kind not in "ui":
