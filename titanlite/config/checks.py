@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from titanlite import doors
 from titanlite.config import extensions
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
@@ -323,6 +324,16 @@ def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]
         yield Problem("needs", key, f"has {given[0]} and needs {other}")
 
 
+def _trackers(config: LoadedConfig) -> Iterator[Problem]:
+    """Find trackers that nothing here has."""
+    for name in config.sections.metrics.tracker_names:
+        place = doors.place_of("trackers", name)
+        message = f"there is no tracker {quote(name)}" if place is None else doors.lack(place)
+        if message:
+            hint = f"the trackers are {', '.join(doors.installed('trackers'))}"
+            yield Problem("unknown-value", "metrics.trackers", message, hint)
+
+
 #: Rules of a config alone, whatever its ranks and the machine. `titanlite.resolve.load` has the
 #: features' own, and those of ranks and model.
 RULES: tuple[ConfigRule, ...] = (
@@ -331,6 +342,7 @@ RULES: tuple[ConfigRule, ...] = (
     _entries,
     _texts,
     _phases,
+    _trackers,
     extensions.missing,
 )
 
@@ -433,7 +445,7 @@ def missing_packages(config: LoadedConfig) -> Iterator[Problem]:
     """Find optional packages that a key needs and that are not installed, and unusable stores."""
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
-        module, package = TRACKER_PACKAGES[tracker]
+        module, package = TRACKER_PACKAGES.get(tracker, ("titanlite", ""))
         if is_installed(module):
             continue
         key = "metrics.trackers"
