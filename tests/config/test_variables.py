@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.assembly.failure import tell_sagemaker
 from titanlite.assembly.folders import show_config
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file, read, read_text
 from titanlite.config.run_sections import Job
-from titanlite.main import _tell_sagemaker
 
 TEXT = """\
 [job]
@@ -173,6 +173,6 @@ def test_the_first_cause_of_the_last_attempt_is_told_to_sagemaker(monkeypatch, t
     told = []
     for attempt, code, message in steps:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        _tell_sagemaker(message, code)
+        tell_sagemaker(message, code)
         told.append((tmp_path / "failure").read_text().strip())
     assert told == ["lost", "cause", "cause", "cause", "again", "b"]

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.data.course import Course
+from titanlite.data.course import Course, Progress
+
+if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,13 @@ class LearningRate:
         done = self.course.tokens_after(step) - self.began_tokens
         size = self.course.size(step).tokens
         return learning_rate(self.schedule, peak, done, size) * factor
+
+    def follow(self, phases: Phases, done: Progress) -> Course:
+        """Take factors and peaks of the phases of a run from `done` on; return its course."""
+        self.course = phases.course(done)
+        self.phases = phases.rates(done)
+        self.peaks = phases.peaks(done)
+        return self.course
 
     def change_length(self, before: int, steps: int) -> None:
         """The run has another number of steps; a schedule as long as the run follows it."""
