@@ -337,7 +337,7 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
             frames,
             {"": 6, "files": 3},
         ),
-        Figure("files that a save passes", text, {"": len(saved)}, {"": 12}),
+        Figure("files that a save passes", text, {"": len(saved)}, {"": 10}),
     ]
 
 

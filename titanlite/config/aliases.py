@@ -133,6 +133,8 @@ ALIASES: dict[str, Alias] = {
     for kind in ("later", "older")
     for name, meant in NAMES[kind].items()
 }
+CONVERTED = frozenset(alias.name for alias in ALIASES.values() if alias.conversion)
+"""Names whose values have another form than the key's."""
 _COMMA_KEYS = (
     "float8.filter_fqns",
     "experimental.pipeline_parallel_split_points",

@@ -74,14 +74,6 @@ _SOURCES = "validation.sources"
 _ADVICE = "make it one of the sources"
 _PAIR = ("prompt_key", "completion_key")
 _TEXT_KEYS = ("text_key", *_PAIR)
-#: Form of records → keys of fields that it does not have.
-_NOT_OF_FORM = {
-    "text": ("prompt_key", "completion_key", "messages_key"),
-    "completion": ("text_key", "messages_key"),
-    "messages": _TEXT_KEYS,
-    "sharegpt": _TEXT_KEYS,
-    "alpaca": (*_TEXT_KEYS, "messages_key"),
-}
 _EARLY = "optimizer.early_step_in_backward"
 
 #: A value of a key needs one of another.
@@ -313,11 +305,9 @@ def _sources(
 
 def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]:
     """Check the keys of a text that name fields of its records."""
-    form = source.record or ("messages" if source.messages_key else None)
-    for name in _NOT_OF_FORM[form] if form else ():
+    for name in _TEXT_KEYS if source.messages_key else ():
         if getattr(source, name):
-            message = f"has {name}, and records of the form {form} have no such field"
-            yield Problem("conflict", key, message, "leave one out")
+            yield Problem("conflict", key, f"has messages_key and {name}", "leave one out")
     given = [name for name in _PAIR if getattr(source, name) or getattr(d.data, name)]
     if len(given) == 1:
         (other,) = {*_PAIR} - {*given}

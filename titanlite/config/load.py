@@ -20,6 +20,7 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config import extensions
 from titanlite.config.aliases import (
     ALIASES,
+    CONVERTED,
     FLOAT8,
     MX,
     MicrobatchSize,
@@ -362,8 +363,9 @@ class Layers:
             from titanlite.config.claims import config_claims
 
             found.claims = tuple(config_claims(place, key, value, found.value))
-        if entry.raw is not None:
-            found.deferred = _anchored(key, translated(name, normalized(name, entry.raw)), folder)
+        # A value that is converted cannot wait for the machines of a job: it has another form.
+        if entry.raw is not None and name not in CONVERTED:
+            found.deferred = _anchored(key, normalized(name, entry.raw), folder)
         return found
 
     def _exclude(self, layer: dict[str, _Value]) -> None:

@@ -226,6 +226,17 @@ class Checkpoint(Section, frozen=True):
     hub_ema: bool = False
     """Upload the average of the weights (optimizer.ema_decay)."""
 
+    def is_milestone(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is one of `milestones`."""
+        if self.milestones == "powers_of_two":
+            return step > 0 and step & (step - 1) == 0
+        return step in self.milestones
+
+    def stays(self, step: int) -> bool:
+        """Return whether the checkpoint of a step stays for good."""
+        is_multiple = self.keep_every > 0 and step % self.keep_every == 0
+        return is_multiple or self.is_milestone(step)
+
 
 class ActivationCheckpoint(Section, frozen=True):
     """Recompute activations in backward instead of keeping them."""
