@@ -14,7 +14,7 @@ from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.run.features import Features, features_of
+from titanlite.run.features import Features, Trained, features_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class MeshSizes:
         same weights.
         """
         return self.dp_shard * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which `fully_shard` divides each expert.
+
+        Tensor-parallel ranks have copies of experts that no ranks share.
+        """
+        if self.expert == 1:
+            return self.weight_shards
+        return self.weight_shards * self.tensor // self.expert
 
     @property
     def weight_shards_in_words(self) -> str:
@@ -198,10 +208,19 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
 
         args: the model's. seq_len: tokens of a sequence.
         """
-        lora = self.features.lora
-        if lora is None:
-            return self.spec.flops_per_token(args, seq_len)
-        return lora.flops_per_token(self.spec, args, seq_len)
+        flops = self.spec.flops_per_token(args, seq_len)
+        adapters = self.trained(args).adapters
+        if adapters is None:
+            return flops
+        # Frozen products have two passes of three: no gradient of their weights is made.
+        return flops - self.spec.flops_per_token(args, 0) // 3 + 6 * adapters
+
+    def trained(self, args: Any) -> Trained:
+        """Return what the run trains. args: the model's."""
+        trained = Trained()
+        for feature in self.features.on:
+            trained = feature.trained(self.spec, args, trained)
+        return trained
 
     def model_args(self, tokenizer_size: int | None = None) -> Any:
         """Return the model's arguments.

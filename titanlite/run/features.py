@@ -13,7 +13,7 @@ when a config switches it on: features are resolved once, when the run's config 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from titanlite.features.tasks import TaskEvaluation
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -48,6 +46,15 @@ if TYPE_CHECKING:
 
 #: Name and text of a line of the start report.
 Row = tuple[str, str]
+
+
+class Trained(NamedTuple):
+    """What a run trains."""
+
+    #: Parameters of adapters beside those of the model, which are frozen; None: the model's own.
+    adapters: int | None = None
+    #: Bytes of averages for each trained parameter, in memory and in checkpoints.
+    averages: int = 0
 
 
 class Feature:
@@ -108,20 +115,15 @@ class Feature:
 
     # The plan. Nothing here imports torch.
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
-        """Return what products keep, need and hold. products: as the features before have them."""
-        return products
+    def trained(self, spec: ModelSpec, args: Any, trained: Trained) -> Trained:
+        """Return what the run trains. trained: as the features before have it."""
+        return trained
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what products cost. products: as the features before have them."""
-        return products
+    def plan_memory(self, sizes: RankSizes) -> None:
+        """Change what a rank's memory follows from, in place: the fields that `RankSizes` lists."""
 
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Return traffic that computing waits for, in seconds of a micro-batch.
-
-        By the names of `titanlite.plan.speed.PARTS`.
-        """
-        return {}
+    def plan_speed(self, step: StepSizes) -> None:
+        """Change what a step's time follows from, in place: the fields that `StepSizes` lists."""
 
     # The start report
 
