@@ -109,7 +109,6 @@ OFF = [
     "cli",
     "metrics/document_log",
     "models/generate",
-    "optim/nonfinite",
     "regularized_loss",
     "checkpoint/resume",
     "optim/spikes",
