@@ -417,6 +417,13 @@ class Config(Section, frozen=True):
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()
+    others: dict[str, Section] = {}
+    """Sections of features of other packages, as far as a config has named them."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name, also one of another package."""
+        found: Section = self.others.get(name) or getattr(self, name)
+        return found
 
     @property
     def compiles_blocks(self) -> bool:
