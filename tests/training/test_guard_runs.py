@@ -278,13 +278,13 @@ def _spoil_weight(
                 _local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
 
     trainer.parts.optimizer.register_step_post_hook(spoil)
-    real = manager.find_nonfinite
+    real = manager.check_finite
     if not checked:
-        manager.find_nonfinite = lambda *_: ""
+        manager.check_finite = lambda *_: None
     try:
         return outcome_of(trainer, folder)
     finally:
-        manager.find_nonfinite = real
+        manager.check_finite = real
 
 
 EVERY_TWO = "--checkpoint.interval=2"
