@@ -28,11 +28,11 @@ from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import HFWeights, begin_folder, save_hf
+from titanlite.checkpoint.hf_save import begin_folder, save_hf
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents, our_logits
 from titanlite.data.text_files import BUNDLED, iter_records
@@ -276,8 +276,8 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     group = torch.distributed.group.WORLD
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    weights = HFWeights(spec, None, empty, describe(empty), dict)
-    save_hf(out, weights, group, agree, shard_bytes=100)
+    draft = replace(as_manifest(weights), tensors=describe(state))
+    save_hf(Save(out, state, draft), (spec, None), dict, group, agree, shard_bytes=100)
     return {
         name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
     }

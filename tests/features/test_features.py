@@ -118,7 +118,7 @@ def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None
 def test_a_hook_that_a_feature_leaves_out_changes_nothing() -> None:
     run = load_config("debug_model.toml", 1)
     given = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
-    passed_on = {"init_rule": "rule", "trained": "trained"}
+    passed_on = {"init_rule": "rule"}
     for name in HOOKS:
         names = inspect.signature(getattr(Feature(run), name)).parameters
         arguments = {one: given.get(one, object()) for one in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
@@ -14,7 +14,7 @@ from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.run.features import Features, Trained, features_of
+from titanlite.run.features import Features, features_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,15 @@ class PipelineSizes:
     stages: int = 1
     #: Pieces of each micro-batch of `BatchSizes.micro_batch_size` sequences.
     microbatches: int = 1
+
+
+class Trained(NamedTuple):
+    """What a run trains."""
+
+    #: Parameters of adapters beside those of the model, which are frozen; None: the model's own.
+    adapters: int | None
+    #: Bytes of averages for each trained parameter, in memory and in checkpoints.
+    averages: int
 
 
 class RunConfig(Config, frozen=True, kw_only=True, dict=True):
@@ -217,10 +226,9 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
 
     def trained(self, args: Any) -> Trained:
         """Return what the run trains. args: the model's."""
-        trained = Trained()
-        for feature in self.features.on:
-            trained = feature.trained(self.spec, args, trained)
-        return trained
+        lora, ema = self.features.lora, self.features.ema
+        adapters = None if lora is None else lora.adapters(self.spec, args).parameters
+        return Trained(adapters, 0 if ema is None else ema.bytes_each)
 
     def model_args(self, tokenizer_size: int | None = None) -> Any:
         """Return the model's arguments.

@@ -13,22 +13,23 @@ What `begin` returns is handed on: `titanlite.assembly.callbacks` lets it follow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titanlite.run.features import Feature, Trained
+from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.config.sections import Config
     from titanlite.features.ema.average import WeightAverage
-    from titanlite.models.spec import ModelSpec
 
 
 class WeightAveraging(Feature):
     """The average of the weights in a run that keeps one."""
 
     key = "optimizer.ema_decay"
+    #: Of memory and of a checkpoint, for each parameter, for `titanlite.plan`. They are in float32.
+    bytes_each = 4
 
     def __init__(self, config: Config) -> None:
         self.decay = config.optimizer.ema_decay
@@ -41,9 +42,3 @@ class WeightAveraging(Feature):
         from titanlite.features.ema.average import WeightAverage
 
         return WeightAverage(model, gather(model), self.decay)
-
-    # The plan
-
-    def trained(self, spec: ModelSpec, args: Any, trained: Trained) -> Trained:
-        # In float32.
-        return trained._replace(averages=4)

@@ -20,7 +20,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import broken_rules
 from titanlite.features.lora import checks
 from titanlite.features.lora.settings import Adapters, adapters_of
-from titanlite.run.features import Feature, Row, Trained
+from titanlite.run.features import Feature, Row
 from titanlite.utils import counted, human_count
 
 if TYPE_CHECKING:
@@ -129,9 +129,6 @@ class LoraFeature(Feature):
         yield "lora", text
 
     # The plan
-
-    def trained(self, spec: ModelSpec, args: Any, trained: Trained) -> Trained:
-        return trained._replace(adapters=self.adapters(spec, args).parameters)
 
     def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.lora.plan_memory import LoraMemory
