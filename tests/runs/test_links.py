@@ -57,7 +57,7 @@ BY_NAME = Counter(
         "exit_codes.py": 1,
         "features/local_saves/write.py": 1,
         "features/lora/peft.py": 2,
-        "main.py": 2,
+        "assembly/failure.py": 2,
         "runs/lock.py": 6,
         "assembly/rank_checks.py": 1,
         "cli/launch.py": 2,

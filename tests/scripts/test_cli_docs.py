@@ -127,7 +127,6 @@ def test_what_is_not_there_ends_with_a_documented_code(
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],
-        "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],

@@ -108,7 +108,6 @@ OFF = [
     "cli",
     "metrics/document_log",
     "models/generate",
-    "optim/nonfinite",
     "regularized_loss",
     "checkpoint/resume",
     "optim/spikes",

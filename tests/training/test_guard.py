@@ -15,11 +15,11 @@ import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
+from titanlite.checkpoint.storage import find_nonfinite
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.optim.guard import FiniteGuard
-from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.parallel.tensor import tensor_loss
 
 CPU = torch.device("cpu")

@@ -287,8 +287,8 @@ def test_a_run_from_a_later_step_of_another_one_keeps_earlier_metrics_too(
 
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
-        "import sys; from titanlite import main\n"
-        "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "import sys; from titanlite import main; from titanlite.assembly import failure\n"
+        "failure.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")

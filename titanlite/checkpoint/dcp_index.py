@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.manifest import Manifest, dtype_name
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -148,8 +148,3 @@ def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
         raise ValueError(f"{value!r} is no shape")
     return torch.Size(value)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type as the manifest names it: `float32`."""
-    return str(dtype).removeprefix("torch.")

@@ -25,6 +25,7 @@ from titanlite.checkpoint.storage import (
     Tensors,
     dcp_errors,
     describe,
+    find_nonfinite,
     gather,
     on_rank_0,
     rng_state,
@@ -35,7 +36,6 @@ from titanlite.checkpoint.storage import (
 )
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import ModelSpec
-from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.utils import counted
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from titanlite.checkpoint.storage import (
     converted,
     dcp_errors,
     describe,
+    find_nonfinite,
     gather,
     new_group,
     on_each_rank,
@@ -51,7 +52,6 @@ from titanlite.checkpoint.storage import (
 )
 from titanlite.dist.dist_env import DistEnv
 from titanlite.optim.bad_steps import WeightsError
-from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger

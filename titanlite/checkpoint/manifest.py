@@ -127,6 +127,11 @@ class Manifest:
         return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
 
 
+def dtype_name(dtype: object) -> str:
+    """Return a type of torch's as manifests name it: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
     if algorithm == FAST_HASH:

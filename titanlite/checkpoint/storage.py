@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.dcp_index import dtype_name, read_index
+from titanlite.checkpoint.dcp_index import read_index
 from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
@@ -42,13 +42,15 @@ from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     check_files,
+    dtype_name,
     new_hash,
     progress,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
-from titanlite.dist.local import plain
-from titanlite.parallel.own_linear import adapter_names, weights_replaced
+from titanlite.dist.local import local, plain
+from titanlite.optim.bad_steps import name_ranks
+from titanlite.parallel.own_linear import OwnLinear, weights_replaced
 from titanlite.utils import logger, note_progress
 
 if TYPE_CHECKING:
@@ -87,6 +89,18 @@ def gather(
         for name, value in _optimizer_state(model, optimizer).items():
             tensors[f"optimizer.{name}"] = value
     return tensors
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Return the full names of all adapters' parameters; empty for a model that is trained whole.
+
+    The names are without the parts that wrappers add.
+    """
+    found = set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, OwnLinear):
+            found.update(f"{name}.{leaf}" for leaf in module.adapters)
+    return found
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -159,6 +173,36 @@ def set_rng_state(state: DTensor, device: torch.device) -> None:
     torch.set_rng_state(row[:size].clone())
     if device.type == "cuda":
         torch.cuda.set_rng_state(row[size:].clone(), device)
+
+
+@torch.no_grad()
+def find_nonfinite(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> str:
+    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one.
+
+    "": no tensor has one.
+
+    All ranks of `group` call it together with their own parts, and get the same answer. Each device
+    makes one pass over its tensors and is read once.
+    """
+    devices: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            part = local(tensor)
+            devices.setdefault(part.device, {})[name] = part
+    mine = ""
+    for parts in devices.values():
+        # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
+        # tensor decides.
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+        finite = sums.isfinite().tolist()
+        for (name, part), fine in zip(parts.items(), finite, strict=True):
+            if not mine and not fine and not part.isfinite().all():
+                mine = name
+    names = gather_objects(mine, group)
+    ranks = [rank for rank, name in enumerate(names) if name]
+    return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
 
 
 def describe(

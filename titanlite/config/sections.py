@@ -226,6 +226,17 @@ class Checkpoint(Section, frozen=True):
     hub_ema: bool = False
     """Upload the average of the weights (optimizer.ema_decay)."""
 
+    def is_milestone(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is one of `milestones`."""
+        if self.milestones == "powers_of_two":
+            return step > 0 and step & (step - 1) == 0
+        return step in self.milestones
+
+    def stays(self, step: int) -> bool:
+        """Return whether the checkpoint of a step stays for good."""
+        is_multiple = self.keep_every > 0 and step % self.keep_every == 0
+        return is_multiple or self.is_milestone(step)
+
 
 class ActivationCheckpoint(Section, frozen=True):
     """Recompute activations in backward instead of keeping them."""
@@ -402,6 +413,13 @@ class Config(Section, frozen=True):
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()
+    others: dict[str, Section] = {}
+    """Sections of features of other packages, as far as a config has named them."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name, also one of another package."""
+        found: Section = self.others.get(name) or getattr(self, name)
+        return found
 
     @property
     def compiles_blocks(self) -> bool:

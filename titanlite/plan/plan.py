@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import bad_flag, unfit
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
@@ -319,8 +318,7 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) ->
         return None if section.keep_best else len(saved)
     stay = set(sorted(saved)[-latest:])
     for step in saved:
-        is_kept = section.keep_every and step % section.keep_every == 0
-        if is_kept or is_milestone(step, section.milestones):
+        if section.stays(step):
             stay.add(step)
     return len(stay) + section.keep_best
 

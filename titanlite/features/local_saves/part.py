@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.dcp_index import dtype_name
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.manifest import FAST_HASH, new_hash
+from titanlite.checkpoint.manifest import FAST_HASH, dtype_name, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors, Written
 from titanlite.dist.local import plain_local
