@@ -162,7 +162,7 @@ class Checkpoint(Section, frozen=True):
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
     run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
-    Face's, Meta's or torchtitan's, found by its files.
+    Face's or torchtitan's, found by its files.
     """
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it
