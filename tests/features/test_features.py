@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
 import re
@@ -21,6 +22,7 @@ from titanlite.config.sections import (
     Parallelism,
     Training,
 )
+from titanlite.parallel import parallelize
 from titanlite.resolve.load import load_config
 from titanlite.run.features import FEATURES, Feature, features_of
 
@@ -132,6 +134,15 @@ def test_the_plan_names_no_feature() -> None:
     pattern = re.compile(rf"\bfeatures\.({named})\b|titanlite\.features|\bmoe_layers_of\b")
     for path in PLAN.glob("*.py"):
         assert not pattern.search(path.read_text()), path.name
+
+
+def test_the_recipe_of_a_model_names_no_feature() -> None:
+    tree = ast.parse(Path(parallelize.__file__).read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names.isdisjoint({entry.name for entry in FEATURES})
+    assert not [module for module in modules if module.startswith("titanlite.features")]
 
 
 def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:

@@ -39,7 +39,7 @@ _GPUS = ("b200",)
 class MXFeature(Float8Feature):
     """MXFP8 in a run that has it on.
 
-    Filters, the choice of linears and the check of the drift are those of float8.
+    Filters and the choice of linears are those of float8.
     """
 
     multiple = checks.BLOCK
