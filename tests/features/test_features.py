@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from titanlite.config.sections import (
     Parallelism,
     Training,
 )
+from titanlite.parallel import parallelize
 from titanlite.resolve.load import load_config
 from titanlite.run.features import FEATURES, Feature, features_of
 
@@ -122,8 +125,17 @@ def test_a_hook_that_a_feature_leaves_out_changes_nothing() -> None:
         assert result is arguments[passed_on[name]] if name in passed_on else not result, name
 
 
-def test_there_are_at_most_thirteen_hooks_and_two_features_or_more_have_each() -> None:
+def test_the_recipe_of_a_model_names_no_feature() -> None:
+    tree = ast.parse(Path(parallelize.__file__).read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names.isdisjoint({entry.name for entry in FEATURES})
+    assert not [module for module in modules if module.startswith("titanlite.features")]
+
+
+def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:
     classes = [pkgutil.resolve_name(entry.place) for entry in FEATURES]
     users = {name: sum(name in vars(cls) for cls in classes) for name in HOOKS}
-    assert len(users) <= 13
+    assert len(users) <= 12
     assert min(users.values()) >= 2, users

@@ -30,6 +30,16 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
     assert "phases [] -> [[8, 0.5]]" in (change(plain, halved) or "")
 
 
+def test_schedules_of_another_version_are_told_without_their_rates() -> None:
+    now = LearningRate(Schedule(10, 2, "constant", "titan", 0.0), 1e-3)
+    for name, value in {"decay_type": "wavelet", "warmup_steps": "2 %", "phases": [8]}.items():
+        state = {"schedule": {**now.record(), name: value}}
+        found = opening.schedule_change(LoadedState(6, state), now, 10)
+        assert found is not None
+        assert f"schedule changed since step 6: {name} {value} -> " in found
+        assert "learning rate of step" not in found
+
+
 def test_the_use_of_an_initial_load_path_is_told() -> None:
     section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
     assert opening.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (

@@ -86,10 +86,6 @@ class Feature:
         """
         return ()
 
-    def warnings(self, run: RunConfig) -> Iterable[str]:
-        """Tell what a user should know and what stops nothing."""
-        return ()
-
     # On the machine of a rank
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
@@ -251,6 +247,15 @@ class Features:
         names = dict.fromkeys(entry.name for entry in FEATURES)
         every = (getattr(self, name) for name in names)
         return [*(feature for feature in every if feature is not None), *self.others]
+
+    def build(self, builder: ModelBuilder, divide: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Build this rank's model on the meta device: divided, or of a pipeline's divided stages.
+
+        divide: divides a whole model, or a stage, over the other ranks.
+        """
+        if self.pipeline is None:
+            return divide(builder.whole())
+        return self.pipeline.build(builder, divide)
 
 
 def features_of(config: Config) -> Features:

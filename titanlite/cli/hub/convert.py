@@ -325,7 +325,7 @@ def convert(  # noqa: PLR0913
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder.
 
-    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's or Meta's.
+    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's.
     target: a folder of Hugging Face's layout, or a folder of checkpoints in which the new one, of
     weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and
     nothing is overwritten.

@@ -44,11 +44,6 @@ class AsyncTensorParallel(Feature):
     def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, NEEDS)
 
-    def warnings(self, run: RunConfig) -> Iterator[str]:
-        # torch reshapes gathered tensors, and inductor finds no match.
-        if run.training.batch_size == 1:
-            yield f"{KEY} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
-
     # On the machine
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:

@@ -57,8 +57,10 @@ class ContextParallel(Feature):
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let a model take each rank's part of the tokens."""
         from titanlite.features.context.attention import apply_cp
+        from titanlite.parallel.parallelize import select
 
-        if builder.has_blocks(model):  # a pipeline stage may have none
+        # A pipeline stage may have no blocks.
+        if select(model, builder.spec.block_names(builder.args)):
             apply_cp(model, builder.mesh)
 
     def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ rounds, the degrees of `titanlite.run.derive`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,31 +151,19 @@ class ExpertParallel(Feature):
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Divide the experts. Raises ParallelismError for a layer that cannot be divided."""
-        from titanlite.features.experts.sharding import apply_ep, has_exchange
+        from titanlite.features.experts.sharding import apply_ep, expert_placement
+        from titanlite.parallel.activation_checkpoint import exchange_of
+        from titanlite.parallel.parallelize import select
 
-        apply_ep(model, self.mesh(builder.mesh)["ep"])
-        modules = dict(model.named_modules())
-        names = offered(builder.spec, "experts")(builder.args)
-        here = [name for name in names if name in modules]
-        whole = [name for name in here if not has_exchange(modules[name])]
+        mesh = self.mesh(builder.mesh)
+        apply_ep(model, mesh["ep"])
+        builder.shard_options["placement"] = expert_placement(mesh)
+        layers = select(model, offered(builder.spec, "experts")(builder.args))
+        whole = [name for name, layer in layers.items() if exchange_of(layer) is None]
         if whole:
             raise ParallelismError(
                 f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
             )
-
-    def placement(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-        """Return where `fully_shard` puts the experts that `distribute` has divided."""
-        from titanlite.features.experts.sharding import expert_placement
-
-        return expert_placement(self.mesh(mesh))
-
-    def compiled(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Return the modules that `torch.compile` can make one graph: those without shared
-        experts.
-        """
-        from titanlite.features.experts.sharding import has_exchange
-
-        return {name: module for name, module in modules.items() if not has_exchange(module)}
 
     # The plan
 

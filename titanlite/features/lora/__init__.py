@@ -69,9 +69,13 @@ class LoraFeature(Feature):
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Give the linears their adapters."""
         from titanlite.features.lora.modules import add_adapters
+        from titanlite.parallel.fsdp import DTYPES
 
         adapters = self.adapters(builder.spec, builder.args)
-        add_adapters(model, adapters, self.section.dropout, builder.frozen_dtype)
+        # Products take weights that are not trained in no larger dtype.
+        dtypes = (DTYPES[builder.run.training.dtype], builder.param_dtype)
+        frozen = min(dtypes, key=lambda dtype: dtype.itemsize)
+        add_adapters(model, adapters, self.section.dropout, frozen)
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let only adapters have gradients."""

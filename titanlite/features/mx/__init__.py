@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class MXFeature(Float8Feature):
     """MXFP8 in a run that has it on.
 
-    Filters, the choice of linears and the check of the drift are those of float8.
+    Filters and the choice of linears are those of float8.
     """
 
     multiple = checks.BLOCK
