@@ -49,7 +49,7 @@ def add_commands(commands: Commands) -> None:
         "Write published weights as a checkpoint of weights only, for "
         "checkpoint.initial_load_path, which also takes FOLDER itself.",
     )
-    folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
+    folder = "config.json and safetensors files"
     target = "folder or URL of checkpoints; step-0 in it is made"
     _add_paths(parser, ("FOLDER", folder), ("CHECKPOINT", target))
     parser.set_defaults(to="checkpoint", ema=False, base=None)

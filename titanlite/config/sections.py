@@ -162,7 +162,7 @@ class Checkpoint(Section, frozen=True):
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
     run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
-    Face's, Meta's or torchtitan's, found by its files.
+    Face's or torchtitan's, found by its files.
     """
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it
@@ -312,10 +312,6 @@ class Float8(Section, frozen=True):
     """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
-    drift_check: Natural = 0
-    """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
-    off.
-    """
 
     @property
     def is_mx(self) -> bool:

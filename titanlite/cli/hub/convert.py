@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titanlite.checkpoint.dcp_files import HashingWriter, with_files
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.hf_files import (
     HF_CONFIG,
@@ -35,7 +36,6 @@ from titanlite.checkpoint.hf_save import (
     write_files,
 )
 from titanlite.checkpoint.loaded import AVERAGE, WEIGHT
-from titanlite.checkpoint.manager import with_files
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
@@ -49,7 +49,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, write_whole
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
-from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.checkpoint.storage import converted, dcp_errors, describe
 from titanlite.checkpoint.weights import on_meta
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, quiet
@@ -325,7 +325,7 @@ def convert(  # noqa: PLR0913
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder.
 
-    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's or Meta's.
+    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's.
     target: a folder of Hugging Face's layout, or a folder of checkpoints in which the new one, of
     weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and
     nothing is overwritten.
