@@ -114,6 +114,8 @@ GONE = {
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
+    "ladder --fit": "the same command fits the finished runs again",
+    "ladder --gpus": "set training.global_batch_size",
     "ladder --json": "points.json has the results",
     "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
     "mup check --device": "CUDA_VISIBLE_DEVICES= chooses the CPU",

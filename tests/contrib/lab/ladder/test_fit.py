@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 from tests.contrib.lab.ladder.made_up import HORIZONS, SIZES, TRUE, made_up
 from titanlite.contrib.lab.ladder.fit import CONFIDENCE, DELTA, KNOWN_TOKEN_EXPONENT, fit
-from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points, read_points
+from titanlite.contrib.lab.ladder.law import LadderError, Law, Point, check_points
 from titanlite.contrib.lab.ladder.predict import (
     leave_largest_out,
     notes_on_distance,
@@ -226,21 +224,3 @@ def test_what_lies_far_from_the_runs_is_told() -> None:
         (note,) = notes_on_distance(points, 1e8, unseen * 1e8)
         assert f"{unseen} tokens for each parameter, and the runs have 5 to 20" in note
     assert "tokens for each parameter" in ratio
-
-
-def test_points_are_read_from_json_and_what_is_wrong_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "points.json"
-    points = made_up()
-    file.write_text(json.dumps({"points": [asdict(point) for point in points], "law": {}}))
-    assert read_points(file) == points
-    for content, message in {
-        "{": "truncated",
-        '{"points": 3}': "Expected `array`, got `int`",
-        '{"points": [{"parameters": 1, "tokens": 2}]}': "missing required field `loss`",
-        '{"points": [{"parameters": true, "tokens": 2, "loss": 1}]}': "got `bool`",
-    }.items():
-        file.write_text(content)
-        with pytest.raises(LadderError, match=f"points.json: .*{message}.*; expected JSON as"):
-            read_points(file)
-    with pytest.raises(LadderError, match=r"none\.json.*; expected JSON as"):
-        read_points(tmp_path / "none.json")
