@@ -98,7 +98,6 @@ class HubUploads(Callback):
             self._missing = []
 
     def _push(self, words: list[str]) -> None:
-        """Run `titanlite push` to its end, in the thread; a failure is told."""
         command = [sys.executable, "-m", *words, "--folder", str(self._folder)]
         if nice := shutil.which("nice"):
             command = [nice, "-n", "19", *command]

@@ -224,7 +224,6 @@ def _results(
     finished: Mapping[tuple[str, int], Run],
     out: Path,
 ) -> str:
-    """Write the results; return the table and its notes."""
     runs = [measure(run, *key, arguments.warmup) for key, run in finished.items()]
     rows = summarize(levels, runs)
     config = {key[0]: run.config for key, run in finished.items()}

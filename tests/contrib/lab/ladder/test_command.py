@@ -138,18 +138,6 @@ def test_the_report_predicts_the_file_and_checks_itself(
         assert name in said
 
 
-@pytest.mark.slow
-def test_the_same_command_makes_no_run_twice(
-    climbed: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _ = climbed
-    before = [attempts(folder / "out" / name) for name in NAMES]
-    code = ladder(folder / "target.toml", "--folder", folder / "out", SLOW, *FLAGS)
-    assert code == 0
-    assert [attempts(folder / "out" / name) for name in NAMES] == before
-    assert "this file: N 127.3K, 25.6K tokens" in capsys.readouterr().out
-
-
 def test_a_run_reads_none_of_the_table_and_says_so(tmp_path: Path) -> None:
     from titanlite.run.derive import derive
 
