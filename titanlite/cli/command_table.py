@@ -24,8 +24,7 @@ COMMANDS = {
     "ladder": "titanlite.contrib.lab.ladder.command:add_command",
     "mup": "titanlite.contrib.lab.mup.command:add_commands",
     "checkpoint": "titanlite.cli.checkpoint:add_commands",
-    "export": "titanlite.cli.exchange:add_commands",
-    "import": "titanlite.cli.exchange:add_commands",
+    "export": "titanlite.cli.export:add_command",
     "push": "titanlite.contrib.hub.command:add_command",
     "benchmark": "titanlite.contrib.lab.benchmark:add_command",
 }
