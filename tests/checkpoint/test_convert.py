@@ -18,12 +18,9 @@ from tests.support.checkpoints import PRINTS, flip, options
 from tests.support.pool import Pools
 from tests.support.processes import environment, python
 from tests.support.s3 import Storage
-from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.meta import args_from_meta
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.source_model import differences, read_model
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main
@@ -245,57 +242,6 @@ def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path) -> None:
         "-c", _LARGE, small, tmp_path / "out", env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flavor", "copied"), [("3.1-8B", False), ("3.2-1B", True), ("3.2-3B", True)]
-)
-def test_metas_params_json_gives_the_rope_and_the_tied_head_of_the_published_model(
-    flavor: str, copied: bool
-) -> None:
-    """The params.json of 3.1 and 3.2 are alike there, and the files of 3.2 hold the head, too."""
-    published = get_spec("llama3").flavors[flavor]
-    names = (
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "ffn_dim_multiplier",
-        "multiple_of",
-        "rope_theta",
-    )
-    params = {name: getattr(published, name) for name in names} | {
-        "norm_eps": 1e-5,
-        "use_scaled_rope": True,
-    }
-    table = torch.randn(8, published.dim)
-    state = {
-        "tok_embeddings.weight": table,
-        "output.weight": table.clone() if copied else table + 1,
-    }
-    assert args_from_meta(params, [state]) == replace(published, vocab_size=8, max_seq_len=2048)
-
-
-def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -> None:
-    state = get_spec("llama3").build(replace(ARGS, rope_theta=1e4)).state_dict()
-    torch.save(state, tmp_path / "consolidated.00.pth")
-    params = {
-        "dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "multiple_of": 16,
-        "norm_eps": 1e-5,
-    }
-    (tmp_path / "params.json").write_text(json.dumps(params))
-    spec = get_spec("llama3")
-    assert open_weights(tmp_path, spec, ARGS).args == ARGS
-    there = read_model(tmp_path, "llama3", spec)
-    assert there is not None
-    assert differences(there, "llama3", ARGS) == [
-        "model.overrides.rope_theta is 500000.0 here, 10000.0 there"
-    ]
-    assert not differences(there, "llama3", replace(ARGS, rope_theta=1e4))
 
 
 _FULL = """

@@ -1,4 +1,4 @@
-"""Hugging Face's and Meta's files in and out of runs: each rank reads and writes its part."""
+"""Hugging Face's files in and out of runs: each rank reads and writes its part."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.checkpoints import PRINTS, names, options
 from tests.support.grid import FSDP, PP, TP
 from tests.support.harness import TINY, Run, batches, build_tiny, full
-from tests.support.hf import config_flags, train_losses, unpermute, written
+from tests.support.hf import config_flags, train_losses, written
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import HFWeights, begin_folder, save_hf
+from titanlite.checkpoint.hf_save import begin_folder, save_hf
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import our_logits
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import LlamaArgs, RopeScaling, get_spec
+from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 
@@ -195,60 +195,6 @@ def test_sources_of_every_precision_load_into_shards(
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def _metas(
-    folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool
-) -> dict[str, torch.Tensor]:
-    """Write Meta's layout, divided over files as its tensor parallelism does; return our
-    tensors.
-    """
-    torch.manual_seed(2)
-    state = {
-        name: torch.randn(t.shape) for name, t in SPEC.build_on_meta(args).state_dict().items()
-    }
-    cut = {**dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0), "wo": 1, "w2": 1}
-    cut["tok_embeddings"] = 0 if vocabulary_cut else 1
-    parts: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.zeros(4)} for _ in range(files)]
-    for name, tensor in state.items():
-        module = name.split(".")[-2]
-        heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(module)
-        meta = unpermute(tensor, heads) if heads else tensor
-        for i, part in enumerate(parts):
-            part[name] = meta.chunk(files, cut[module])[i].clone() if module in cut else meta
-    folder.mkdir()
-    for i, part in enumerate(parts):
-        torch.save(part, folder / f"consolidated.{i:02}.pth")
-    params = {
-        "dim": args.dim,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "multiple_of": 32,
-        "vocab_size": -1,
-    }
-    params |= {
-        "norm_eps": 1e-5,
-        "rope_theta": args.rope_theta,
-        "use_scaled_rope": args.rope_scaling is not None,
-    }
-    (folder / "params.json").write_text(json.dumps(params))
-    return state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [1, 2])
-def test_metas_files_load_into_shards_and_are_exported(
-    pool: Pools, tmp_path: Path, files: int
-) -> None:
-    args = replace(TINY, rope_scaling=RopeScaling(8.0)) if files == 2 else TINY
-    wanted = _metas(tmp_path / "meta", args, files, vocabulary_cut=files == 2)
-    for run in (replace(RUN, args=args, tensor=2), replace(RUN, args=args)):
-        found = pool(2).run(_load, run, tmp_path / "meta", tmp_path / "checkpoint")[0]
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), found
-    hf = convert(tmp_path / "meta", tmp_path / "hf", "hf")
-    back = SPEC.from_hf(_tensors(hf), args)
-    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
-
-
 STACK = replace(
     SPEC,
     hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"},
@@ -270,8 +216,8 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     group = torch.distributed.group.WORLD
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    weights = HFWeights(spec, None, empty, describe(empty), dict)
-    save_hf(out, weights, group, agree, shard_bytes=100)
+    draft = replace(as_manifest(weights), tensors=describe(state))
+    save_hf(Save(out, state, draft), (spec, None), dict, group, agree, shard_bytes=100)
     return {
         name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
     }

@@ -18,8 +18,8 @@ from tests.support.checkpoints import PRINTS, RUN, options
 from tests.support.harness import Run, stepper
 from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
 from tests.support.pool import Pools
+from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.storage import HashingWriter
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.local_saves.folder import Past, write_past
 from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
@@ -229,7 +229,7 @@ def _train_with_a_slow_store(world: DistEnv, run: Run, folder: Path) -> dict[str
 
     def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
         real(saver, step, *more)
-        if saver.in_flight:
+        if saver._async.in_flight:
             saver.wait_for_local()
             beside.append(step)
         if step == 7:

@@ -52,7 +52,7 @@ OFF = [
     "config/variables",
     "resolve/folder_shape",
     "checkpoint/async_save",
-    "checkpoint/dcp_index",
+    "checkpoint/dcp_files",
     "checkpoint/hf",
     "checkpoint/load",
     "checkpoint/manager",

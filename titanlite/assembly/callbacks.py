@@ -53,13 +53,8 @@ def build_callbacks(
         sampler.show = metrics.write_texts
         every.append(sampler)
     every += own
-    # The last: an evaluation may end with the save of a run.
-    if run.features.tasks is not None:
-        every.append(run.features.tasks.begin(parts, metrics.write))
-    # It waits at the end.
-    uploads = run.features.hub and run.features.hub.callback(parts)
-    if uploads:
-        every.append(uploads)
+    for feature in run.features.on:
+        every += feature.callbacks(parts, metrics.write)
     return every, metrics.run_ids
 
 

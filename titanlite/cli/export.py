@@ -46,7 +46,7 @@ def add_command(commands: Commands) -> None:
     add = parser.add
     source = (
         "a run, its folder of checkpoints (the newest valid one), one step-N, also of torchtitan "
-        "with --config, or a folder of Hugging Face's, Meta's or PEFT's layout"
+        "with --config, or a folder of Hugging Face's or PEFT's layout"
     )
     add("source", source, "SOURCE", type=to_path)
     add("target", "a new folder", "FOLDER", type=to_path)

@@ -14,6 +14,7 @@ from titanlite.config.value_types import (
     Count,
     Duration,
     Location,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -86,9 +87,10 @@ class Metrics(Section, frozen=True):
     """TensorBoard folder, below job.dump_folder; a dated subfolder is added."""
     enable_wandb: bool = False
     """As trackers = ["wandb"]."""
-    trackers: list[Literal["wandb", "mlflow", "comet", "trackio"]] = []
-    """Services that get the metrics too, from rank 0. Each needs its own package (wandb, mlflow,
-    comet_ml, trackio) and reads its own environment variables. A resumed run continues there.
+    trackers: list[Name] = []
+    """Services that get the metrics too, from rank 0: wandb, mlflow, comet, trackio, or one of
+    another package. Each needs its client and reads its own environment variables. A resumed run
+    continues there.
     """
     layer_norms: Natural = 0
     """With every layer_norms-th log, log the gradient norm of each block, the embedding and the

@@ -162,7 +162,7 @@ class Checkpoint(Section, frozen=True):
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
     run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
-    Face's, Meta's or torchtitan's, found by its files.
+    Face's or torchtitan's, found by its files.
     """
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it
@@ -417,6 +417,13 @@ class Config(Section, frozen=True):
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()
+    others: dict[str, Section] = {}
+    """Sections of features of other packages, as far as a config has named them."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name, also one of another package."""
+        found: Section = self.others.get(name) or getattr(self, name)
+        return found
 
     @property
     def compiles_blocks(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.idle_keys import idle_keys
-from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
@@ -59,7 +58,7 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     told.notes += notes
     told.warnings += warnings
     run = RunConfig(
-        **{name: getattr(filled, name) for name in sections()},
+        **{name: getattr(filled, name) for name in Config.__struct_fields__},
         mesh=mesh,
         batch=batch,
         course=course,

@@ -12,17 +12,21 @@ when a config switches it on: features are resolved once, when the run's config 
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanlite import doors
+from titanlite.config.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.config.errors import Problem
+    from titanlite.assembly.build import TrainingComponents
+    from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
+    from titanlite.config.value_types import Section
     from titanlite.contrib.hub.feature import HubFeature
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
 
     InitRule = Callable[[str], Init]
+    Write = Callable[[int, Mapping[str, float]], object]
 
 #: Name and text of a line of the start report.
 Row = tuple[str, str]
@@ -57,8 +62,11 @@ class Feature:
     alone does is a method of that feature.
     """
 
-    #: The key that switches it on, for messages.
+    #: The key that switches it on, for messages. That of another package is on where its value is
+    #: true.
     key: str
+    #: The keys of a feature of another package: a section named as its entry point.
+    section_class: type[Section] | None = None
     #: The field of `ModelSpec` without which a model does not offer it; "": any model does.
     model_field = ""
 
@@ -123,7 +131,14 @@ class Feature:
         """
         return {}
 
-    # The start report
+    # The loop, and the start report
+
+    def callbacks(self, parts: TrainingComponents, write: Write) -> Iterable[Callback]:
+        """Return what accompanies the run, after all other callbacks.
+
+        write: takes a step and figures for metrics.jsonl.
+        """
+        return ()
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         """Return rows of the start report."""
@@ -136,6 +151,8 @@ class Entry(NamedTuple):
     name: str
     place: str
     is_on: Callable[[Config], bool]
+    #: The key to blame where the feature, which stands beside the core, is not installed.
+    key: str = ""
 
 
 def _shared(config: Config, degree: int) -> bool:
@@ -193,11 +210,17 @@ FEATURES = (
     ),
     Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
     Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
-    Entry("hub", "titanlite.contrib.hub.feature:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
+    Entry(
+        "hub",
+        doors.OURS["features"]["hub"],
+        lambda c: _saves(c, c.checkpoint.hub),
+        "checkpoint.hub",
+    ),
     Entry(
         "local_saves",
-        "titanlite.features.local_saves:LocalSaves",
-        lambda c: _saves(c, c.checkpoint.local_folder is not None),
+        doors.OURS["features"]["local_saves"],
+        lambda c: _saves(c, c.checkpoint.local_folder),
+        "checkpoint.local_folder",
     ),
 )
 
@@ -219,27 +242,38 @@ class Features:
     tasks: TaskEvaluation | None = None
     hub: HubFeature | None = None
     local_saves: LocalSaves | None = None
+    #: Of other packages.
+    others: tuple[Feature, ...] = ()
 
     @property
     def on(self) -> list[Feature]:
-        """Return the features that are on, in the order of `FEATURES`."""
+        """Return the features that are on, in the order of `FEATURES`; then those of packages."""
         names = dict.fromkeys(entry.name for entry in FEATURES)
         every = (getattr(self, name) for name in names)
-        return [feature for feature in every if feature is not None]
+        return [*(feature for feature in every if feature is not None), *self.others]
 
 
 def features_of(config: Config) -> Features:
     """Return the features that the sections of a config switch on."""
     on = [entry for entry in FEATURES if entry.is_on(config)]
-    return Features(**{entry.name: _load(entry.place)(config) for entry in on})
+    others = []
+    for name, section in config.others.items():
+        kind: type[Feature] = doors.load(doors.of_packages("features")[name])
+        if getattr(section, kind.key.rpartition(".")[2]):
+            others.append(kind(config))
+    ours = {entry.name: doors.load(entry.place)(config) for entry in on}
+    return Features(**ours, others=tuple(others))
+
+
+def not_installed(config: LoadedConfig) -> Iterator[Problem]:
+    """Find keys that switch on what this installation lacks."""
+    for entry in FEATURES:
+        lack = entry.key and entry.is_on(config.sections) and doors.lack(entry.place)
+        if lack:
+            yield Problem("not-installed", entry.key, lack, "leave the key out")
 
 
 def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:
     """Return the MoE layers of a model, on any number of ranks; None: it has none."""
     layers = spec.moe_layers(args)
-    return _load("titanlite.features.experts:MoELayers")(layers) if layers else None
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return doors.load("titanlite.features.experts:MoELayers")(layers) if layers else None

@@ -15,8 +15,8 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
-from titanlite.checkpoint.storage import Written
 from titanlite.dist.dist_env import DistEnv, gather_objects, log_once
 from titanlite.features.local_saves.folder import LocalFolder, part_path, remove
 from titanlite.utils import logger, new_file, sync

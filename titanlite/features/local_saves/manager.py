@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.checkpoint.async_save import AsyncSave, Copy
+from titanlite.checkpoint.async_save import AsyncSave, Copy, async_save
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer, Save, async_save
+from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer
 from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.paths import AnyPath, to_path, write_new
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import describe, on_each_rank, on_rank_0
+from titanlite.checkpoint.storage import Save, describe, on_each_rank, on_rank_0
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import this_rank
 from titanlite.features.local_saves.copies import plan_copies

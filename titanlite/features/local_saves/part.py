@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, dtype_name, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
-from titanlite.checkpoint.storage import Tensors, Written
+from titanlite.checkpoint.storage import Tensors
 from titanlite.dist.local import plain_local
 from titanlite.utils import new_file, parse_json, sync
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.manifest import FAST_HASH, FILE, SAFE_HASH, Manifest, file_digest
-from titanlite.checkpoint.storage import RNG, Tensors, Written
+from titanlite.checkpoint.storage import RNG, Tensors
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local import plain_local
 from titanlite.features.local_saves.copies import Incoming, transfer

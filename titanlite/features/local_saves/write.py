@@ -10,10 +10,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.checkpoint.async_save import Copy
+from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.manager import Save, check_finite
 from titanlite.checkpoint.manifest import FAST_HASH, digest_of, file_digest
-from titanlite.checkpoint.storage import RNG, Tensors, Written, on_each_rank, on_rank_0
+from titanlite.checkpoint.storage import RNG, Save, Tensors, check_finite, on_each_rank, on_rank_0
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local import plain_local
 from titanlite.features.local_saves.copies import Copies

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem, refuse
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from titanlite.features.tasks.run import TaskRun
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
+    from titanlite.run.features import Write
 
 
 class TaskEvaluation(Feature):
@@ -75,12 +76,10 @@ class TaskEvaluation(Feature):
         refuse([Problem("conflict", KEY, task.unfit, hint) for task in tasks if task.unfit])
         return tasks
 
-    # The run: `titanlite.assembly.callbacks` calls this
+    # The run
 
-    def begin(
-        self, parts: TrainingComponents, write: Callable[[int, Mapping[str, float]], object]
-    ) -> TaskRun:
-        """Return what runs the tasks on this rank. write: takes a step and figures."""
+    def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[TaskRun]:
+        """Yield what runs the tasks on this rank. An evaluation may end with the save of a run."""
         from titanlite.features.context.loader import split_batch
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun
@@ -113,7 +112,7 @@ class TaskEvaluation(Feature):
         weights: Any = contextlib.nullcontext
         if self.section.ema and parts.average is not None:
             weights = parts.average.applied
-        return TaskRun(self.section, parts.datasets.tasks, scorer, weights, write)
+        yield TaskRun(self.section, parts.datasets.tasks, scorer, weights, write)
 
     # The start report
 
