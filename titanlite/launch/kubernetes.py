@@ -145,20 +145,7 @@ def _words(job: Job) -> list[str]:
 def _problems(job: Job) -> Iterator[Problem]:
     launch = job.launch
     values = config_values(job.run.toml)
-    texts = {key: json.dumps(value, default=str) for key, value in values.items()}
-    # The names of the secret's variables are not known here.
-    in_pods = r"\w+" if launch.token_secret else _IN_PODS
-    found = []
-    for key, text in texts.items():
-        for name in dict.fromkeys(_VARIABLE.findall(text)):
-            if name not in launch.environment and not re.fullmatch(in_pods, name):
-                message = f"the containers have no environment variable {name}"
-                hint = f"set launch.environment.{name}, or write $${{ for a literal ${{"
-                found.append((key, message, hint))
-        if public(text) != text:
-            message = "all readers of the manifest see the login or signature of its URL"
-            hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
-            found.append((key, message, hint))
+    found = [*_values_of_others(job, values)]
     for name in launch.environment:
         # A tokenizer's settings are no secrets.
         if is_secret(name) and not name.startswith("TOKENIZERS_"):
@@ -180,6 +167,23 @@ def _problems(job: Job) -> Iterator[Problem]:
             found.append(("launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
     for key, message, hint in (*found, *_unmounted(job, str(values["checkpoint.folder"]))):
         yield Problem("does-not-fit", key, message, hint)
+
+
+def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield variables that the pods lack, and URLs that readers of the manifest must not see."""
+    # The names of the secret's variables are not known here.
+    in_pods = r"\w+" if job.launch.token_secret else _IN_PODS
+    for key, value in values.items():
+        text = json.dumps(value, default=str)
+        for name in dict.fromkeys(_VARIABLE.findall(text)):
+            if name not in job.launch.environment and not re.fullmatch(in_pods, name):
+                message = f"the containers have no environment variable {name}"
+                hint = f"set launch.environment.{name}, or write $${{ for a literal ${{"
+                yield key, message, hint
+        if public(text) != text:
+            message = "all readers of the manifest see the login or signature of its URL"
+            hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
+            yield key, message, hint
 
 
 def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
