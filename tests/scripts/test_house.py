@@ -97,7 +97,6 @@ OFF = [
     "parallel/compile",
     "parallel/divided_loss",
     "dist/interfaces",
-    "parallel/policy_check",
     "dist/run_store",
     "parallel/tensor",
     "parallel/wrapping",

@@ -92,15 +92,9 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
         yield EqualReplicas()
     if run.training.compile:
-        from titanlite.parallel.compile import watch_compilation
+        from titanlite.parallel.compile import CompileWatch
 
-        watch = watch_compilation(parts.model_parts.builder, parts.model)
-        if watch is not None:
-            yield CompileReport(watch)
-    float8 = run.features.float8
-    drift = float8 and float8.drift_check(parts.model_parts.builder.param_dtype, metrics.write)
-    if drift:
-        yield drift
+        yield CompileReport(CompileWatch(run.compile.backend))
     if run.profiling.enable_profiling or run.profiling.enable_memory_snapshot:
         from titanlite.metrics.profiler import Profiler
 

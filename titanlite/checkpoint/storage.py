@@ -161,28 +161,15 @@ def find_nonfinite(
             part = local(tensor)
             devices.setdefault(part.device, {})[name] = part
     mine = ""
-    failed = None
-    try:
-        for parts in devices.values():
-            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
-            # tensor decides.
-            sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-            finite = sums.isfinite().tolist()
-            for (name, part), fine in zip(parts.items(), finite, strict=True):
-                if not mine and not fine and not part.isfinite().all():
-                    mine = name
-    except RuntimeError as error:
-        # The other ranks wait for an answer in any case.
-        failed = error
-    found = gather_objects((mine, failed is not None), group)
-    if failed is not None:
-        raise failed
-    if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
-        raise RuntimeError(
-            f"{name_ranks(broken)} could not search for numbers that are not finite; see its "
-            "message"
-        )
-    names = [name for name, _ in found]
+    for parts in devices.values():
+        # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
+        # tensor decides.
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+        finite = sums.isfinite().tolist()
+        for (name, part), fine in zip(parts.items(), finite, strict=True):
+            if not mine and not fine and not part.isfinite().all():
+                mine = name
+    names = gather_objects(mine, group)
     ranks = [rank for rank, name in enumerate(names) if name]
     return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
 

@@ -312,10 +312,6 @@ class Float8(Section, frozen=True):
     """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
-    drift_check: Natural = 0
-    """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
-    off.
-    """
 
     @property
     def is_mx(self) -> bool:

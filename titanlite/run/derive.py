@@ -57,7 +57,13 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     notes, warnings = idle_keys(config)
     told.notes += notes
     told.warnings += warnings
-    run = RunConfig(
+    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
+        # torch reshapes gathered tensors, and inductor finds no match.
+        told.warnings.append(
+            "experimental.enable_async_tensor_parallel overlaps no all-gather at "
+            "training.batch_size = 1: choose 2 or more"
+        )
+    return RunConfig(
         **{name: getattr(filled, name) for name in Config.__struct_fields__},
         mesh=mesh,
         batch=batch,
@@ -69,8 +75,6 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
         warnings=tuple(told.warnings),
         toml=config.to_toml(),
     )
-    more = [warning for feature in run.features.on for warning in feature.warnings(run)]
-    return replace_fields(run, warnings=(*run.warnings, *more))
 
 
 def below(folder: str, path: str) -> str:

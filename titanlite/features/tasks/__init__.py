@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import Problem, refuse
+from titanlite.config.errors import Problem
 from titanlite.features.tasks.harness import HARNESS, KEY, HarnessTask, load_tasks
 from titanlite.run.features import Feature, Row
 from titanlite.utils import pip_install
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.text import Share
     from titanlite.features.tasks.run import TaskRun
@@ -42,10 +41,6 @@ class TaskEvaluation(Feature):
         self.section = config.eval
 
     # Before the ranks start
-
-    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        """Find files of texts and questions, which earlier versions took."""
-        yield from file_problems(config.sections.eval.tasks, KEY)
 
     def missing_packages(self, is_installed: Callable[[str], bool]) -> Iterator[Problem]:
         """Find tasks without their package."""
@@ -71,10 +66,7 @@ class TaskEvaluation(Feature):
         logging.getLogger(HARNESS).setLevel(logging.ERROR)
         datasets.disable_progress_bars()
         section = self.section
-        tasks = load_tasks(section.tasks, section.include_path, section.num_fewshot, section.limit)
-        hint = "run it by `titanlite eval` on a checkpoint"
-        refuse([Problem("conflict", KEY, task.unfit, hint) for task in tasks if task.unfit])
-        return tasks
+        return load_tasks(section.tasks, section.include_path, section.num_fewshot, section.limit)
 
     # The run
 
@@ -96,8 +88,6 @@ class TaskEvaluation(Feature):
             parts.datasets.tokenizer,
             longest - longest % multiple,
             parts.world.device,
-            run.spec.head,
-            frozenset(parts.datasets.tokenizer.stop_ids),
         )
         size = self.section.batch_size or run.validation.batch_size or run.batch.micro_batch_size
         counts = model.mesh.get_local_rank("tp") == 0
@@ -122,12 +112,3 @@ class TaskEvaluation(Feature):
             when += " and at the end"
         weights = ", with the average of the weights" if self.section.ema else ""
         yield "tasks", f"{', '.join(self.section.tasks)}: {when}{weights}"
-
-
-def file_problems(entries: Iterable[str], key: str) -> Iterator[Problem]:
-    """Find entries that are files, which earlier versions took."""
-    for entry in entries:
-        if "/" in entry or ".json" in entry or entry.endswith(".txt"):
-            message = f"{entry!r} is no name of a task of lm-evaluation-harness"
-            hint = "a task file (YAML) reads files of your own: docs/evaluation.md"
-            yield Problem("unknown-value", key, message, hint)
