@@ -10,7 +10,7 @@ its shape from a folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.config.toml import quote
 from titanlite.models.families import builtin_family
-from titanlite.models.fields import checked_fields
+from titanlite.models.fields import checked_fields, deciding
 from titanlite.models.hf_names import entry_of
-from titanlite.models.llama import LlamaArgs, RopeScaling
-from titanlite.models.llama_shapes import SHAPES
-from titanlite.models.rope_scaling import Scaling
+from titanlite.models.llama import LLAMA3, LlamaArgs
+from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json
 
@@ -168,7 +167,7 @@ def meta_args(content: Mapping[str, Any]) -> LlamaArgs:
 
 def _published(dim: int, n_layers: int) -> LlamaArgs | None:
     """Return the Llama 3 of these sizes, with the RoPE of its latest version."""
-    known = {(one.dim, one.n_layers): one for one in SHAPES["llama3"].values()}
+    known = {(one.dim, one.n_layers): one for one in LLAMA3.flavors.values()}
     return known.get((dim, n_layers))
 
 
@@ -244,16 +243,6 @@ def differences(there: SourceModel, name: str, args: Any) -> list[str]:
 def key_of(field: str) -> str:
     """Return the key that sets a field of a model's arguments."""
     return f"model.{field}" if field in OWN_KEYS else f"model.overrides.{field}"
-
-
-def deciding(args: Any) -> dict[str, Any]:
-    """Return field → value of the arguments that decide tensors or logits, with defaults worked
-    out.
-    """
-    if hasattr(args, "deciding"):
-        return dict(args.deciding())
-    names = [field.name for field in fields(args)]
-    return {name: getattr(args, name) for name in names if name != "max_seq_len"}
 
 
 def remedy(there: SourceModel, spec: ModelSpec) -> str:

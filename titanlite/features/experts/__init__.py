@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
     from titanlite.features.experts.plan_speed import ExpertSpeed
-    from titanlite.models.llama_args import LlamaArgs
+    from titanlite.models.llama import LlamaArgs
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.feed_forward import FeedForwardMemory
