@@ -134,7 +134,7 @@ class TunedArgs(LlamaArgs):
     """Arguments that no code but this names."""
 
     gain: float = 2.0
-    penalty: float = argument(0.5, of_training=True, least=0)
+    penalty: float = argument(0.5, of_training=True, may_be_zero=True)
     narrow: int | None = argument(None, decides="narrow_width")
 
     @property

@@ -31,7 +31,7 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
     for one in fields(args):
-        if is_of_training(one):
+        if is_of_training(type(args), one.name):
             del shape[one.name]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)

@@ -159,8 +159,9 @@ def missing_fields(model: Model) -> list[str]:
     give.
     """
     found = []
-    for field in fields(get_spec(model.name).args_class):
-        can_lack = field.default is None or is_of_training(field)
+    cls = get_spec(model.name).args_class
+    for field in fields(cls):
+        can_lack = field.default is None or is_of_training(cls, field.name)
         is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
         if not can_lack and not is_given:
             found.append(field.name)

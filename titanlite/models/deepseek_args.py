@@ -21,7 +21,7 @@ class DeepSeekV3Args(ExpertArgs):
     """
 
     #: Width of the latent of queries; 0: queries are a product of the hidden states.
-    q_lora_rank: int = argument(0, least=0)
+    q_lora_rank: int = 0
     #: Width of the latent of keys and values.
     kv_lora_rank: int = 512
     #: Widths of the parts of each head's query and key: without positions, and rotated.
@@ -32,11 +32,11 @@ class DeepSeekV3Args(ExpertArgs):
     #: Pairs that rotate together are neighbours, as in DeepSeek's files.
     rope_interleave: bool = True
     #: First blocks with a dense feed-forward.
-    n_dense_layers: int = argument(1, least=0)
+    n_dense_layers: int = 1
     #: Hidden width of each expert.
     expert_width: int = 1408
     #: Experts that every token passes through.
-    n_shared_experts: int = argument(1, least=0)
+    n_shared_experts: int = 1
     #: How scores are made of the router's logits: "sigmoid" (V3) or "softmax" (V2).
     score: str = "sigmoid"
     #: Whether the scores of a token's experts are divided by their sum.
@@ -49,9 +49,9 @@ class DeepSeekV3Args(ExpertArgs):
     #: Best experts of a group whose scores together tell how good it is: 2 (V3), or 1 (V2).
     group_best: int = argument(2, decides="best_of_groups")
     #: Step by which each expert's bias moves after an update; 0: it stays.
-    bias_update: float = argument(0.001, decides="expert_bias", least=0)
+    bias_update: float = argument(0.001, decides="expert_bias")
     #: Biases balance the load, so no loss does.
-    aux_loss: float = argument(0.0, of_training=True, least=0)
+    aux_loss: float = 0.0
     norm_eps: float = 1e-6
     #: Of the norms on latents.
     latent_norm_eps: float = LATENT_NORM_EPS

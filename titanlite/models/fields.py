@@ -7,10 +7,11 @@ says so where it is declared, by `argument`. So what compares or checks argument
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import Field, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 from titanlite.config.errors import Problem
@@ -21,23 +22,44 @@ LENGTH = "max_seq_len"
 
 
 def argument(
-    default: Any, *, decides: str | None = None, of_training: bool = False, least: int = 1
+    default: Any,
+    *,
+    decides: str | None = None,
+    of_training: bool = False,
+    may_be_zero: bool = False,
 ) -> Any:
-    """Declare an argument that is no plain part of the shape.
+    """Declare an argument that is no plain part of the shape. A subclass that declares it anew need
+    not say so again.
 
     decides: the attribute that stands for it where models are compared, "" if others do.
     of_training: it changes neither weights nor logits; runs that differ in it resume each other's
-    checkpoints. least: 0 for a number that may be zero.
+    checkpoints. may_be_zero: as arguments may whose default is zero.
     """
-    told: dict[str, Any] = {"of_training": of_training, "least": least}
+    told: dict[str, Any] = {}
+    if may_be_zero:
+        told["may_be_zero"] = True
+    if of_training:
+        told["of_training"] = True
     if decides is not None or of_training:
         told["decides"] = decides or ""
     return field(default=default, metadata=told)
 
 
-def is_of_training(one: Field[Any]) -> bool:
+@functools.cache
+def _told(cls: type, name: str) -> Mapping[str, Any]:
+    """Return what a class and those that it is made from say about an argument."""
+    found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
+    for base in reversed(cls.__mro__):
+        declared = vars(base).get("__dataclass_fields__", {}).get(name)
+        found.update(declared.metadata if declared is not None else {})
+        if vars(base).get(name) == 0:
+            found["may_be_zero"] = True
+    return found
+
+
+def is_of_training(cls: type, name: str) -> bool:
     """Return whether weights mean the same, whatever the argument is."""
-    return bool(one.metadata.get("of_training", one.name == LENGTH))
+    return bool(_told(cls, name)["of_training"])
 
 
 def deciding(args: Any) -> dict[str, Any]:
@@ -48,9 +70,10 @@ def deciding(args: Any) -> dict[str, Any]:
     if hasattr(args, "deciding"):
         return dict(args.deciding())
     found = {}
+    cls: Any = type(args)
     for one in fields(args):
-        attribute = one.metadata.get("decides", one.name)
-        if attribute and not is_of_training(one):
+        attribute = _told(cls, one.name)["decides"]
+        if attribute and one.name != LENGTH:
             found[one.name] = getattr(args, attribute)
     return found
 
@@ -58,11 +81,12 @@ def deciding(args: Any) -> dict[str, Any]:
 def out_of_range(args: Any) -> list[str]:
     """Return what is wrong with numbers by themselves."""
     wrong = []
+    cls: Any = type(args)
     for one in fields(args):
         value = getattr(args, one.name)
         if type(value) not in (int, float):
             continue
-        may_be_zero = one.metadata.get("least", 1) == 0
+        may_be_zero = "may_be_zero" in _told(cls, one.name)
         if not (0 < value < math.inf or value == 0 and may_be_zero):
             limit = "not be negative" if may_be_zero else "be positive"
             wrong.append(f"{one.name} must {limit}, got {value}")

@@ -32,10 +32,10 @@ _LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 class GptOssArgs(ExpertArgs):
     """A decoder's arguments; `ffn_dim` is the width of each expert."""
 
-    top_k: int = argument(4, least=0)
-    aux_loss: float = argument(0.001, of_training=True, least=0)
+    top_k: int = 4
+    aux_loss: float = 0.001
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = argument(0.0, decides="", least=0)
+    bias_update: float = argument(0.0, decides="")
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 64
     #: Tokens that a token attends to in the first, third, … block, itself and those before it. In

@@ -25,12 +25,12 @@ class Llama4Args(ExpertArgs):
     A block without rotary positions has `nope_every` = 1, and one with them 0.
     """
 
-    n_experts: int = argument(16, least=0)
-    top_k: int = argument(1, least=0)
+    n_experts: int = 16
+    top_k: int = 1
     #: `transformers` has none for these models; 0.001 is in their config.json.
-    aux_loss: float = argument(0.001, of_training=True, least=0)
+    aux_loss: float = 0.001
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = argument(0.0, decides="", least=0)
+    bias_update: float = argument(0.0, decides="")
     #: Hidden width of each expert, the shared one too.
     expert_width: int = 8192
     #: Every so many blocks one has experts; the others are dense.
@@ -38,16 +38,16 @@ class Llama4Args(ExpertArgs):
     #: How scores are made of the router's logits: "sigmoid", or "softmax".
     score: str = "sigmoid"
     #: Every so many blocks one has no rotary positions and attends to all; 0: none.
-    nope_every: int = argument(4, least=0)
+    nope_every: int = argument(4, may_be_zero=True)
     #: Tokens of a chunk, counted from the beginning of a document. In blocks with rotary positions
     #: a token attends to those of its chunk; 0: to all.
-    chunk: int = argument(8192, least=0)
+    chunk: int = argument(8192, may_be_zero=True)
     #: Whether q and k of blocks with rotary positions are divided by their root mean square, after
     #: the rotation.
     unit_qk: bool = True
     #: q of blocks without rotary positions grows by this share of log(1 + position // floor); 0:
     #: it does not.
-    temperature: float = argument(0.1, least=0)
+    temperature: float = argument(0.1, may_be_zero=True)
     temperature_floor: int = 8192
     # No fields: these are the same for all.
     norm_topk = False

@@ -53,7 +53,7 @@ class Qwen3MoeArgs(ExpertArgs):
     #: Whether the weights of a token's experts are divided by their sum.
     norm_topk: bool = True
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = argument(0.0, decides="", least=0)
+    bias_update: float = argument(0.0, decides="")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,13 +29,13 @@ class ExpertArgs(LlamaArgs):
     its users may set beside.
     """
 
-    n_experts: int = argument(8, least=0)
+    n_experts: int = argument(8, may_be_zero=True)
     #: Experts that each token goes to.
-    top_k: int = argument(2, least=0)
+    top_k: int = argument(2, may_be_zero=True)
     #: Weight of the load-balancing loss beside the loss per token; 0: none.
-    aux_loss: float = argument(0.02, of_training=True, least=0)
+    aux_loss: float = argument(0.02, of_training=True, may_be_zero=True)
     #: Weight of the router's z-loss; 0: none. ST-MoE takes 0.001.
-    z_loss: float = argument(0.0, of_training=True, least=0)
+    z_loss: float = argument(0.0, of_training=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
