@@ -20,13 +20,12 @@ from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
-from titanlite.config.model_sections import Optimizer
 from titanlite.config.own_functions import load_functions
 from titanlite.config.resolve import resolve
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record
-from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
+from titanlite.optim.optimizer import gated_step, keep_ratios
 from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,36 +364,6 @@ def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(
         assert all(weight.isfinite().all() for weight in weights)
 
 
-def test_an_optimizer_that_only_says_that_it_is_fused_is_held_back_too() -> None:
-    class Plain(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.1)
-            self.param_groups[0]["fused"] = True
-
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.data.add_(p.grad, alpha=-group["lr"])
-
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.full((2,), math.nan)
-    gated_step(Plain([weight]), torch.tensor(False), 0.1)
-    assert weight.eq(1).all()
-
-
-def no_optimizer(parameters: Any, settings: Any, device: Any) -> int:
-    return 7
-
-
-def test_ratios_that_are_given_stay_and_a_base_of_zero_has_none() -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    given = keep_ratios(torch.optim.SGD([{"params": [weight], "lr_scale": 3.0}], lr=0.1), 0.1)
-    assert keep_ratios(given, 0.5).param_groups[0]["lr_scale"] == 3.0
-    assert keep_ratios(torch.optim.SGD([weight], lr=0.1), 0.0).param_groups[0]["lr_scale"] == 1.0
-    with pytest.raises(TypeError, match="no torch optimizer"):
-        build_optimizer({}, Optimizer(name="tests.test_examples:no_optimizer"), torch.device("cpu"))
-
-
 def head_alone(parameters: dict[str, Any], settings: Any, device: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameters["output.weight"]], lr=settings.lr)
 
@@ -412,20 +381,6 @@ def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(
     }
     assert rows["head"] == rows["all"]
     assert len(rows["all"]) == 3
-
-
-def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> torch.optim.Optimizer:
-    groups = [{"params": []}, {"params": list(parameters.values())}]
-    return torch.optim.SGD(groups, lr=settings.lr)
-
-
-@pytest.mark.slow
-def test_the_first_group_may_be_empty(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=2", "--training.loss=cross_entropy", *LLAMA]
-    (run, *_) = pool(2).run(
-        _run, str(tmp_path), f"--optimizer.name={__name__}:without_tables", *flags
-    )
-    assert [row[0] for row in run.rows] == [1, 2]
 
 
 def _misfit(world: DistEnv, folder: str, *flags: str) -> str:

@@ -9,20 +9,16 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
+from titanlite.assembly import failure
 from titanlite.assembly.supported import system_problem
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import dotted_paths
-from titanlite.config.sections import Checkpoint
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.dist.signals import (
@@ -33,7 +29,7 @@ from titanlite.dist.signals import (
     exit_on_signals,
 )
 from titanlite.resolve.load import check_config
-from titanlite.utils import MissingPackageError, escape, logger, require, say
+from titanlite.utils import MissingPackageError, logger, require, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -48,16 +44,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Time in which the rank that prints an error must do so, before other ranks leave. The first to
-#: leave makes torchrun end all.
-PRINT_SECONDS = 3.0
-
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
     problem = system_problem()
     if problem:
-        sys.exit(print_error(problem, exit_codes.CONFIG))
+        sys.exit(failure.print_error(problem, exit_codes.CONFIG))
     run_rank(run, sys.argv[1:] if argv is None else argv)
 
 
@@ -72,21 +64,11 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)  # for torchrun's summary
-        say(traceback.format_exc().removesuffix("\n"))
         code = exit_codes.ERROR
-        last_error = f"{type(error).__name__}: {error}"
-        if (
-            os.environ.get("WORLD_SIZE", "1") != "1"
-        ):  # the line that is read last should say where this is from
-            last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
-            say(f"error: {last_error}")
-        _tell_sagemaker(last_error, code)
+        last_error = failure.print_unforeseen(error)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
-    exit_now(code, last_error)
+    failure.exit_now(code, last_error)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -107,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
             return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
-        return print_error(str(error), error.exit_code)
+        return failure.print_error(str(error), error.exit_code)
     with _without_collector():
         import titanlite.assembly.build  # noqa: F401
         from titanlite.trainer import Trainer
@@ -134,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return print_error(rank.message(error, code), code)
+            return failure.print_error(rank.message(error, code), code)
     return exit_codes.DONE
 
 
@@ -277,7 +259,7 @@ class _Rank:
         comm = self.config.comm
         traces = str(self.folder / TRACES)
         logs = str(self.folder / LOGS)
-        self.watchdog = HangWatchdog(self.config.stall, comm, logs, traces, exit_now)
+        self.watchdog = HangWatchdog(self.config.stall, comm, logs, traces, failure.exit_now)
         world = DistEnv.open(
             store=self.store,
             init_timeout_seconds=comm.init_timeout_seconds,
@@ -290,110 +272,12 @@ class _Rank:
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
-        if code == exit_codes.OUT_OF_MEMORY:
-            return self.memory_message(error, code)
-        if isinstance(error, ConfigError):
-            # What is found on the machine or in the model has no place in the config yet.
-            error = ConfigError(
-                replace(found, where=found.where or self.asked.place(found.key.partition("[")[0]))
-                for found in error.problems
-            )
-        return _explained(error, self.watchdog.verdict, self.config.checkpoint)
-
-    def memory_message(self, error: Exception, code: int) -> str:
-        """Return the report of a run out of memory, from one rank of each machine."""
+        if code != exit_codes.OUT_OF_MEMORY:
+            return failure.explain(error, self.config, self.asked, self.watchdog.verdict)
         # torchrun's SIGTERM, when the first other rank ends, must not cut the report off.
         self.stop.at_once = False
-        if exit_codes.report_code(code) and _first_here(self.store):
-            # There may be no memory even for an import.
-            with contextlib.suppress(Exception):
-                import torch
-
-                from titanlite.plan.runtime import memory_report
-
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-                rank = self.environment.rank
-                return memory_report(self.config, error, self.watchdog.where, rank, device)
-            return str(error)
-        return f"out of memory ({self.watchdog.where}): see the report of another rank here"
-
-
-def _first_here(store: Store | None) -> bool:
-    """Return whether no other rank of this machine asked before: True for all of them without the
-    store.
-    """
-    with contextlib.suppress(Exception):
-        return store is None or store.add(f"out of memory on {socket.gethostname()}", 1) == 1
-    return True
-
-
-def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
-    """Return the message of an expected error, with advice. verdict: the watchdog's."""
-    from titanlite.optim.bad_steps import BadStepError
-    from titanlite.parallel.compile import CompileError
-
-    if isinstance(error, CompileError):
-        if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
-            say(traceback.format_exc().removesuffix("\n"))
-        return (
-            f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false "
-            "trains without"
-        )
-    if isinstance(error, BadStepError):
-        kept = "checkpoints are off"
-        if section.enable_checkpoint:
-            kept = f"checkpoints are in {section.folder}"
-        return f"stopped: {error}; {kept}"
-    if exit_codes.is_of_collectives(error):
-        unknown = (
-            "Another rank has ended, hangs or cannot be reached: see who in the logs of the ranks"
-        )
-        return f"a collective failed: {error}\n{verdict or unknown}"
-    return str(error)
-
-
-def print_error(message: str, code: int) -> int:
-    """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
-
-    The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
-    one that does.
-    """
-    message = escape(message)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        _tell_sagemaker(message, code)
-        say(f"error: {message}")
-    else:
-        time.sleep(PRINT_SECONDS)
-        # A rank that ended by this code has told why. That of memory is noted before.
-        if code == exit_codes.OUT_OF_MEMORY or exit_codes.report_code(code):
-            rank = os.environ.get("RANK")
-            say(f"error: [rank {rank}] {message}")
-    return code
-
-
-def _tell_sagemaker(message: str, code: int) -> None:
-    """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job.
-
-    The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A
-    toolkit in the container sets the variable. The text is cut to 1,024 characters there.
-    """
-    folder = os.environ.get("SM_OUTPUT_DIR")
-    if folder:
-        known = Path(folder, f".failure-{exit_codes.attempt()}")
-        with contextlib.suppress(OSError):
-            if code != exit_codes.LOST_PEER:
-                known.open("x").close()
-            elif known.exists():
-                return
-            Path(folder, "failure").write_text(f"{message}\n", encoding="utf-8")
-
-
-def exit_now(code: int, last_error: str = "") -> NoReturn:
-    """End this process here and now. last_error: the last line of an unforeseen error."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
-            stream.flush()
-    exit_codes.end_process(code, last_error)
+        rank, phase = self.environment.rank, self.watchdog.where
+        return failure.explain_memory(error, self.config, rank, phase, self.store)
 
 
 def _log_files(files: Sequence[str]) -> None:

@@ -350,9 +350,9 @@ def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: fl
     parts = trainer.parts
     last_step = trainer.step == trainer.steps
     last = last_step or trainer.stopping
-    weights_only = parts.last_save_dtype
-    if not last_step or trainer.owed:
-        weights_only = None
+    weights_only = None
+    if last_step and not trainer.owed and parts.run.checkpoint.model_weights_only:
+        weights_only = parts.run.checkpoint.export_dtype
     started = time.perf_counter()
     try:
         folder = saver.save(

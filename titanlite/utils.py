@@ -579,7 +579,6 @@ def templates(folder: Path, **options: Any) -> Any:
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
-        autoescape=jinja2.select_autoescape(("html.jinja", "svg.jinja")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

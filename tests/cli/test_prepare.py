@@ -320,17 +320,11 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "right"),
     [
-        ("a.csv", "title,body\na,hello\n", ["--text-key", "body"]),
         ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
         (
             "a.jsonl",
             '{"talk": [{"role": "assistant", "content": "a"}]}\n',
             ["--messages-key", "talk"],
-        ),
-        (
-            "a.jsonl",
-            '{"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}\n',
-            ["--record", "completion"],
         ),
     ],
 )

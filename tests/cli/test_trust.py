@@ -40,7 +40,6 @@ from tests.support.golden_run import MORE, GoldenRun
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
-from titanlite.cli.config import DIFFERENT
 from titanlite.cli.eval_text import config_of, read_texts
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
@@ -59,13 +58,10 @@ SHOWS = {
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
-    "config diff": (["{step}", "{run}"], DIFFERENT),
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
-    "checkpoint convert": ["{step}", "{out}", "--to", "checkpoint"],
     "export": ["{step}", "{out}"],
-    "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
     "push": ["{step}", "ada/tiny"],
@@ -76,7 +72,6 @@ CONFIG = {
         ["{step}"],
         ["model.name", "training.loss", "validation.dataset"],
     ),
-    "config diff": (["{run}", "debug_model.toml"], []),  # it shows the keys, and runs none
 }
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
@@ -217,7 +212,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
-@pytest.mark.parametrize("command", sorted(CONFIG.keys() - {"config diff"}))
+@pytest.mark.parametrize("command", sorted(CONFIG))
 def test_code_that_a_kept_config_names_is_not_imported(
     poisoned: Poisoned, command: str, way: str
 ) -> None:
@@ -363,8 +358,7 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
     calls: list[tuple[str, list[str]]] = [
-        ("import", [str(folder), "{out}"]),
-        ("export", [str(folder), "{out}-again"]),
+        ("export", [str(folder), "{out}"]),
         ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
     ]
     for command, words in calls:
@@ -525,9 +519,8 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "assembly/build.py",
         "config/own_functions.py",
         "main.py",
-        # The names of a fixed list, both.
+        # The names of a fixed list.
         "models/families.py",
-        "metrics/observer.py",
         "assembly/own_callbacks.py",
         "config/resolve.py",
     }
@@ -543,9 +536,9 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "models/families.py",
         "models/spec.py",
         "dist/agents.py",
-        "cli/command_table.py",
+        # The names of a fixed list, and entry points of packages that the user has installed.
+        "doors.py",
         "checkpoint/foreign.py",
-        "run/features.py",
         "cli/launch.py",
         "cli/plan/plan.py",
     }

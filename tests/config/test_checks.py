@@ -107,8 +107,6 @@ PP = "experimental.pipeline_parallel_"
 SPLIT = "experimental.pipeline_parallel_split_points"
 PP2 = f"{PP}degree=2"
 MICRO = f"{PP}microbatches"
-CHUNKS = "training.loss_chunks"
-CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
 SOURCE = 'data.source=[{path="."},'
@@ -160,14 +158,6 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("needs", PRECOMPUTE, f"{ON} {PRECOMPUTE}", f"{GATHER} = true"),
     # Keys that contradict each other
     ("conflict", "training.prefetch", "training.prefetch=1 training.fsdp_units=root", "fsdp_units"),
-    (
-        "conflict",
-        "training.loss_chunks",
-        "training.loss_chunks=9 training.seq_len=4 training.batch_size=2",
-        "8 tokens",
-    ),
-    ("conflict", CHUNKS, f"{CHUNKED} {CP}=2", "2 sequences x 16 tokens", 2),
-    ("conflict", CHUNKS, f"{CHUNKED} {PP2}", "1 sequence x 32 tokens", 2),
     ("conflict", f"{RATE}min_lr", f"{RATE}min_lr=0.5", "optimizer.lr"),
     (
         "conflict",

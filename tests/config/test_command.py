@@ -227,8 +227,6 @@ print([name for name in heavy if name in sys.modules])
     "words",
     [
         ["check", "llama3_8b.toml"],
-        ["diff", "llama3_8b.toml", "llama3_70b.toml"],
-        ["show", "--aws-fsdp", "--max_steps=3"],
         ["template", "--markdown"],
     ],
     ids=lambda words: words[0],

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.assembly.failure import tell_sagemaker
 from titanlite.assembly.folders import show_config
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file, read, read_text
 from titanlite.config.run_sections import Job
-from titanlite.main import _tell_sagemaker
 
 TEXT = """\
 [job]
@@ -123,6 +123,27 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
     assert [p.key for p in problems] == ["launch.image", "job.dump_folder"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "line"),
+    [
+        ("model.converters", "float8", "enable_float8_linear = true"),
+        ("parallelism.module_fqns_per_model_part", "layers.1", None),
+        ("training.fp8_linear", "dynamic", "enable_float8_linear = true"),
+    ],
+)
+def test_a_value_that_is_converted_does_not_wait_for_the_machines(flag, value, line, monkeypatch):
+    monkeypatch.setenv("CHOSEN", value)
+    argument = "${CHOSEN}" if "fqns" not in flag else '[["layers.0"], ["${CHOSEN}"]]'
+    config, problems = read([f"--{flag}={argument}"], defer=True)
+    assert not problems
+    text = config.to_toml(defaults=False)
+    assert "CHOSEN" not in text
+    assert line is None or line in text
+    monkeypatch.delenv("CHOSEN")
+    _, (problem,) = read(["--model.converters=${CHOSEN}"], defer=True)
+    assert "no converter" in problem.message
+
+
 def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hidden")
     flags = [
@@ -152,6 +173,6 @@ def test_the_first_cause_of_the_last_attempt_is_told_to_sagemaker(monkeypatch, t
     told = []
     for attempt, code, message in steps:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        _tell_sagemaker(message, code)
+        tell_sagemaker(message, code)
         told.append((tmp_path / "failure").read_text().strip())
     assert told == ["lost", "cause", "cause", "cause", "again", "b"]

@@ -22,10 +22,11 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.chat import ChatTemplate, encode_chat, load_template
+from titanlite.data.chat import PLAIN_TEMPLATE, ChatTemplate, encode_chat, load_template
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
+from titanlite.data.text_files import TextFiles
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import load_config
@@ -93,6 +94,28 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
         assert np.flatnonzero(mask).tolist() == wanted
 
 
+def test_the_plain_template_has_the_masks_of_transformers(folder: Path) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_template = PLAIN_TEMPLATE
+    ours = load_tokenizer(str(folder))
+    template = load_template("plain", ours)
+    for chat in CHATS:
+        ids, mask = encode_chat(template.render(chat, "here"), ours)
+        expected = theirs.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids.tolist() == expected["input_ids"]
+        assert mask.astype(int).tolist() == expected["assistant_masks"]
+    text = template.render(CHATS[1][:3], "here").translate({0xFDD0: "«", 0xFDD1: "»"})
+    assert text == (
+        "<|begin_of_text|>System: Be brief — naïve, 日本語.\nUser:  1 + 1? \n"
+        "Assistant:« \n2\n<|end_of_text|>»"
+    )
+    prompt = template.prompt(CHATS[1][:2], "here")
+    assert text.replace("«", "").startswith(prompt)
+    assert prompt.endswith("\nAssistant:")
+
+
 def rows(path: Path, folder: Path, **data: Any) -> Any:
     tokenizer = load_tokenizer(str(folder))
     training = Training(
@@ -153,6 +176,7 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
             LLAMA3,
             r"no message has the role assistant \(roles: user\)",
         ),
+        ([CHATS[0][0], {**CHATS[0][1], "weight": 0}], LLAMA3, "another weight than 1: .*: 0"),
         (CHATS[1], FORGETFUL, r"message 3, of the assistant, cannot be found .*\{% generation %\}"),
         (
             CHATS[0],
@@ -289,7 +313,8 @@ def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None
     stamps = {
         _Text([path], tokenizer, 2304, Columns("text", chat=chat), "auto").stamp() for chat in chats
     }
-    assert len(stamps) == 3
+    prints = {TextFiles(("a.jsonl",), Columns("text", chat=chat)).fingerprint("") for chat in chats}
+    assert len(stamps) == len(prints) == 3
 
 
 def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
@@ -300,7 +325,7 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
     with pytest.raises(DataError, match="none.jinja cannot be read"):
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
-    with pytest.raises(ConfigError, match=r"data: has text_key, and records of the form messages"):
+    with pytest.raises(ConfigError, match=r"data: has messages_key and text_key"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
 
 

@@ -202,25 +202,21 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path, number: int) -> None:
     assert "truncated after line 1" in refused(path)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for title, columns in (("other", Columns()), ("text", Columns()), ("b", Columns("text", "b"))):
-        if name == "a.csv":
-            path.write_text(f"text,b,{title}\nx,y,z\n")
-        else:
-            make(path, pa.table([["x"], ["y"], ["z"]], names=["text", "b", title]))
+        make(path, pa.table([["x"], ["y"], ["z"]], names=["text", "b", title]))
         if title == "other":
             assert texts(path) == ["x"]
             continue
         with pytest.raises(DataError, match=f"a.* names two columns '{title}'"):
             list(iter_records([path], columns))
-    if name != "a.csv":
-        parts = [pa.array([one]) for one in ("user", "x", "y")]
-        turn = pa.StructArray.from_arrays(parts, names=["role", "content", "content"])
-        make(path, pa.table({"chat": pa.ListArray.from_arrays([0, 1], turn)}))
-        with pytest.raises(DataError, match=f"{name}, rows 1 to 1: .*duplicate field names"):
-            list(iter_records([path], Columns("chat", chat=ChatTemplate(""))))
+    parts = [pa.array([one]) for one in ("user", "x", "y")]
+    turn = pa.StructArray.from_arrays(parts, names=["role", "content", "content"])
+    make(path, pa.table({"chat": pa.ListArray.from_arrays([0, 1], turn)}))
+    with pytest.raises(DataError, match=f"{name}, rows 1 to 1: .*duplicate field names"):
+        list(iter_records([path], Columns("chat", chat=ChatTemplate(""))))
 
 
 @pytest.mark.parametrize(
@@ -247,11 +243,22 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b' [\n{"text": "a"}, {"text": "b"', "a.json: not valid JSON"),
+        (
+            "a.json",
+            b'[\n{"text": "a"}\n]',
+            "Of an array `jq -c '.[]'` writes them",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"}]',
+            "found list; of an array `jq -c '.[]'`",
+        ),
+        ("a.CSV", b"text\na\n", "CSV is not read; write parquet: python -c"),
+        ("a.tsv.gz", gzip.compress(b"text\na\n"), "CSV is not read"),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
-        ("a.csv", b"text\na\0b\n", "is a file of another kind"),
-        ("a.csv", "text\na\n".encode("utf-16"), "is a file of another kind"),
+        ("a.md", b"text\na\0b\n", "is a file of another kind"),
+        ("a.md", "text\na\n".encode("utf-16"), "is a file of another kind"),
         ("a.txt", b"a\ncaf\xe9\n", ", line 2: not UTF-8"),
         ("a.txt", b"", "the files are empty"),
     ],

@@ -30,7 +30,8 @@ from tests.support.task_files import flags_of, quickly, write_tasks
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
-from titanlite import exit_codes, main
+from titanlite import exit_codes
+from titanlite.assembly import failure
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import watchdog
@@ -518,10 +519,10 @@ def test_a_rank_that_does_not_print_waits_for_one_that_does(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv(exit_codes.VARIABLE, str(tmp_path / "codes"))
-    monkeypatch.setattr(main, "PRINT_SECONDS", 0.3)
+    monkeypatch.setattr(failure, "PRINT_SECONDS", 0.3)
     for words in ("error: [rank 5] lost\n", ""):
         began = time.monotonic()
-        assert main.print_error("lost", exit_codes.LOST_PEER) == exit_codes.LOST_PEER
+        assert failure.print_error("lost", exit_codes.LOST_PEER) == exit_codes.LOST_PEER
         assert time.monotonic() - began >= 0.3
         assert capsys.readouterr().err == words, "a rank has told the same"
 

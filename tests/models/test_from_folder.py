@@ -229,28 +229,6 @@ def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path: Path) 
     assert (args.rope_scaling, args.vocab_size) == (None, 4096)
 
 
-def test_metas_folder_gives_the_shape(tmp_path: Path) -> None:
-    """Llama 2's params.json leaves the vocabulary to the tokenizer."""
-    params = {
-        "dim": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "multiple_of": 32,
-        "norm_eps": 1e-6,
-        "vocab_size": -1,
-    }
-    (tmp_path / "params.json").write_text(json.dumps(params))
-    run = check_config(of("llama2", tmp_path), 1)[1]
-    args = run.model_args(2304)
-    assert (args.dim, args.n_layers, args.ffn_width, args.vocab_size, args.rope_theta) == (
-        64,
-        2,
-        192,
-        2304,
-        1e4,
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [

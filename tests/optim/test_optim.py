@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.cli.aws_fsdp import to_toml
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
@@ -127,12 +126,11 @@ def _aws(
 def test_every_step_of_a_run_of_the_aws_samples(
     style: str, plateau: float, warmup: float, floor: float
 ) -> None:
-    arguments = (
-        f"--max_steps=1003 --lr=1e-4 --lr_decay_style={style} --warmup={warmup} --min_lr={floor}"
-    )
+    lines = [f"decay_type = '{style}'", f"warmup_ratio = {warmup}", f"min_lr = {floor}"]
     if style == "plateau":
-        arguments += f" --plateau={plateau}"
-    config, problems = read_text(to_toml(arguments), Path("run.toml"))
+        lines.append(f"plateau_ratio = {plateau}")
+    text = "training.steps = 1003\noptimizer.lr = 1e-4\n[lr_scheduler]\nstyle = 'fsdp'\n"
+    config, problems = read_text(text + "\n".join(lines), Path("run.toml"))
     assert not problems
     run = derive(config, 1)
     here = [learning_rate(run.schedule, run.optimizer.lr, step) for step in range(1, 1004)]

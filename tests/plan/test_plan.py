@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.checkpoints import MANIFEST, options, write
 from titanlite.checkpoint.manifest import steps_in
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.retention import delete, prune
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
@@ -77,7 +76,7 @@ def test_as_many_checkpoints_as_the_retention_leaves(
     section = options(tmp_path, interval=10, interval_type="steps", **fields)
     most = 0
     for step in range(1, 76):
-        if step % 10 == 0 or is_milestone(step, section.milestones) or step == 75:
+        if step % 10 == 0 or section.is_milestone(step) or step == 75:
             write(tmp_path, step)
             most = max(most, len(steps_in(tmp_path)))
             for mark in prune(tmp_path, step, section, fingerprints=MANIFEST.fingerprints):

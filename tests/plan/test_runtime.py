@@ -14,11 +14,11 @@ from torch.distributed import HashStore
 
 from tests.support.pool import Pools
 from tests.support.words import listening
+from titanlite.assembly.failure import first_here
 from titanlite.callbacks import CallbackError, Callbacks
 from titanlite.data import DataError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
-from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.plan import start_rows as rows_module
@@ -236,4 +236,4 @@ def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: P
 
 def test_one_rank_of_a_machine_prints_the_report_where_no_launcher_decides() -> None:
     store = HashStore()
-    assert [_first_here(store), _first_here(store), _first_here(None)] == [True, False, True]
+    assert [first_here(store), first_here(store), first_here(None)] == [True, False, True]

@@ -117,7 +117,7 @@ def test_every_command_that_the_docs_name_is_there() -> None:
 
 
 #: They need torch or a package, or take no file; tests/cli/test_cli.py has them.
-ELSEWHERE = {"checkpoint convert", "eval", "export", "import", "help"}
+ELSEWHERE = {"eval", "export", "help"}
 
 
 @pytest.mark.parametrize("command", sorted(set(ROWS) - ELSEWHERE))
@@ -127,7 +127,6 @@ def test_what_is_not_there_ends_with_a_documented_code(
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],
-        "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],

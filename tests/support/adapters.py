@@ -12,9 +12,9 @@ import torch
 from tests.support.harness import full
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback
+from titanlite.checkpoint.storage import adapter_names
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
-from titanlite.parallel.own_linear import adapter_names
 
 #: Of the bundled tokenizer.
 VOCABULARY = 2304

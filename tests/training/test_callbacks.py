@@ -7,11 +7,9 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from tests.support.pool import Pools
 from tests.support.processes import python
@@ -292,32 +290,6 @@ def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(
     pool: Pools, tmp_path: Path
 ) -> None:
     assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", ("aten::empty",))}]
-
-
-def _groups_made(world: DistEnv, folder: str) -> list[int]:
-    """The step at each process group that was made, in a run that saves in the background; -1:
-    before the trainer.
-    """
-    real = distributed_c10d._new_process_group_helper
-    made = list[int]()
-    trainer = None
-
-    def make(*args: Any, **more: Any) -> Any:
-        made.append(trainer.step if trainer else -1)
-        return real(*args, **more)
-
-    with patch.object(distributed_c10d, "_new_process_group_helper", make):
-        trainer = make_trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
-        trainer.train()
-    return made
-
-
-@pytest.mark.slow
-def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
-    for made in pool(2).run(_groups_made, str(tmp_path)):
-        assert len(made) >= 2 and set(made) == {-1}, (
-            "those of saves, among others, before the trainer exists"
-        )
 
 
 class Exits(Callback):

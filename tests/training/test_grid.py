@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.grid import COLUMNS, REFUSED, ROWS, SCHEDULE, config_of, grid_on
+from tests.support.grid import COLUMNS, REFUSED, SCHEDULE, config_of, grid_on
 from titanlite.config.errors import ConfigError
 
 (
@@ -18,6 +18,6 @@ from titanlite.config.errors import ConfigError
 @pytest.mark.parametrize(("row", "column"), REFUSED, ids=map(" - ".join, REFUSED))
 def test_a_cell_that_cannot_work_is_refused(row: str, column: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of(ROWS[row], COLUMNS[column])
+        config_of(row, COLUMNS[column])
     assert {problem.key for problem in caught.value.problems} == {SCHEDULE}
     assert REFUSED[row, column] in caught.value.problems[0].message

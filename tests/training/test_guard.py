@@ -15,11 +15,11 @@ import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
+from titanlite.checkpoint.storage import find_nonfinite
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.bad_steps import BadStepError
 from titanlite.optim.guard import FiniteGuard
-from titanlite.optim.nonfinite import find_nonfinite
 from titanlite.parallel.tensor import tensor_loss
 
 CPU = torch.device("cpu")
@@ -249,27 +249,6 @@ def test_the_budget_is_of_the_last_steps() -> None:
     guard.load_state_dict(saved)
     with pytest.raises(BadStepError, match=r"guard\.max_skips = 2 within 10 steps .*29, 33, 37"):
         _feed(guard, 37, 9.0)
-
-
-def test_the_end_of_a_budget_names_the_step_whose_weights_there_are() -> None:
-    """Steps 28 and 29 were skipped, also by an earlier attempt: the weights are those after step
-    27.
-    """
-    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
-    for step in range(1, 29):
-        _feed(guard, step, 9.0 if step == 28 else 2.0)
-    saved = json.loads(json.dumps(guard.state_dict()))
-    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
-    guard.load_state_dict(saved)
-    _feed(guard, 29, 9.0)
-    (skipped,) = guard.skipped()
-    assert "step 29: " in str(skipped)
-    assert "the weights are those after step 27" in str(skipped)
-    with pytest.raises(
-        BadStepError, match="step 30: .*the weights are those after step 27"
-    ) as caught:
-        _feed(guard, 30, 9.0)
-    assert (caught.value.step, caught.value.done, caught.value.updated) == (30, 29, 27)
 
 
 # Weights

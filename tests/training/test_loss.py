@@ -27,7 +27,7 @@ from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum
 from titanlite.models.layers import Llama
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.regularized_loss import objective_of, regularized
+from titanlite.regularized_loss import regularized
 
 IGNORE = -100
 BATCH = 4
@@ -319,12 +319,3 @@ def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) ->
     assert plain.losses[1] != alone.losses[1]
     for name, gradient in alone.gradients.items():
         assert relative(curve.gradients[name], gradient) < 1e-5, name
-
-
-def test_a_loss_of_the_user_with_an_attribute_of_the_same_name_is_not_replaced() -> None:
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return logits.sum()
-
-    loss.objective = "mine"  # type: ignore[attr-defined]
-    assert objective_of(loss) is None
-    assert objective_of(regularized(1e-4, 0.1)) == (1e-4, 0.1)

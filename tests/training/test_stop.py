@@ -251,27 +251,6 @@ def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
 # StopSignal alone
 
 
-def test_blocks_may_be_nested_and_handlers_are_as_before() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    try:
-        with StopSignal() as outer:
-            with StopSignal() as inner, inner:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert inner.requested
-                assert inner.reason == "SIGTERM"
-                assert not outer.requested
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert outer.reason == "SIGUSR1"
-            assert seen == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert seen == [signal.SIGTERM]
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_before_the_first_step_a_signal_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_UNWIND_SECONDS", 300.0)
     with (
@@ -296,29 +275,6 @@ def test_a_second_ctrl_c_ends_but_not_its_echo(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(signals, "_APART_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
-
-
-def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
-    found: list[Any] = []
-
-    def work() -> None:
-        handler = signal.getsignal(signal.SIGTERM)
-        with StopSignal() as stop:
-            found.append(signal.getsignal(signal.SIGTERM) is handler)
-            stop.request("the budget is used up")
-            found.extend(
-                [
-                    stop.requested_anywhere(),
-                    stop.describe(),
-                    list(stop.interruptible("abc")),
-                    stop.interrupted,
-                ]
-            )
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [True, True, "the budget is used up", ["a"], True]
 
 
 @pytest.mark.slow

@@ -24,9 +24,10 @@ from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.assembly.preflight import check_model
+from titanlite.assembly.resize import Resizer
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import unfit
-from titanlite.data.course import Course, StepSize
+from titanlite.data.course import FRESH, Course, StepSize
 from titanlite.data.prefetch import Prefetcher
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.console import ensure_console
@@ -112,14 +113,6 @@ class TrainingComponents:
         assert self.run.steps is not None
         return self.run.steps
 
-    @property
-    def last_save_dtype(self) -> str | None:
-        """Type of the weights in the last save, which holds nothing else; None: it is as all
-        others.
-        """
-        section = self.run.checkpoint
-        return section.export_dtype if section.model_weights_only else None
-
     @cached_property
     def anomalies(self) -> AnomalyLog:
         """What reports bad steps."""
@@ -151,12 +144,14 @@ def build(
     """
     ensure_console(world.rank)
     own = load_callbacks(run.job.callbacks) if callbacks is None else callbacks
+    if run.optimizer.early_step_in_backward and Callbacks(own).have("before_update"):
+        key = "optimizer.early_step_in_backward"
+        raise unfit(key, "excludes callbacks with before_update: gradients never exist all at once")
     datasets = datasets or read_datasets(run)
     if run.steps is None:
         run = with_length(run, datasets.train.total_sequences or 0)
-    assert run.steps is not None
     check_model(run, datasets.tokenizer.vocab_size)
-    if run.launch.preflight and run.debug.deterministic:
+    if run.debug.deterministic:
         fix_workspace()
     if run.launch.preflight and world.size > 1:
         from titanlite.assembly.rank_checks import compare_ranks
@@ -165,61 +160,32 @@ def build(
     sampler = prompt_sampler(run, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
-    _check_updates(step, own)
     ema = run.features.ema
     average = None if ema is None else ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
+    if loaders.phases is not None:
+        rate.follow(loaders.phases, FRESH)
+    saves = None
+    if run.checkpoint.enable_checkpoint:
+        from titanlite.assembly.saves import build_saves
+
+        saves = build_saves(run, world, model.args, datasets, loaders.validation, average)
     parts = TrainingComponents(
         run=run,
         world=world,
         datasets=datasets,
         model_parts=model,
         optimizer=optimizer,
-        learning_rate=_learning_rate(run, loaders),
+        learning_rate=rate,
         train_step=step,
         average=average,
         loaders=loaders,
-        saves=_saves(run, world, model, datasets, loaders, average),
+        saves=saves,
         course=loaders.course,
+        resize=Resizer(run, model, loaders.course.size(1)),
     )
-    if run.data.phase:
-        from titanlite.assembly.resize import Resizer
-
-        parts.resize = Resizer(run, model, loaders.course.size(1))
     parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, sampler, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts
-
-
-def _learning_rate(run: RunConfig, loaders: LoaderParts) -> LearningRate:
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
-    if loaders.phases is not None:
-        rate.phases = loaders.phases.rates()
-        rate.peaks = loaders.phases.peaks()
-    return rate
-
-
-def _check_updates(step: TrainStep, callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError where a callback needs a moment that the step does not have."""
-    if step.in_backward is not None and Callbacks(callbacks).have("before_update"):
-        reason = (
-            "excludes callbacks with before_update: there is no moment at which all gradients exist"
-        )
-        raise unfit("optimizer.early_step_in_backward", reason)
-
-
-def _saves(
-    run: RunConfig,
-    world: DistEnv,
-    model: ModelParts,
-    datasets: Datasets,
-    loaders: LoaderParts,
-    average: WeightAverage | None,
-) -> SaveParts | None:
-    if not run.checkpoint.enable_checkpoint:
-        return None
-    from titanlite.assembly.saves import build_saves
-
-    held_out = "" if loaders.validation is None else loaders.validation.fingerprint
-    return build_saves(run, world, model.args, datasets, held_out, average)

@@ -53,13 +53,8 @@ def build_callbacks(
         sampler.show = metrics.write_texts
         every.append(sampler)
     every += own
-    # The last: an evaluation may end with the save of a run.
-    if run.features.tasks is not None:
-        every.append(run.features.tasks.begin(parts, metrics.write))
-    # It waits at the end.
-    uploads = run.features.hub and run.features.hub.callback(parts)
-    if uploads:
-        every.append(uploads)
+    for feature in run.features.on:
+        every += feature.callbacks(parts, metrics.write)
     return every, metrics.run_ids
 
 
@@ -97,15 +92,9 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
         yield EqualReplicas()
     if run.training.compile:
-        from titanlite.parallel.compile import watch_compilation
+        from titanlite.parallel.compile import CompileWatch
 
-        watch = watch_compilation(parts.model_parts.builder, parts.model)
-        if watch is not None:
-            yield CompileReport(watch)
-    float8 = run.features.float8
-    drift = float8 and float8.drift_check(parts.model_parts.builder.param_dtype, metrics.write)
-    if drift:
-        yield drift
+        yield CompileReport(CompileWatch(run.compile.backend))
     if run.profiling.enable_profiling or run.profiling.enable_memory_snapshot:
         from titanlite.metrics.profiler import Profiler
 

@@ -26,7 +26,7 @@ class Resizer:
         self._run = run
         self._model = model
         self._size = size
-        if run.training.compile:
+        if run.training.compile and len(run.legs) > 1:
             _allow_graphs(len(run.legs))
 
     def __call__(self, size: StepSize) -> None:

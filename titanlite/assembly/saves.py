@@ -20,6 +20,7 @@ from titanlite.utils import public
 
 if TYPE_CHECKING:
     from titanlite.features.ema.average import WeightAverage
+    from titanlite.validation import ValidationSet
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ def build_saves(
     world: DistEnv,
     args: Any,
     datasets: Datasets,
-    held_out: str,
+    validation: ValidationSet | None,
     average: WeightAverage | None,
 ) -> SaveParts:
     """Build what saves a run. All ranks call it together.
 
-    args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
+    args: the model's. average: of the weights, to be saved
     with them. Raises ConfigError where the model has no form for Hugging Face.
     """
     from titanlite.data.tokenizer.files import hf_files
@@ -64,6 +65,7 @@ def build_saves(
         base = lora.base(run, world, args, prints, about).load
         section = lora.checkpoint(section)
     saver, schedule = Checkpointer, SaveSchedule
+    held_out = "" if validation is None else validation.fingerprint
     local = run.features.local_saves
     if local is not None:
         saver, schedule = local.parts()

@@ -127,6 +127,11 @@ class Manifest:
         return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
 
 
+def dtype_name(dtype: object) -> str:
+    """Return a type of torch's as manifests name it: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
     if algorithm == FAST_HASH:
@@ -458,8 +463,8 @@ def root_of(path: AnyPath) -> AnyPath:
             return root
     if path.is_dir():
         raise CheckpointError(
-            f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
-            "folder"
+            f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it, and no weights as "
+            "safetensors: name a run or its folder"
         )
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name a run or its folder of checkpoints")

@@ -168,10 +168,7 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
     data = {name: value for name, value in data.items() if name not in ("phases", "course")}
     if parts.phases is not None:
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
-        course = parts.phases.course(done)
-        data["course"] = parts.course = parts.learning_rate.course = course
-        parts.learning_rate.phases = parts.phases.rates(done)
-        parts.learning_rate.peaks = parts.phases.peaks(done)
+        data["course"] = parts.course = parts.learning_rate.follow(parts.phases, done)
         data["phases"] = parts.phases.shares(done)
     parts.loader.load_state_dict(data)
 

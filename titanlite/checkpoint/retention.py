@@ -33,7 +33,6 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import (
     AnyPath,
     StorePath,
@@ -303,14 +302,10 @@ def prune(
     older = [step for step in steps_in(root) if step < newest and step not in known_bad]
     counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
     stay = {*keep, *sorted(counted)[-latest:], *_best(root, counted, config.keep_best)}
-    for step in counted:
-        is_multiple = config.keep_every > 0 and step % config.keep_every == 0
-        if is_multiple or is_milestone(step, config.milestones):
-            stay.add(step)
     marks = []
     for step in sorted(counted.keys() - stay):
         folder = step_folder(root, step)
-        if not is_pinned(folder):
+        if not config.stays(step) and not is_pinned(folder):
             marks.append(unpublish(folder))
     return marks
 

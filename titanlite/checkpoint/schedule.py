@@ -15,7 +15,6 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import to_path
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class SaveSchedule:
         if config.interval_type == "steps" and step % config.interval == 0:
             return True
         is_first = config.enable_first_step_checkpoint and step == 1
-        return is_first or is_milestone(step, config.milestones)
+        return is_first or config.is_milestone(step)
 
     def between(self, trainer: Trainer) -> None:
         """Do what is due after a step without a save: nothing here. All ranks call it together."""

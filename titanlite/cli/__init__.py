@@ -31,10 +31,7 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Return a page of `pages/` with its variables filled in; an unknown one is an error.
-
-    HTML and SVG are escaped.
-    """
+    """Return a page of `pages/` with its variables filled in; an unknown one is an error."""
     return templates(Path(__file__).parent / "pages").get_template(template).render(values)
 
 

@@ -1,6 +1,4 @@
-"""The figures of several runs side by side, and the differences between the runs: as tables, and as
-one HTML file that runs no script and fetches nothing.
-"""
+"""The figures of several runs side by side, and the differences between the runs, as tables."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titanlite.cli import render_page
-from titanlite.cli.pictures import draw
-from titanlite.cli.run_figures import charts, finite, number, state_words, table
+from titanlite.cli.run_figures import finite, number, state_words, table
 from titanlite.runs.attempts import Attempt
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.read import Row, Run, RunError, read_run
@@ -149,18 +145,6 @@ def tables(comparison: Comparison) -> list[Table]:
     if rows:
         found.append(Table(("what differs", *labels), rows, range(len(labels) + 1)))
     return found
-
-
-def comparison_page(comparison: Comparison, written: str) -> str:
-    """Return the page. written: its time as text."""
-    return render_page(
-        "comparison.html.jinja",
-        title=" and ".join(comparison.labels),
-        tables=tables(comparison),
-        pictures=[draw(chart) for chart in charts(comparison.runs, comparison.labels)],
-        notes=comparison.notes,
-        written=written,
-    )
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:

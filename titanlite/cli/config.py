@@ -1,16 +1,11 @@
-"""`titanlite config`: check, explain, compare, show; and the pages generated from the keys."""
+"""`titanlite config`: check, explain, show; and the pages generated from the keys."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from titanlite import exit_codes
 from titanlite.cli.parser import (
     FILES,
     FLAGS,
@@ -19,36 +14,28 @@ from titanlite.cli.parser import (
     add_to_group,
     files_of,
 )
-from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, key_of, names_of
 from titanlite.config.checks import broken, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS
-from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag, unfit
+from titanlite.config.errors import COMMAND_LINE, bad_flag, unfit
 from titanlite.config.keys import Key, keys, sections, table_of
-from titanlite.config.load import load, load_file, read_text
+from titanlite.config.load import load
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.models.families import SPECS
-from titanlite.resolve.load import check_alone, check_config, unnamed_tokenizer
+from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.utils import REMOVED, Style, counted, parse_json
-
-DIFFERENT = 1
-"""Exit status of `config diff`, as that of `diff`."""
-
-RUN_CONFIG = "config.toml"
-_MANIFEST = "manifest.json"
+from titanlite.utils import REMOVED, Style, counted
 
 
 def add_commands(commands: Commands) -> None:
     """Add `titanlite config` to argparse."""
-    about = "check, explain, compare and show config files"
+    about = "check, explain and show config files"
     actions = add_group(commands, "config", about)
     _add_check(actions)
     _add_explain(actions)
-    _add_diff(actions)
     _add_show(actions)
     add_to_group(
         actions,
@@ -90,40 +77,19 @@ def _add_explain(actions: Commands) -> None:
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
 
 
-def _add_diff(actions: Commands) -> None:
-    add = add_to_group(
-        actions,
-        _diff,
-        "compare the effective values of two configs, with their sources",
-        "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
-        f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
-    ).add
-    add("left", value="FILE|FOLDER")
-    add("right", value="FILE|FOLDER")
-    trust.add_argument(add)
-
-
 def _add_show(actions: Commands) -> None:
     about = "It loads to the same values, under titanlite's own names, with sources as comments."
     help = "print a config as one TOML file with all its values"
     add = add_to_group(actions, _show, help, about, FLAGS).add
     add("files", FILES, "FILE", nargs="*")
     add("--changed", "only values that are no defaults, without comments")
-    arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
-    add("--aws-fsdp", arguments, "ARGUMENTS")
 
 
 def _show(arguments: argparse.Namespace) -> str:
-    argv = [*files_of(arguments), *arguments.flags]
-    if arguments.aws_fsdp is None:
-        from titanlite.runs.provenance import config_text
+    from titanlite.runs.provenance import config_text
 
-        return config_text(load(argv).to_toml(defaults=not arguments.changed)).rstrip()
-    from titanlite.cli.aws_fsdp import to_toml
-
-    if argv or arguments.changed:
-        raise bad_flag("--aws-fsdp", "takes no file, no --changed and no --section.key flags")
-    return to_toml(arguments.aws_fsdp)
+    config = load([*files_of(arguments), *arguments.flags])
+    return config_text(config.to_toml(defaults=not arguments.changed)).rstrip()
 
 
 def _schema(arguments: argparse.Namespace) -> str:
@@ -350,114 +316,3 @@ def _shown_source(config: LoadedConfig, key: str) -> str:
     if source.written in ("", key):
         return str(source)
     return f"{source}, as {source.written}"
-
-
-# Diff
-
-#: A value in words, and where it was written.
-Shown = tuple[str, str]
-#: A key, and its value on both sides.
-Difference = tuple[str, Shown, Shown]
-
-
-def _diff(arguments: argparse.Namespace) -> tuple[str, int]:
-    style = arguments.style
-    trust_code = arguments.trust_code
-    left = side(arguments.left, trust_code)
-    right = side(arguments.right, trust_code)
-    found = differences(left, right)
-    if not found:
-        return "no difference in effect", exit_codes.DONE
-    lines = [f"{style.dim('---')} {left.name}", f"{style.dim('+++')} {right.name}"]
-    for key, *sides in found:
-        lines.append(style.bold(key))
-        for mark, (value, source) in zip("-+", sides, strict=True):
-            line = f"  {mark} {value}"
-            if source:
-                line += style.dim(f"  {source}")
-            lines.append(line)
-    return "\n".join(lines), DIFFERENT
-
-
-class Side(NamedTuple):
-    """One of the two configs, and its name as the user gave it."""
-
-    name: str
-    config: LoadedConfig
-
-
-def side(name: str, trust_code: bool = False) -> Side:
-    """Return the config of a TOML file, of a run's folder or of a checkpoint's folder.
-
-    Raises ConfigError.
-
-    trust_code: let a folder's config name code and variables (`titanlite.config.trust`).
-    """
-    path = Path(name)
-    if not path.is_dir():
-        return Side(name, load_file(name))
-    file, text = _config_in(path)
-    if not isinstance(text, str):
-        hint = (
-            f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
-        )
-        raise ConfigError(
-            [Problem("no-file", "", f"no config in {quote(name)}", hint, "command line")]
-        )
-    config, problems = read_text(text, file, (), trust.foreign(trust_code))
-    check_alone(config, problems)
-    return Side(name, config)
-
-
-def _config_in(folder: Path) -> tuple[Path, Any]:
-    """Return the file in a run's or checkpoint's folder that holds a config, and the config's TOML;
-    None: there is none.
-    """
-    file = folder / RUN_CONFIG
-    if file.is_file():
-        return file, file.read_text(encoding="utf-8")
-    text = None
-    for file in sorted(_manifests(folder), key=_step, reverse=True):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            text = parse_json(file.read_bytes())["config"]["toml"]
-        if isinstance(text, str):
-            break
-    return file, text
-
-
-def _manifests(folder: Path) -> list[Path]:
-    """Return the manifests of a checkpoint, a folder of checkpoints or a run."""
-    found = [file for start in ("", "*/", "*/*/") for file in folder.glob(f"{start}{_MANIFEST}")]
-    return [file for file in found if re.fullmatch(r"step-\d+", file.resolve().parent.name)]
-
-
-def _step(manifest: Path) -> int:
-    return int(manifest.resolve().parent.name.removeprefix("step-"))
-
-
-def differences(left: Side, right: Side) -> list[Difference]:
-    """Return the keys whose values differ in effect, in order."""
-    ours = dict(left.config.entries())
-    theirs = dict(right.config.entries())
-    order = list(keys())
-    names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
-
-    def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
-        if key not in values:
-            return "(not set)", ""
-        value = REMOVED if _is_secret_variable(key) else quote(values[key])
-        return value, _shown_source(one.config, key)
-
-    differ = [
-        key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]
-    ]
-    return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
-
-
-def _is_secret_variable(key: str) -> bool:
-    """Return whether a key is one of `launch.environment` whose name suggests a secret."""
-    if not key.startswith("launch.environment."):
-        return False
-    from titanlite.runs.provenance import is_secret  # `runs` is imported where it is needed
-
-    return is_secret(key.removeprefix("launch.environment."))

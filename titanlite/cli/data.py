@@ -10,7 +10,7 @@ from typing import get_args
 
 from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_group, add_to_group
-from titanlite.config.data_sections import RecordForm, TextFormat
+from titanlite.config.data_sections import TextFormat
 from titanlite.data import DataError
 from titanlite.utils import cores, say
 
@@ -20,7 +20,6 @@ _KEYS = (
     "prompt_key",
     "completion_key",
     "messages_key",
-    "record",
     "format",
     "chat_template",
     "template_date",
@@ -53,9 +52,7 @@ def _add_prepare(actions: Commands) -> None:
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
     add("--messages-key", "field that holds conversations", "KEY")
-    record = "text, completion, messages, sharegpt or alpaca (default: text)"
-    add("--record", record, "FORM", choices=get_args(RecordForm))
-    kind = "json, parquet, arrow, csv, text or source (default: by content)"
+    kind = "json, parquet, arrow, text or source (default: by content)"
     formats = [one for one in get_args(TextFormat) if one != "tokens"]
     add("--format", kind, "KIND", choices=formats)
     add("--chat-template", "as data.chat_template (default: the tokenizer's)", "FILE")

@@ -99,7 +99,7 @@ def config_of(
 
 def evaluate_rank(arguments: argparse.Namespace) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
-    from titanlite import main
+    from titanlite.assembly import failure
 
     try:
         env = read_launch_env()
@@ -124,7 +124,7 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if exit_codes.code_of(error) == exit_codes.ERROR:
             raise
-        return main.print_error(str(error), exit_codes.code_of(error))
+        return failure.print_error(str(error), exit_codes.code_of(error))
     if env.rank == 0:
         single = run.validation.dataset_path or run.validation.dataset
         losses = {name or single: one for name, one in result.sources.items()}

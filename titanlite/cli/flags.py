@@ -15,8 +15,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide a command line into argparse's part and the `--section.key value` flags with their
     words.
 
-    argparse would take a flag's value for the name of the config file, and the value of
-    `--aws-fsdp` for flags.
+    argparse would take a flag's value for the name of the config file.
     """
     ours: list[str] = []
     flags: list[str] = []
@@ -24,12 +23,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     while place < len(argv):
         word = argv[place]
         place += 1
-        # Its value looks like flags.
-        if word == "--aws-fsdp":
-            value = argv[place] if place < len(argv) else ""
-            ours.append(f"{word}={value}")
-            place += 1
-        elif begins_option(word) and names_key(word):
+        if begins_option(word) and names_key(word):
             end = place + value_words(word, _plain_words(argv[place:]))
             flags += [word, *argv[place:end]]
             place = end

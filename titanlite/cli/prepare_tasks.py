@@ -57,8 +57,6 @@ class Options(NamedTuple):
             found["text_key"] = columns.text
         else:
             found["completion_key"] = columns.text
-        if columns.form is not None:
-            found["record"] = columns.form.name
         if self.format:
             found["format"] = self.format
         return found

@@ -1,4 +1,4 @@
-"""Figures of runs as cells of a table and as charts, and values as JSON."""
+"""Figures of runs as cells of a table, and values as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from titanlite.cli.pictures import Chart, Curve
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import Row, Run
 from titanlite.utils import Table, human_time
@@ -65,27 +64,6 @@ def finite(rows: Iterable[Row], name: str) -> list[float]:
 def number(value: float | None, form: str) -> str:
     """Return a figure in this form; a sign for none where it is None."""
     return NONE if value is None else format(value, form)
-
-
-def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
-    """Return the charts of losses and speed, and one for each other figure that a run records."""
-
-    def curves(name: str, suffix: str = "") -> list[Curve]:
-        found = []
-        for color, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            if points := [(row["step"], row[name]) for row in run.rows if name in row]:
-                found.append(Curve(label + suffix, points, color, bool(suffix)))
-        return found
-
-    losses = [*curves("loss"), *curves("validation_loss", ", validation")]
-    found = [
-        Chart("Loss", "nats per token", losses),
-        Chart("Speed", "tokens/s, all devices", curves("total_tps"), from_zero=True),
-        Chart("Gradient norm", "before clipping", curves("grad_norm")),
-        Chart("Learning rate", "", curves("lr"), from_zero=True),
-        Chart("Memory", "GiB of rank 0, the peak", curves("memory_gib"), from_zero=True),
-    ]
-    return [chart for chart in found if chart.curves]
 
 
 def to_json(value: Any) -> str:

@@ -14,10 +14,8 @@ from titanlite.config.errors import bad_flag
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
-from titanlite.runs.read import TASKS, Run, RunError, find_runs, read_run
-from titanlite.utils import Table, atomic_write, escape_name, render, say
-
-PAGE = "comparison.html"
+from titanlite.runs.read import TASKS, Run, find_runs, read_run
+from titanlite.utils import Table, escape_name, render
 
 
 def add_command(commands: Commands) -> None:
@@ -34,8 +32,7 @@ def add_command(commands: Commands) -> None:
     runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
-    runs.add("--compare", f"put the runs side by side: figures, what differs, curves in {PAGE}")
-    runs.add("--out", f"folder of {PAGE} (default: ./comparison)", "FOLDER", type=Path)
+    runs.add("--compare", "put the runs side by side: figures, and what differs")
 
 
 def _run(arguments: argparse.Namespace) -> str:
@@ -43,8 +40,6 @@ def _run(arguments: argparse.Namespace) -> str:
         raise bad_flag("--json", "is for the list of runs", f"{ATTEMPTS} in a run's folder is JSON")
     if arguments.compare:
         return _compare(arguments)
-    if arguments.out:
-        raise bad_flag("--out", "needs --compare")
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -58,25 +53,14 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.comparison import compare, comparison_page, read_runs, tables
+    from titanlite.cli.comparison import compare, read_runs, tables
 
     if not arguments.folders:
         raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
     comparison = compare(read_runs(arguments.folders))
-    page = (arguments.out or Path("comparison")) / PAGE
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(page, comparison_page(comparison, f"{datetime.now():%Y-%m-%d %H:%M}"))
-    except OSError as error:
-        raise RunError(
-            f"cannot write {page}: {error.strerror or error}; name another folder with --out"
-        ) from None
-    for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
-        say(f"note: {escape_name(problem)}")
-    parts = list(map(render, tables(comparison)))
-    if comparison.notes:
-        parts.append("\n".join(f"note: {escape_name(note)}" for note in comparison.notes))
-    return "\n\n".join([*parts, f"written: {page}"])
+    problems = dict.fromkeys(problem for run in comparison.runs for problem in run.problems)
+    notes = [f"note: {escape_name(note)}" for note in (*problems, *comparison.notes)]
+    return "\n\n".join([*map(render, tables(comparison)), *filter(None, ["\n".join(notes)])])
 
 
 def list_runs(folders: Iterable[Path]) -> list[Run]:

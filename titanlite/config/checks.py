@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from titanlite import doors
 from titanlite.config import extensions
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
@@ -73,14 +74,6 @@ _SOURCES = "validation.sources"
 _ADVICE = "make it one of the sources"
 _PAIR = ("prompt_key", "completion_key")
 _TEXT_KEYS = ("text_key", *_PAIR)
-#: Form of records → keys of fields that it does not have.
-_NOT_OF_FORM = {
-    "text": ("prompt_key", "completion_key", "messages_key"),
-    "completion": ("text_key", "messages_key"),
-    "messages": _TEXT_KEYS,
-    "sharegpt": _TEXT_KEYS,
-    "alpaca": (*_TEXT_KEYS, "messages_key"),
-}
 _EARLY = "optimizer.early_step_in_backward"
 
 #: A value of a key needs one of another.
@@ -312,15 +305,23 @@ def _sources(
 
 def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]:
     """Check the keys of a text that name fields of its records."""
-    form = source.record or ("messages" if source.messages_key else None)
-    for name in _NOT_OF_FORM[form] if form else ():
+    for name in _TEXT_KEYS if source.messages_key else ():
         if getattr(source, name):
-            message = f"has {name}, and records of the form {form} have no such field"
-            yield Problem("conflict", key, message, "leave one out")
+            yield Problem("conflict", key, f"has messages_key and {name}", "leave one out")
     given = [name for name in _PAIR if getattr(source, name) or getattr(d.data, name)]
     if len(given) == 1:
         (other,) = {*_PAIR} - {*given}
         yield Problem("needs", key, f"has {given[0]} and needs {other}")
+
+
+def _trackers(config: LoadedConfig) -> Iterator[Problem]:
+    """Find trackers that nothing here has."""
+    for name in config.sections.metrics.tracker_names:
+        place = doors.place_of("trackers", name)
+        message = f"there is no tracker {quote(name)}" if place is None else doors.lack(place)
+        if message:
+            hint = f"the trackers are {', '.join(doors.installed('trackers'))}"
+            yield Problem("unknown-value", "metrics.trackers", message, hint)
 
 
 #: Rules of a config alone, whatever its ranks and the machine. `titanlite.resolve.load` has the
@@ -331,6 +332,7 @@ RULES: tuple[ConfigRule, ...] = (
     _entries,
     _texts,
     _phases,
+    _trackers,
     extensions.missing,
 )
 
@@ -433,7 +435,7 @@ def missing_packages(config: LoadedConfig) -> Iterator[Problem]:
     """Find optional packages that a key needs and that are not installed, and unusable stores."""
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
-        module, package = TRACKER_PACKAGES[tracker]
+        module, package = TRACKER_PACKAGES.get(tracker, ("titanlite", ""))
         if is_installed(module):
             continue
         key = "metrics.trackers"

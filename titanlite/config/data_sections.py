@@ -33,10 +33,7 @@ def steps_of(item: int | str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-TextFormat = Literal["auto", "json", "parquet", "arrow", "csv", "text", "source", "tokens"]
-
-
-RecordForm = Literal["text", "completion", "messages", "sharegpt", "alpaca"]
+TextFormat = Literal["auto", "json", "parquet", "arrow", "text", "source", "tokens"]
 
 
 class DataSource(Section, frozen=True):
@@ -71,8 +68,6 @@ class DataSource(Section, frozen=True):
     """Field that follows the prompt and is trained on. None: data.completion_key."""
     messages_key: Name | None = None
     """Field that holds a conversation. None: data.messages_key."""
-    record: RecordForm | None = None
-    """Form of the records. None: data.record, unless this source names fields."""
     weight: Positive = 1.0
     """Share of the mixture in tokens, relative to the other sources."""
     epochs: Count | None = None
@@ -133,10 +128,6 @@ class Data(Section, frozen=True):
     messages_key: Name | None = None
     """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's
     turns alone.
-    """
-    record: RecordForm | None = None
-    """Form of the records: text, completion (prompt, completion), messages, sharegpt
-    (conversations) or alpaca (instruction, input, output). None: text, where no key names a field.
     """
     chat_template: Location | None = None
     """Jinja file that renders conversations, or "plain". None: that of chat_template.jinja or

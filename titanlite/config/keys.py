@@ -73,10 +73,15 @@ class Key:
 _ENTRY = re.compile(r"[\w-]+|\"(?:[^\"\\]|\\.)*\"")
 
 
+#: Sections of features of other packages, once a config has named them.
+OTHERS: dict[str, type[Section]] = {}
+
+
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Return section name → class, in order."""
-    return {info.name: info.type for info in fields(Config)}
+    """Return section name → class, in order; those of other packages last."""
+    ours = {info.name: info.type for info in fields(Config) if info.name != "others"}
+    return {**ours, **OTHERS}
 
 
 @cache

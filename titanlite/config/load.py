@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from titanlite.config import extensions
 from titanlite.config.aliases import (
     ALIASES,
+    CONVERTED,
     FLOAT8,
     MX,
     MicrobatchSize,
@@ -31,7 +33,7 @@ from titanlite.config.aliases import (
 from titanlite.config.checks import RULES, broken
 from titanlite.config.entries import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.errors import Problem, Source, nearest, refuse
-from titanlite.config.keys import fits, keys, sections, table_of
+from titanlite.config.keys import OTHERS, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
@@ -294,8 +296,10 @@ class Layers:
 
     def _loaded(self) -> LoadedConfig:
         settled = self.values.items()
+        tree = self._tree()
+        others = {name: msgspec.convert(tree.pop(name), owner) for name, owner in OTHERS.items()}
         return LoadedConfig(
-            msgspec.convert(self._tree(), Config),
+            replace_fields(msgspec.convert(tree, Config), others=others),
             {name: one.source for name, one in settled},
             tuple(_short(path) for path, _ in self.files),
             tuple(self.notes),
@@ -359,8 +363,9 @@ class Layers:
             from titanlite.config.claims import config_claims
 
             found.claims = tuple(config_claims(place, key, value, found.value))
-        if entry.raw is not None:
-            found.deferred = _anchored(key, translated(name, normalized(name, entry.raw)), folder)
+        # A value that is converted cannot wait for the machines of a job: it has another form.
+        if entry.raw is not None and name not in CONVERTED:
+            found.deferred = _anchored(key, normalized(name, entry.raw), folder)
         return found
 
     def _exclude(self, layer: dict[str, _Value]) -> None:

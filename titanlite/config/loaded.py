@@ -56,7 +56,7 @@ class LoadedConfig:
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""
         section, _, name = key.partition(".")
-        return getattr(getattr(self.sections, section), name)
+        return getattr(self.sections.section(section), name)
 
     def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
         """Return the config as if flags of a command line gave these keys their values."""

@@ -151,6 +151,10 @@ class Optimizer(Section, frozen=True):
         return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
+#: Kinds of a decay. `titanlite.optim.schedule` has the formula of each.
+DecayType = Literal["constant", "linear", "cosine", "sqrt", "exponential"]
+
+
 class LrScheduler(Section, frozen=True):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
@@ -166,7 +170,7 @@ class LrScheduler(Section, frozen=True):
     """
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
-    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"
+    decay_type: Literal[DecayType, "plateau"] = "linear"
     """Shape of the decay; plateau: held for plateau_ratio of the run, then linear."""
     decay_ratio: Ratio | None = None
     """Decay over the last share of the schedule only. None: from the end of the warm-up."""

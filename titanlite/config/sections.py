@@ -162,7 +162,7 @@ class Checkpoint(Section, frozen=True):
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
     run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
-    Face's, Meta's or torchtitan's, found by its files.
+    Face's or torchtitan's, found by its files.
     """
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it
@@ -225,6 +225,17 @@ class Checkpoint(Section, frozen=True):
     """Precision of uploaded weights. None: as they are."""
     hub_ema: bool = False
     """Upload the average of the weights (optimizer.ema_decay)."""
+
+    def is_milestone(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is one of `milestones`."""
+        if self.milestones == "powers_of_two":
+            return step > 0 and step & (step - 1) == 0
+        return step in self.milestones
+
+    def stays(self, step: int) -> bool:
+        """Return whether the checkpoint of a step stays for good."""
+        is_multiple = self.keep_every > 0 and step % self.keep_every == 0
+        return is_multiple or self.is_milestone(step)
 
 
 class ActivationCheckpoint(Section, frozen=True):
@@ -301,10 +312,6 @@ class Float8(Section, frozen=True):
     """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
-    drift_check: Natural = 0
-    """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
-    off.
-    """
 
     @property
     def is_mx(self) -> bool:
@@ -406,6 +413,13 @@ class Config(Section, frozen=True):
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()
+    others: dict[str, Section] = {}
+    """Sections of features of other packages, as far as a config has named them."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name, also one of another package."""
+        found: Section = self.others.get(name) or getattr(self, name)
+        return found
 
     @property
     def compiles_blocks(self) -> bool:

@@ -23,15 +23,30 @@ from titanlite.data.chat_worker import BEGIN, DAY, END, NO_TURN, SYNTAX, TEXT, R
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.base import whole_characters
-from titanlite.utils import logger, parse_json
+from titanlite.utils import parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
 #: Files beside a tokenizer that may hold its template, the first that does.
 TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
-#: Names the template of `titanlite.data.record_forms.plain`.
+#: Names the template of a tokenizer that brings none: lines "User: …" and "Assistant: …" with EOS.
+#: The loss is on the space before an answer, on the answer, and on EOS.
 _PLAIN = "plain"
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\\n' }}{% endif %}"
+    "{% if message.role == 'assistant' %}"
+    "Assistant:{% generation %}{{ ' ' + message.content + eos_token }}{% endgeneration %}"
+    "{% else %}"
+    "{{ (message.role | capitalize) + ': ' + message.content }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{% if messages %}{{ '\\n' }}{% endif %}Assistant:"
+    "{% endif %}"
+)
 
 
 class ChatTemplate(NamedTuple):
@@ -129,19 +144,15 @@ def load_template(
     tokenizer: Tokenizer,
     key: str = "data.chat_template",
     *,
-    or_plain: bool = False,
     day: str | None = None,
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
-    path: "plain" is the plain one of `titanlite.data.record_forms`. key: what names the file, for
-    messages. or_plain: take the plain one where the tokenizer brings none. day:
+    path: "plain" is `PLAIN_TEMPLATE`. key: what names the file, for messages. day:
     `data.template_date`.
 
     Raises DataError if there is none, or it is not valid.
     """
-    from titanlite.data.record_forms import plain
-
     folder = tokenizer.folder
     config = _config_beside(folder, key)
     variables = _variables(tokenizer, config)
@@ -151,9 +162,6 @@ def load_template(
         except ValueError as error:
             raise DataError(f"data.template_date: {day!r} is no day: {error}") from None
     place, source = _find_source(folder, path, config, key)
-    if not isinstance(source, str) and (or_plain or path == _PLAIN):
-        source = plain.SOURCE
-        logger.info("conversations are rendered by the plain chat template")
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
@@ -181,7 +189,7 @@ def _find_source(
 ) -> tuple[str, Any]:
     """Return where the template is, and its text; no text where there is none."""
     if path == _PLAIN:
-        return _PLAIN, None
+        return _PLAIN, PLAIN_TEMPLATE
     place = path or f"{folder}/{TEMPLATE}"
     try:
         content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()

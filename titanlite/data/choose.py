@@ -17,8 +17,6 @@ from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, 
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 from titanlite.utils import counted
 
-#: The largest share of source code, in bytes of the text beside it, that is passed over.
-SCRIPTS_SHARE = 0.1
 #: Reason → files, below their folder, that are not read for it.
 _Passed = dict[str, list[str]]
 
@@ -32,30 +30,24 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     passed: _Passed = {}
     texts = _kept(found, lambda file: why_no_text(file.relative), passed)
     if place.reader != "source":
+        code = f'source code, which {place.key_of("format")} = "source" reads'
+        texts = _kept(texts, lambda file: code if file.is_source else None, passed)
         if any(file.kind and file.kind.has_records for file in texts):
             texts = _kept(texts, lambda file: "documentation" if file.is_markup else None, passed)
-        if _has_scripts(texts):
-            scripts = "source code beside the text"
-            texts = _kept(texts, lambda file: scripts if file.is_source else None, passed)
     # All of them where no name tells the format.
     if any(_is_of(file, place.reader) for file in texts):
         other = f"not of format {place.reader}"
         texts = _kept(texts, lambda file: None if _is_of(file, place.reader) else other, passed)
     if not texts:
-        raise _no_text(place, passed)
+        there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
+        kinds = [kind for kind in KINDS if kind.reader != "source"]
+        endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
+        raise DataError(
+            f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
+            f"; expected names in {endings}, also with .gz or .zst. A pattern reads files with "
+            "other names"
+        )
     return choose_among(texts, place, passed)
-
-
-def _no_text(place: Place, passed: _Passed) -> DataError:
-    """Return the error for a folder without text. passed: the files that are there."""
-    there = "; ".join(f"{reason}: {some_of(names)}" for reason, names in passed.items())
-    kinds = [kind for kind in KINDS if kind.reader != "source"]
-    endings = ", ".join(suffix for kind in kinds for suffix in kind.suffixes)
-    return DataError(
-        f"{place.key}: the folder {place.path} holds no text{there and f' (there are {there})'}"
-        f"; expected names in {endings}, or of source code (docs/cli.md), also with "
-        ".gz or .zst. A pattern reads files with other names"
-    )
 
 
 def _kept(
@@ -92,7 +84,7 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
     """
     passed: _Passed = {}
     texts = _of_split(found, place, passed)
-    splits = Counter(split or "no split" for split in _splits_of(found))
+    splits = Counter(split or "no split" for split in _splits_of(found, place))
     is_mixed = place.split is None and are_apart(splits)
     return _listing(texts, passed, place.split, splits if is_mixed else {})
 
@@ -123,16 +115,6 @@ def _listing(
     )
 
 
-def _has_scripts(texts: Sequence[FoundFile]) -> bool:
-    """Return whether there is source code, and so little that it is no part of the text.
-
-    A file without a known size counts as empty.
-    """
-    code = sum(file.size or 0 for file in texts if file.is_source)
-    others = [file.size or 0 for file in texts if not file.is_code_or_markup]
-    return bool(others) and code <= SCRIPTS_SHARE * sum(others)
-
-
 def _is_of(file: FoundFile, reader: Format) -> bool:
     """Return whether a file is of a format. Source code has its markup with it."""
     if file.kind is None:
@@ -148,7 +130,7 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""
-    splits = _splits_of(texts)
+    splits = _splits_of(texts, place)
     if wanted == "train" and not any(splits):
         return list(texts)
     if wanted not in splits:
@@ -163,27 +145,10 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
     return _kept(texts, reason_of.__getitem__, passed)
 
 
-def _splits_of(texts: Sequence[FoundFile]) -> list[str | None]:
-    """Return the split that each file is of. Source code beside other text has none.
-
-    Words in names of a code base tell none, as in `test_x.py`. Folders do, if all files lie in such
-    folders and one of these is of the split train.
-    """
-    if _is_code(texts):
-        splits = [SPLIT_WORDS.get(file.relative.split("/")[0].lower()) for file in texts]
-        is_divided = None not in splits and "train" in splits
-        if is_divided and not any(file.is_direct for file in texts):
-            return splits
-        return [None] * len(texts)
-    has_code = any(file.is_source for file in texts)
-    return [
-        None if has_code and file.is_code_or_markup else split_of(file.relative) for file in texts
-    ]
-
-
-def _is_code(texts: Sequence[FoundFile]) -> bool:
-    """Return whether files are source code and the markup that documents it."""
-    return any(file.is_source for file in texts) and all(file.is_code_or_markup for file in texts)
+def _splits_of(texts: Sequence[FoundFile], place: Place) -> list[str | None]:
+    """Return the split that each file is of. Names in a code base tell none, as `test_x.py`."""
+    is_code = place.reader == "source"
+    return [None if is_code or file.is_source else split_of(file.relative) for file in texts]
 
 
 def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
@@ -192,9 +157,9 @@ def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
     A code base is one text, of whatever languages and levels.
     """
     found: list[str] = []
-    if place.split is None and are_apart({split or "" for split in _splits_of(texts)}):
+    if place.split is None and are_apart({split or "" for split in _splits_of(texts, place)}):
         found.append("of several splits")
-    if place.reader == "source" or _is_code(texts):
+    if place.reader == "source":
         return found
     if len({file.kind_name for file in texts}) > 1:
         found.append("of several kinds")
@@ -206,7 +171,7 @@ def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
 def _candidates(texts: Sequence[FoundFile], place: Place) -> list[str]:
     """Return the files by kind, split and level in words, and how to choose among them."""
     groups: dict[str, list[str]] = {}
-    for file, split in zip(texts, _splits_of(texts), strict=True):
+    for file, split in zip(texts, _splits_of(texts, place), strict=True):
         about = file.kind_name
         if split:
             about += f", split {split}"

@@ -1,4 +1,4 @@
-"""Rows of one file: JSON lines, parquet, arrow, CSV or text; gzip and zstd around lines and text.
+"""Rows of one file: JSON lines, parquet, arrow or text; gzip and zstd around lines and text.
 
 The content decides the kind, not the name. A reader takes an open file, so it serves local files
 and streams.
@@ -10,7 +10,6 @@ import gzip
 import io
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,11 +25,13 @@ from titanlite.data.records import Columns, Record, strings_of
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 #: First bytes of a file that tell its kind.
 _HEAD = 4096
-_ARRAY = re.compile(rb"\[\s*[{\]]")
-#: Bytes of the longest plain text or line, and of the longest array. They are read whole.
+#: Bytes of the longest plain text or line. They are read whole.
 _LONGEST = 256 << 20
-_LONGEST_ARRAY = 2 << 30
-_EXPECTED = "JSON lines, parquet, arrow, CSV or text in UTF-8, plain or compressed by gzip or zstd"
+_EXPECTED = "JSON lines, parquet, arrow or text in UTF-8, plain or compressed by gzip or zstd"
+_TO_PARQUET = (
+    "python -c 'import sys, pyarrow.csv as c, pyarrow.parquet as p; "
+    "p.write_table(c.read_csv(sys.argv[1]), sys.argv[2])' FILE.csv FILE.parquet"
+)
 
 #: Number of a row, its text and perhaps its prompt.
 _Rows = Iterator[tuple[int, Sequence[Any]]]
@@ -63,7 +64,7 @@ def iter_rows(
         content = decompressed(file, name)
         if kind == "auto":
             kind = _kind_of(content.peek(_HEAD), str(name))
-        if kind in ("parquet", "arrow", "csv"):
+        if kind in ("parquet", "arrow"):
             unit = "row"
         for number, strings in _rows_of(content, kind, name, columns, start):
             yield Record(name, number, *strings)
@@ -88,18 +89,11 @@ def _rows_of(
         from titanlite.data.tables import table_rows
 
         return table_rows(content, kind, name, columns, start)
-    if kind == "csv":
-        from titanlite.data.delimited import csv_rows
-
-        return csv_rows(content, name, columns, start)
-    if kind not in WHOLE and is_array(content.peek(_HEAD)):
-        return _array_rows(content, name, columns, start)
     if kind not in WHOLE:
         return _json_rows(content, name, columns, start)
-    if columns.chat is not None or columns.form is not None:
+    if columns.chat is not None:
         raise DataError(
-            f"{name}: a plain text holds no records; leave {columns.section}.messages_key and "
-            f"{columns.section}.record out"
+            f"{name}: a plain text holds no records; leave {columns.section}.messages_key out"
         )
     return _text_rows(content, name, start)
 
@@ -132,20 +126,12 @@ def _open(name: str, patience: float) -> BinaryIO:
 
 
 def plain_kind(file: BinaryIO, name: str) -> Format | None:
-    """Return the kind of an open file; None for one that is compressed or one JSON array.
+    """Return the kind of an open file; None for one that is compressed.
 
     Raises DataError as `iter_rows` does.
     """
     head = file.read(_HEAD)
-    if is_compressed(head):
-        return None
-    kind = _kind_of(head, name)
-    return None if kind == "json" and is_array(head) else kind
-
-
-def is_array(head: bytes) -> bool:
-    """Return whether a file that begins so is one JSON array of records."""
-    return _ARRAY.match(head.removeprefix(b"\xef\xbb\xbf").lstrip()) is not None
+    return None if is_compressed(head) else _kind_of(head, name)
 
 
 def _kind_of(head: bytes, name: str) -> Format:
@@ -167,10 +153,10 @@ def _kind_of(head: bytes, name: str) -> Format:
         raise DataError(f"{name} is no {named} file; copy it again")
     if b"\0" in head:
         raise DataError(f"{name} is a file of another kind; expected {_EXPECTED}")
-    if named not in ("csv", *WHOLE) and _ARRAY.match(start):
-        return "json"
     if named is not None:
         return named
+    if {".csv", ".tsv"} & {*Path(name.lower()).suffixes}:
+        raise DataError(f"{name}: CSV is not read; write parquet: {_TO_PARQUET}")
     return "json" if start.startswith(b"{") else "text"
 
 
@@ -199,34 +185,17 @@ def json_lines(
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{where}: not valid JSON ({error}); expected one {unit} per line"
+                f"{where}: not valid JSON ({error}); expected one {unit} per line. Of an array "
+                f"`jq -c '.[]'` writes them"
             ) from error
         yield number, where, record
 
 
-def _array_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
-    """Iterate over the records of one JSON array."""
-    try:
-        records = json.loads(_whole(content, name, _LONGEST_ARRAY))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name}: not valid JSON ({error}); expected one array, or a record per line"
-        ) from error
-    for number, record in enumerate(records[start:], start + 1):
-        yield number, strings_of(record, columns, f"{name}, record {number}")
-
-
-def _whole(content: BinaryIO, name: Path | str, most: int) -> bytes:
-    """Return all of a file."""
-    found = content.read(most + 1)
-    if len(found) > most:
-        raise DataError(f"{name} is read whole, and has more than {most >> 20} MB; cut it up")
-    return found
-
-
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
     """Iterate over the one document of a file."""
-    text = _whole(content, name, _LONGEST)
+    text = content.read(_LONGEST + 1)
+    if len(text) > _LONGEST:
+        raise DataError(f"{name} is read whole, and has more than {_LONGEST >> 20} MB; cut it up")
     try:
         if text.strip() and not start:
             yield 1, [text.decode("utf-8-sig")]

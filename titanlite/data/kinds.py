@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-Format = Literal["auto", "json", "parquet", "arrow", "csv", "text", "source"]
+Format = Literal["auto", "json", "parquet", "arrow", "text", "source"]
 
 
 class Kind(NamedTuple):
@@ -43,7 +43,6 @@ KINDS = (
     Kind("JSON lines", (".json", ".jsonl", ".ndjson"), "json"),
     Kind("parquet", (".parquet",), "parquet"),
     Kind("arrow", (".arrow",), "arrow"),
-    Kind("CSV", (".csv", ".tsv"), "csv"),
     Kind("plain text", (".txt", ".text"), "text"),
     Kind("Markdown", (".md", ".markdown"), "text", describes_records=True),
     Kind("reStructuredText", (".rst",), "text", describes_records=True),

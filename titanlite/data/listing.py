@@ -68,11 +68,6 @@ class FoundFile(NamedTuple):
         return self.kind is not None and self.kind.describes_records
 
     @property
-    def is_code_or_markup(self) -> bool:
-        """Whether it may be a part of a code base."""
-        return self.is_source or self.is_markup
-
-    @property
     def is_direct(self) -> bool:
         """Whether it lies in the folder itself."""
         return "/" not in self.relative

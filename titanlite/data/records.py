@@ -11,7 +11,6 @@ from titanlite.data import DataError
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
-    from titanlite.data.record_forms import Form
 
 #: Characters of a field that an error shows.
 _SHOWN = 160
@@ -41,28 +40,15 @@ class Columns(NamedTuple):
     section: str = "data"
     #: `text` holds messages, which it renders.
     chat: ChatTemplate | None = None
-    #: How other fields become a text; None: the fields above are as they are.
-    form: Form | None = None
 
     @property
     def wanted(self) -> tuple[str, ...]:
         return (self.text,) if self.prompt is None else (self.text, self.prompt)
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that are read: those that are wanted, and others where a record has them."""
-        return self.wanted if self.form is None else (*self.wanted, *self.form.optional)
-
-    @property
-    def lists(self) -> tuple[str, ...]:
-        """The fields that hold lists. In a CSV file they are JSON."""
-        return () if self.chat is None else (self.text,)
-
-    @property
     def decisive(self) -> list[Any]:
         """What decides the text of a record, besides the fields that are wanted."""
-        form = [] if self.form is None else [self.form.name]
-        return [*(self.chat or ()), *form]
+        return [*(self.chat or ())]
 
     @property
     def has_masks(self) -> bool:
@@ -71,10 +57,12 @@ class Columns(NamedTuple):
 
     def remedy(self, column: str) -> str:
         """Return what to do where a record has no such field."""
-        if self.form is not None and column in self.form.own:
-            return f"{self.section}.record has another value for records of another form"
-        key = self._key_of(column)
-        return f"name the field by {self.section}.{key}, or the form by {self.section}.record"
+        key = "text_key" if self.prompt is None else "completion_key"
+        if self.chat:
+            key = "messages_key"
+        elif column == self.prompt:
+            key = "prompt_key"
+        return f"name the field by {self.section}.{key}"
 
     def check(self, names: Collection[str], where: str) -> None:
         """Raise DataError where a table has not all columns. names: of its columns."""
@@ -83,16 +71,8 @@ class Columns(NamedTuple):
                 raise DataError(
                     f"{where}: no column {column!r} ({', '.join(names)}); {self.remedy(column)}"
                 )
-        for column in self.fields:
             if list(names).count(column) > 1:
                 raise DataError(f"{where} names two columns {column!r}; rename one")
-
-    def _key_of(self, column: str) -> str:
-        if self.chat:
-            return "messages_key"
-        if column == self.prompt:
-            return "prompt_key"
-        return "text_key" if self.prompt is None else "completion_key"
 
 
 def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
@@ -103,10 +83,8 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     if not isinstance(record, Mapping):
         raise DataError(
             f"{where}: expected a text, or a table with the key {columns.text!r}, found "
-            f"{type(record).__name__}"
+            f"{type(record).__name__}; of an array `jq -c '.[]'` writes a record per line"
         )
-    if columns.form is not None:
-        return columns.form.strings(record, columns, where)
     if columns.chat is not None and columns.text in record:
         messages = record[columns.text]
         refuse_surrogates(messages, columns.text, where)
@@ -116,24 +94,19 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
                 f"content: {cut(messages)}; {columns.remedy(columns.text)}"
             )
         return [columns.chat.render(messages, where), None]
-    check_strings(record, columns, where)
-    return [record[column] for column in columns.wanted]
-
-
-def check_strings(record: Mapping[Any, Any], columns: Columns, where: str) -> None:
-    """Raise DataError that begins with `where` if one of the wanted fields is no string, or holds a
-    lone surrogate.
-    """
+    strings: list[Any] = []
     for column in columns.wanted:
         value = record.get(column)
         if isinstance(value, str):
             refuse_surrogates(value, column, where)
+            strings.append(value)
             continue
         if column in record:
             problem = f"must be a string, found {type(value).__name__}: {cut(value)}"
         else:
             problem = f"is missing (keys: {', '.join(map(repr, record)) or 'none'})"
         raise DataError(f"{where}: the key {column!r} {problem}; {columns.remedy(column)}")
+    return strings
 
 
 def are_turns(value: object, keys: Collection[str]) -> bool:
@@ -168,8 +141,7 @@ def refuse_surrogates(value: Any, field: str, where: str) -> None:
             code = ord(text[error.start])
             raise DataError(
                 f"{where}: the field {path} holds \\u{code:04x} at character {error.start + 1}, "
-                "half of a surrogate pair (of CSV: a byte that is not UTF-8), which is no "
-                "character; write the whole pair, or leave it out"
+                "half of a surrogate pair; write the whole pair, or leave it out"
             ) from None
 
 

@@ -208,7 +208,7 @@ def hub_files(
         known = ", ".join(files) or "no files"
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {known}")
     kind = type(builder).__module__.rpartition(".")[2]
-    known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow", "csv") else "auto"
+    known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
     return names, _revision_in(names), known_kind
 
 

@@ -47,7 +47,7 @@ def _rows_of(
     part: Any, begin: int, columns: Columns, name: Path | str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """Iterate over the rows of a part of a batch. begin: number of the first."""
-    wanted = [column for column in columns.fields if column in part.schema.names]
+    wanted = [*columns.wanted]
     try:
         records = part.select(wanted).to_pylist()
     except ValueError as error:
@@ -75,10 +75,9 @@ def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[
     table = ParquetFile(
         content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
     )
-    there = table.schema_arrow.names
     read = None
-    if {*columns.wanted} <= {*there}:
-        read = [column for column in columns.fields if column in there]
+    if {*columns.wanted} <= {*table.schema_arrow.names}:
+        read = [*columns.wanted]
     before = 0
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows

@@ -157,14 +157,7 @@ def columns_of(
             return Columns("completion", "prompt")
         return Columns()
     source = source or DataSource()
-    form = _form_of(data, source)
-    if form:
-        from titanlite.data.record_forms import form_columns
-
-        assert tokenizer is not None
-        section = "data.source" if source.record else "data"
-        return form_columns(form, data, source, tokenizer, section)
-    has_own = _names_text(source)
+    has_own = bool(source.text_key or source.prompt_key or source.completion_key)
     messages = source.messages_key
     if not messages and not has_own:
         messages = data.messages_key
@@ -176,36 +169,14 @@ def columns_of(
         template = load_template(data.chat_template, tokenizer, day=data.template_date)
         return Columns(messages, None, section, template)
     section = "data.source" if has_own else "data"
-    prompt, completion = _prompt_keys(data, source)
-    if prompt and completion:
+    names_text_alone = source.text_key and not source.prompt_key and not source.completion_key
+    prompt = source.prompt_key or data.prompt_key
+    completion = source.completion_key or data.completion_key
+    if prompt and completion and not names_text_alone:
         return Columns(completion, prompt, section)
-    return Columns(source.text_key or data.text_key or _usual_text_key(dataset), None, section)
-
-
-def _form_of(data: Data, source: DataSource) -> str | None:
-    """Return the form of records that the config asks for: of a source with its own fields, its
-    own alone.
-    """
-    if source.record or _names_text(source) or source.messages_key:
-        return source.record
-    return data.record
-
-
-def _names_text(source: DataSource) -> bool:
-    """Return whether a source names the field of its text."""
-    return bool(source.text_key or source.prompt_key or source.completion_key)
-
-
-def _prompt_keys(data: Data, source: DataSource) -> tuple[str | None, str | None]:
-    """Return the fields of prompt and completion; of a source that names its text alone, none."""
-    if source.text_key and not source.prompt_key and not source.completion_key:
-        return None, None
-    return source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
-
-
-def _usual_text_key(dataset: str) -> str:
     registered = REGISTERED.get(dataset)
-    return registered.text_key if registered else "text"
+    usual = registered.text_key if registered else "text"
+    return Columns(source.text_key or data.text_key or usual, None, section)
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:

@@ -283,11 +283,6 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
     data = reader.data
     names = ("text_key", "prompt_key", "completion_key", "messages_key")
     fields = {name: getattr(source, name) or getattr(data, name) for name in names}
-    form = source.record or data.record
-    if form:
-        from titanlite.data.record_forms import fields_of
-
-        fields = fields_of(form, fields)
     keys = TokenKeys(
         fields=fields,
         records=records_folder(data.token_cache),

@@ -138,8 +138,7 @@ def check_weights(bad: BadStepError, model: nn.Module) -> None:
     """Raise WeightsError where the weights themselves are not finite: every later step would be
     skipped too. All ranks call it together.
     """
-    from titanlite.checkpoint.storage import gather
-    from titanlite.optim.nonfinite import find_nonfinite
+    from titanlite.checkpoint.storage import find_nonfinite, gather
 
     where = find_nonfinite(gather(model))
     if where:

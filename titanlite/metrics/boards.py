@@ -108,8 +108,6 @@ TAGS: Mapping[str, str] = {
     "max_loss": "loss_metrics/global_max_loss",
     "validation_loss": "validation_metrics/loss",
     "validation_perplexity": "validation_metrics/perplexity",
-    "float8_drift": "float8/drift",
-    "float8_drift_relative": "float8/drift(relative)",
     "grad_norm": "grad_norm",
     "lr": "lr",
     "tokens_seen": "n_tokens_seen",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from titanlite import doors
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
@@ -216,11 +217,10 @@ class MetricsLogger(Callback):
         names = self._metrics.tracker_names
         if not names:
             return
-        from titanlite.config.resolve import resolve
-        from titanlite.metrics.trackers import TRACKERS, TrackedRun
+        from titanlite.metrics.trackers import TrackedRun
 
         run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
-        self._trackers = [resolve(TRACKERS[name])(run) for name in names]
+        self._trackers = [doors.load(doors.place_of("trackers", name) or "")(run) for name in names]
 
     def _is_logged(self, step: int, steps: int) -> bool:
         """Whether a step is logged: the first, the last and every `log_freq` steps."""

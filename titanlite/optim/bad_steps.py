@@ -64,12 +64,15 @@ def spike_reason(mean: float, sigmas: float, deviation: float) -> str:
     )
 
 
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def not_finite_reason(ranks: list[int]) -> str:
     """Return in words where a loss was not finite."""
     if not ranks:
         return "the loss was finite on every rank, so it arose in the backward pass"
-    from titanlite.optim.nonfinite import name_ranks
-
     return f"the loss was not finite on {name_ranks(ranks)}"
 
 

@@ -14,10 +14,15 @@ P).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.data.course import Course
+from titanlite.config.model_sections import DecayType
+from titanlite.data.course import Course, Progress
+
+if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Schedule:
     total_steps: int | None
     #: A fraction is possible under style "fsdp".
     warmup_steps: float
-    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"]
+    decay_type: DecayType
     style: Literal["titan", "titan-0.2", "fsdp"]
     #: The decay ends at this fraction of the peak.
     min_lr_factor: float
@@ -46,6 +51,14 @@ class Schedule:
         return "tokens" if self.in_tokens else "steps"
 
 
+#: Kind of a decay that falls to the floor → what is left at `progress` in [0, 1] of it.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
 def _decay(kind: str, progress: float, floor: float) -> float:
     """Return the factor in [floor, 1] at `progress` in [0, 1] of the decay."""
     if kind == "constant":
@@ -54,12 +67,7 @@ def _decay(kind: str, progress: float, floor: float) -> float:
         # With a floor it decays geometrically to the floor; without one it halves (as the AWS
         # samples do).
         return (floor if floor > 0 else 0.5) ** progress
-    shape = {
-        "linear": 1.0 - progress,
-        "sqrt": 1.0 - math.sqrt(progress),
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[kind]
-    return floor + (1.0 - floor) * shape
+    return floor + (1.0 - floor) * _SHAPES[kind](progress)
 
 
 def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
@@ -133,6 +141,13 @@ class LearningRate:
         done = self.course.tokens_after(step) - self.began_tokens
         size = self.course.size(step).tokens
         return learning_rate(self.schedule, peak, done, size) * factor
+
+    def follow(self, phases: Phases, done: Progress) -> Course:
+        """Take factors and peaks of the phases of a run from `done` on; return its course."""
+        self.course = phases.course(done)
+        self.phases = phases.rates(done)
+        self.peaks = phases.peaks(done)
+        return self.course
 
     def change_length(self, before: int, steps: int) -> None:
         """The run has another number of steps; a schedule as long as the run follows it."""

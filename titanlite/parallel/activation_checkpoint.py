@@ -180,21 +180,23 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
-    contexts = _contexts_by_op(adapter_rank(block)) if by_op else _own_contexts(block)
+    # What a block sends to other ranks is kept, whatever is recomputed.
+    contexts: Contexts | None = getattr(exchange_of(block), "contexts", None)
+    if by_op:
+        contexts = _contexts_by_op(adapter_rank(block))
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, contexts, draws)
 
 
-def _own_contexts(block: nn.Module) -> Contexts | None:
-    """Return the contexts that keep what a module sends to other ranks (its `exchange`); None: the
-    block sends nothing.
+def exchange_of(block: nn.Module) -> Any:
+    """Return what moves rows of a block to other ranks and back (`exchange` of a module in it);
+    None: nothing does.
     """
     for module in block.modules():
         # A module of a user may call something else so.
         exchange = getattr(module, "exchange", None)
-        own: Contexts | None = getattr(exchange, "contexts", None)
-        if own is not None:
-            return own
+        if hasattr(exchange, "contexts"):
+            return exchange
     return None
 
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,12 +58,10 @@ def _draw(
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
     cut = init.kind == "trunc_normal"
     cuda = block.device.type == "cuda"
-    if cut and not cuda and (init.bound < init.std or torch.__version__ < "2.13"):
+    if cut and not cuda:
         return nn.init.trunc_normal_(
             block, 0.0, init.std, -init.bound, init.bound, generator=generator
         )
-    if cut and not cuda:
-        return _truncate(block.normal_(0.0, init.std, generator=generator), init, generator)
     # torch draws values outside of the bounds again, with a host sync each time: here they are
     # never drawn.
     scale = math.sqrt(2) * init.std
@@ -78,20 +75,6 @@ def _draw(
         else:
             raise ValueError(f"unknown kind of initial values: {init.kind!r}")
     return block.erfinv_().mul_(scale).clamp_(-init.bound, init.bound) if cut else block
-
-
-def _truncate(block: torch.Tensor, init: Init, generator: torch.Generator) -> torch.Tensor:
-    """Draw the values outside of the bounds again, in place.
-
-    The result is that of torch 2.13, without its passes over all values after each draw.
-    """
-    flat = block.view(-1).numpy()
-    spare = torch.empty_like(block)
-    wrong = np.flatnonzero(np.abs(flat) > init.bound)
-    while wrong.size:
-        flat[wrong] = spare.normal_(0.0, init.std, generator=generator).view(-1).numpy()[wrong]
-        wrong = wrong[np.abs(flat[wrong]) > init.bound]
-    return block
 
 
 @torch.no_grad()

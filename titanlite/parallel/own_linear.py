@@ -46,18 +46,6 @@ def weights_replaced(model: nn.Module) -> None:
             module.weights_replaced()
 
 
-def adapter_names(model: nn.Module) -> set[str]:
-    """Return the full names of all adapters' parameters; empty for a model that is trained whole.
-
-    The names are without the parts that wrappers add.
-    """
-    found = set[str]()
-    for name, module in model.named_modules():
-        if isinstance(module, OwnLinear):
-            found.update(f"{name}.{leaf}" for leaf in module.adapters)
-    return found
-
-
 def adapter_rank(model: nn.Module) -> int:
     """Return the width of the adapters in a model; 0: there are none."""
     ranks = [module.adapter_rank for module in model.modules() if isinstance(module, OwnLinear)]

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import bad_flag, unfit
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
@@ -256,10 +255,9 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
         held = {**memory.peak.parts, **memory.host}
         weights = held.get("parameters", 0)
-        lora = run.features.lora
-        if lora is not None:
+        adapters = run.trained(run.model_args()).adapters
+        if adapters is not None:
             # Frozen weights are in no checkpoint.
-            adapters = lora.adapters(run.spec, run.model_args()).parameters
             shares = run.mesh.weight_shards * run.mesh.pipeline
             weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
         parts["copy of an asynchronous save"] = weights + held.get("optimizer", 0)
@@ -273,14 +271,12 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
 def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     """Return the size of a checkpoint and how many there are at one time."""
     args = run.model_args()
-    parameters = run.spec.count_parameters(args)
-    lora = run.features.lora
-    if lora is not None:
-        parameters = lora.adapters(run.spec, args).parameters
-    size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
-    ema = run.features.ema
-    if ema is not None:
-        size += ema.bytes_each * parameters
+    trained = run.trained(args)
+    parameters = trained.adapters
+    if parameters is None:
+        parameters = run.spec.count_parameters(args)
+    size = parameters * (_ITEMSIZE[run.training.dtype] + trained.averages)
+    size += optimizer_bytes(run, args, parameters)
     return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds))
 
 
@@ -319,8 +315,7 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) ->
         return None if section.keep_best else len(saved)
     stay = set(sorted(saved)[-latest:])
     for step in saved:
-        is_kept = section.keep_every and step % section.keep_every == 0
-        if is_kept or is_milestone(step, section.milestones):
+        if section.stays(step):
             stay.add(step)
     return len(stay) + section.keep_best
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
@@ -44,7 +43,7 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> l
     rank: None: the worst one.
     """
     peak = estimate(run, rank, device).peak.total
-    config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()}))
+    config = LoadedConfig(Config(**{name: getattr(run, name) for name in Config.__struct_fields__}))
     found: list[Remedy] = []
     for changes, times in _changes(run):
         # A ValueError: the run cannot be so, or has no formulas.

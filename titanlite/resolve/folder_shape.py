@@ -65,7 +65,7 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
         )
         raise _no_shape(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        message = f"{quote(path)} describes no model: it has no config.json or params.json"
+        message = f"{quote(path)} describes no model: it has no config.json"
         raise _no_shape(key, message)
     if there.family is not None:
         from titanlite.checkpoint.source_model import remedy

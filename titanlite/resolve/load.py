@@ -28,7 +28,7 @@ from titanlite.models.spec import ShapeError
 from titanlite.resolve import model_rules, rank_rules
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import below, degrees_of, derive
-from titanlite.run.features import features_of, moe_layers_of
+from titanlite.run.features import features_of, moe_layers_of, not_installed
 from titanlite.utils import is_dotted
 
 _TP = "training.tensor_parallel_degree"
@@ -99,7 +99,7 @@ def check_alone(
     machine: also files and packages that are missing here. texts: also local folders that leave
     open which of their files are meant.
     """
-    found = list(problems)
+    found = [*problems] or broken(config, [not_installed])
     if not found:
         features = features_of(config.sections).on
         found = broken(config, [*RULES, *(feature.contradictions for feature in features)])

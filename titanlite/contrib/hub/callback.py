@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.manifest import step_of
-from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.contrib.hub.upload import MAIN
 from titanlite.runs import HUB
@@ -58,7 +57,7 @@ class HubUploads(Callback):
         section = self._section
         is_last = step == trainer.steps
         is_multiple = not section.hub_every or step % section.hub_every == 0
-        if is_last or is_multiple or is_milestone(step, section.milestones):
+        if is_last or is_multiple or section.is_milestone(step):
             words = ["titanlite", "push", str(folder), section.hub, "--branch", f"step-{step}"]
             if is_last:
                 words += ["--branch", MAIN]

@@ -47,7 +47,6 @@ _COMMON = (
     "--metrics.log_freq=1",
     "--checkpoint.start=resume-or-fresh",
     "--checkpoint.create_seed_checkpoint=false",
-    "--float8.drift_check=0",
     "--checkpoint.enable_checkpoint=false",
     "--checkpoint.folder=checkpoint",
     "--checkpoint.hub=",

@@ -96,11 +96,6 @@ def _whole(parameter: nn.Parameter, name: str) -> Tensor:
     return local
 
 
-def has_exchange(model: nn.Module) -> bool:
-    """Return whether other ranks hold some of the experts in this module."""
-    return any(getattr(module, "exchange", None) is not None for module in model.modules())
-
-
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension,
     others as usual.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from titanlite.config.toml import quote
 from titanlite.dist import ParallelismError
 from titanlite.features.float8.choice import Float8Choice, name_filters
 from titanlite.models.linears import Linears, linears_of
-from titanlite.models.spec import ShapeError
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
@@ -146,23 +144,6 @@ def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Pr
     message = f"needs weights whose rows divide over the {shards} ranks that share them; {which}"
     kept = f"keep them with {FILTERS} = {quote([one.kind for one in odd])}"
     yield Problem("divide", GATHER, message, f"{kept}, or set it to false")
-
-
-def wide_filters(run: RunConfig) -> Iterator[str]:
-    """Warn of filters that end within a number of some names, as layers.1 in layers.10."""
-    parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
-    if not parts:
-        return
-    try:
-        spec = run.spec
-        names = "\n".join(spec.linears(run.model_args(1)) if spec.linears else ())
-    except ShapeError:  # `titanlite.resolve.load.problems_of_run` reports it
-        return
-    for part in parts:
-        others = re.findall(rf"^.*?{re.escape(part)}\d+", names, re.MULTILINE)
-        if others:
-            found = ", ".join(dict.fromkeys(others))
-            yield f"{FILTERS}: {quote(part)} is also part of {found}; {quote(f'{part}.')} is not"
 
 
 # The machine

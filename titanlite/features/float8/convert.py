@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -20,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.float8 import gathered, tensor
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.features.float8.rounded import RoundedLinear
+from titanlite.parallel.own_linear import OwnLinear
 
 #: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
 #: forward and has them in the backward. With a scale per row losses become NaN (pytorch issue
@@ -66,12 +65,7 @@ def apply_float8(
 def _linear_class() -> type[nn.Module]:
     base: Any = torchao().float8_linear.Float8Linear
 
-    class Linear(base, RoundedLinear):
-        def forward(self, input: Tensor) -> Tensor:
-            if self.exact is not None:
-                return F.linear(input, self.exact(), self.bias)
-            return super().forward(input)
-
+    class Linear(base, OwnLinear):
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:

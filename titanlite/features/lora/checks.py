@@ -33,8 +33,7 @@ NEEDS = [
         bool,
         "checkpoint.initial_load_path",
         is_set,
-        "name the weights that the adapters belong to: a checkpoint, or a folder of Hugging "
-        "Face's or Meta's",
+        "name the weights that the adapters belong to: a checkpoint, or a folder of Hugging Face's",
     ),
 ]
 EXCLUDES = [

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.checkpoint.storage import adapter_names
 from titanlite.features.lora.products import added
 from titanlite.features.lora.settings import DOWN, UP, Adapters
 from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
-from titanlite.parallel.own_linear import OwnLinear, adapter_names
+from titanlite.parallel.own_linear import OwnLinear
 
 
 def add_adapters(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
     from titanlite.data.loader import Batch
+    from titanlite.parallel.parallelize import ModelBuilder
 
 
 @dataclass(frozen=True)
@@ -249,3 +250,11 @@ class Pipeline:
         elif self._positions is not None:
             keywords["positions"] = self._positions(seq_len).expand(rows, -1)
         return keywords
+
+
+def positions_on(builder: ModelBuilder, rank_len: int) -> Tensor:
+    """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
+    run = builder.run
+    everywhere = torch.arange(rank_len * run.mesh.context, device=builder.device)
+    context = run.features.context
+    return everywhere if context is None else context.part(everywhere, builder.mesh)

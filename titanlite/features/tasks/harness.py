@@ -50,15 +50,6 @@ class HarnessTask:
             self.loaded = self.manager.load(self.manager.match_tasks([self.name]))
 
     @property
-    def unfit(self) -> str:
-        """Why the task cannot run beside training; "" where it can."""
-        if any(getattr(task, "UNSAFE_CODE", False) for task in self._tasks):
-            return f"the task {self.name} runs code that the model writes"
-        if any(task.OUTPUT_TYPE == "generate_until" for task in self._tasks):
-            return f"the task {self.name} continues texts, which takes too long beside training"
-        return ""
-
-    @property
     def _tasks(self) -> list[Any]:
         return list(self.loaded.get("tasks", {}).values())
 
@@ -136,6 +127,10 @@ def load_tasks(
     for task in found:
         try:
             task.load()
+            if any(one.OUTPUT_TYPE == "generate_until" for one in task.loaded["tasks"].values()):
+                message = f"the task {task.name} continues texts, one token after the other"
+                hint = "`titanlite export`, and `lm_eval --model vllm` (docs/evaluation.md)"
+                problems.append(Problem("conflict", key, message, hint))
         except Exception as error:
             message = f"the task {task.name} cannot be loaded: {type(error).__name__}: {error}"
             hint = (

@@ -41,9 +41,6 @@ class Subject:
     #: The longest sequence in tokens.
     limit: int
     device: torch.device
-    #: Name of the linear that computes the logits.
-    head: str
-    stop_ids: frozenset[int]
 
 
 class Row(NamedTuple):

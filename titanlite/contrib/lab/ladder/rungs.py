@@ -23,8 +23,8 @@ from titanlite.contrib.lab.members import Member
 _LONGEST_WARMUP = 0.1
 #: A trunk saves this often, besides the starts of its branches: a killed one resumes.
 _SAVES = 5
-#: Shapes of a decay that a member may take over from the file.
-_DECAYS = ("linear", "cosine", "sqrt")
+#: Kinds of a decay that do not fall to a floor: members have a linear one instead.
+_ENDLESS = ("constant", "exponential", "plateau")
 
 #: Of the models, over the file but under the command line: a small model needs no parallelism but
 #: that of data.
@@ -192,7 +192,7 @@ def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
         f"--optimizer.lr={rate}",
         "--lr_scheduler.unit=steps",
         "--lr_scheduler.style=titan",
-        f"--lr_scheduler.decay_type={decay if decay in _DECAYS else 'linear'}",
+        f"--lr_scheduler.decay_type={'linear' if decay in _ENDLESS else decay}",
     )
 
 
