@@ -222,7 +222,16 @@ def test_a_spare_node_that_is_dead_is_named_and_replaces_none(tmp_path: Path) ->
     assert (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--launch.spare_nodes=1"]], ids=["", "spare"])
+def test_an_error_and_a_third_end_at_the_same_step_are_final(tmp_path: Path) -> None:
+    for name, codes, wanted in (("error", [2], 2), ("again", [7, 7, 7, 0], 7)):
+        place = tmp_path / name
+        place.mkdir()
+        code, said = _run(place, codes, "--launch.spare_nodes=1")
+        assert code == wanted, said
+        assert _starts(place) == ["a,b"] * len([one for one in codes if one])
+        assert not (place / "requeued").exists()
+
+
 @pytest.mark.parametrize(
     ("codes", "ids", "end", "queued"),
     [
@@ -234,10 +243,10 @@ def test_a_spare_node_that_is_dead_is_named_and_replaces_none(tmp_path: Path) ->
     ],
 )
 def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
-    tmp_path: Path, codes: list[int], ids: list[str], end: int, queued: bool, more: list[str]
+    tmp_path: Path, codes: list[int], ids: list[str], end: int, queued: bool
 ) -> None:
-    """The stand-in loses node b with a code above 128. No spare one is left."""
-    code, said = _run(tmp_path, codes, *more, nodes="a,b")
+    """The stand-in loses node b with a code above 128."""
+    code, said = _run(tmp_path, codes, nodes="a,b")
     assert code == end, said
     started = (tmp_path / "started").read_text()
     assert re.findall("--rdzv_id (.*?) ", started) == ids
@@ -257,6 +266,13 @@ def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(
     assert code == 0, said
     ends = re.findall("the ranks ended with code (.*?) ", said)
     assert ends == ["137", "0"][-starts:], said
+
+
+def test_a_stopped_job_does_not_start_again_in_its_allocation(tmp_path: Path) -> None:
+    code, said = _run(tmp_path, [5, 0], "--launch.spare_nodes=1")
+    assert code == 5, said
+    assert _starts(tmp_path) == ["a,b"]
+    assert (tmp_path / "requeued").exists()
 
 
 def test_the_nodes_that_a_job_asks_for() -> None:
