@@ -61,21 +61,6 @@ class Leg:
         """Time for its steps without validation and saves; None: their number is not known."""
         return None if self.steps is None else self.steps * self.speed.step_seconds
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the leg as JSON has it."""
-        batch = self.run.batch
-        return {
-            "step": self.first,
-            "steps": self.steps,
-            "global_batch_size": batch.global_batch_size,
-            "seq_len": batch.seq_len,
-            "tokens_per_step": batch.tokens_per_step,
-            "needed_gib": needed_bytes(self.memory) / GIB,
-            "step_seconds": self.speed.step_seconds,
-            "tokens_per_second": self.speed.tokens_per_second,
-            "hours": None if self.seconds is None else self.seconds / 3600,
-        }
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -136,9 +121,6 @@ class Plan:
         peak = self.memory.peak
         speed = self.speed
         disk = self.disk
-        phases = {}
-        if len(self.legs) > 1:
-            phases["phases"] = [leg.as_json() for leg in self.legs]
         return {
             "model": self.run.model.title,
             "world_size": self.run.mesh.world_size,
@@ -170,7 +152,6 @@ class Plan:
             "tokens_per_second_range": [speed.low, speed.high],
             "mfu": speed.mfu,
             "assumptions": list(speed.assumptions),
-            **phases,
         }
 
 
@@ -216,21 +197,15 @@ def _legs(
     trace: Callable[[RunConfig, int], RankMemory] | None,
 ) -> Iterator[Leg]:
     """Yield the plan of each leg. The arguments are those of `make_plan`."""
-    for first, steps in steps_of_legs(run):
-        steady = run.steady_at(first)
-        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
-        yield Leg(steady, first, steps, memory, predict(steady, cluster))
-
-
-def steps_of_legs(run: RunConfig) -> Iterator[tuple[int, int | None]]:
-    """Yield the first step of each leg and how many it has; None: the run's length is not known."""
     firsts = list(run.legs)
     ends = [first - 1 for first in firsts[1:]]
     for first, end in zip(firsts, [*ends, run.steps], strict=True):
         steps = None
         if run.steps is not None and end is not None:
             steps = max(min(end, run.steps) - first + 1, 0)
-        yield first, steps
+        steady = run.steady_at(first)
+        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
+        yield Leg(steady, first, steps, memory, predict(steady, cluster))
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
