@@ -56,7 +56,6 @@ class ExpertMemory(FeedForwardMemory):
         ]
 
     def _routed(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators of router and chosen experts."""
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k

@@ -247,8 +247,6 @@ class _Replay:
 
 
 class _Storage:
-    """Memory of a gradient."""
-
     __slots__ = ("size", "users")
 
     def __init__(self, size: int) -> None:

@@ -191,7 +191,6 @@ def _legs(
     rank: int | None,
     trace: Callable[[RunConfig, int], RankMemory] | None,
 ) -> Iterator[Leg]:
-    """Yield the plan of each leg. The arguments are those of `make_plan`."""
     firsts = list(run.legs)
     ends = [first - 1 for first in firsts[1:]]
     for first, end in zip(firsts, [*ends, run.steps], strict=True):

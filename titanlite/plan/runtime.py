@@ -45,7 +45,6 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
 
 
 def _place_of(cause: BaseException) -> str:
-    """Return whose memory is out."""
     text = str(cause)
     if "CUDA error: out of memory" in text:
         return "GPU or pinned host memory"
@@ -54,7 +53,6 @@ def _place_of(cause: BaseException) -> str:
 
 
 def _plan_table(run: RunConfig, rank: int, device: str) -> str:
-    """Return the plan's parts at the peak."""
     run = with_vocabulary(run)
     planned = estimate(run, rank, device)
     peak = planned.peak

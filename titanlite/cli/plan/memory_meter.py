@@ -41,8 +41,6 @@ _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("floa
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """The life of a storage."""
-
     nbytes: int
     part: str | None
     #: Number of the visit in which it was made.
@@ -170,7 +168,6 @@ class MemoryMeter(TorchDispatchMode):
 
     @property
     def _now(self) -> int:
-        """Number of the visit that goes on."""
         return len(self._visits) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,7 +197,6 @@ class MemoryMeter(TorchDispatchMode):
         return out
 
     def _read(self, dtype: torch.dtype) -> int:
-        """Return what the host reads from a tensor without data."""
         if dtype == torch.bool:
             return True
         return self._integer if dtype == torch.int64 else 1
@@ -315,7 +311,6 @@ def _marked(func: Any) -> str | None:
 def _units(
     model: nn.Module, blocks: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks, and the largest modules that hold none."""
     for key, module in model.named_children():
         name = prefix + key
         if name not in blocks and any(block.startswith(f"{name}.") for block in blocks):

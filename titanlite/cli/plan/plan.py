@@ -104,7 +104,6 @@ def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
 def _searched(
     config: LoadedConfig, run: RunConfig, cluster: Cluster, arguments: argparse.Namespace
 ) -> tuple[str, int]:
-    """Search the settings of a config for a cluster."""
     from titanlite.cli.plan import search_text
     from titanlite.cli.plan.search import search
 
@@ -118,7 +117,6 @@ def _searched(
 
 
 def _planned(run: RunConfig, cluster: Cluster, arguments: argparse.Namespace) -> tuple[str, int]:
-    """Plan a run on a cluster."""
     trace = import_module("titanlite.cli.plan.trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
     text = as_json(plan.as_json()) if arguments.json else plan_text(plan, arguments.style)
@@ -126,7 +124,6 @@ def _planned(run: RunConfig, cluster: Cluster, arguments: argparse.Namespace) ->
 
 
 def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
-    """Raise ConfigError for the first of some options that is given."""
     for name in names:
         if getattr(arguments, name) is not None:
             raise bad_flag(f"--{name}", why, hint)

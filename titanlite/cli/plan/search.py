@@ -198,7 +198,6 @@ class _Search:
         return found
 
     def _fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest settings that fit."""
         for whole in sorted(variants, key=_rate, reverse=True):
             in_chunks = self.in_chunks(whole)
             if self._fits(in_chunks):

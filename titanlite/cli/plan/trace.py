@@ -87,7 +87,6 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
 
 
 def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
-    """Return the model, its weights without data."""
     model = builder.build_on_meta()
     with fake:
         for part in parts_of(model):
@@ -96,7 +95,6 @@ def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
 
 
 def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
-    """Run a step that is not the first, and return its memory."""
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
     rows = _rows_to_each(run, parts.args)
