@@ -79,7 +79,6 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return how many ranks hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

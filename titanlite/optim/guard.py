@@ -180,7 +180,6 @@ class FiniteGuard:
             self._losses.fill([float(loss) for loss in state.get("losses", [])])
 
     def _copy(self) -> None:
-        """Start to copy the record to the host."""
         if self._record.device.type != "cuda":
             self._copies.append((self._record, None))
             return
@@ -191,7 +190,6 @@ class FiniteGuard:
         self._copies.append((copy, event))
 
     def _read(self, unread: int) -> None:
-        """Read all copies but the newest `unread`, and act on them."""
         while len(self._copies) > unread:
             record, event = self._copies.popleft()
             if event is not None:
@@ -216,7 +214,6 @@ class FiniteGuard:
             self._skipped.append(bad)
 
     def _updated_before(self, step: int) -> int:
-        """Return the last step before `step` whose update was not skipped."""
         updated = step - 1
         while self.policy == "skip" and updated in self._spent:
             updated -= 1

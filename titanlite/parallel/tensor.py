@@ -116,7 +116,6 @@ def _styles(
 
 
 def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceMesh) -> None:
-    """Add what torch's styles do not have: inputs that several linears share, plain outputs."""
     last = next(reversed(kinds), "")
     colwise = [name for name, kind in kinds.items() if kind == "colwise"]
     for name, kind in kinds.items():
@@ -235,7 +234,6 @@ def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A hook before a module: gives it this rank's tokens."""
     x, *others = args
     return (x.to_local(), *others)
 

@@ -44,7 +44,6 @@ class ContextAttention(nn.Module):
         self.has_sinks: bool = getattr(replaced, "has_sinks", False)
 
     def _spans(self, chunk: int) -> list[tuple[int, int]]:
-        """Return for each chunk its first key and its end."""
         before = self.cp_rank.seq_len if self.window is None else self.window - 1
         spans = []
         for index in self.cp_rank.chunks:
@@ -88,7 +87,6 @@ class ContextAttention(nn.Module):
             return causal_lower_right(chunk, end)
 
     def _same_document(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return [batch, 1, queries, keys] bool from the numbers of their documents."""
         same = queries.unsqueeze(2) == keys.unsqueeze(1)
         seen = band(queries.size(1), keys.size(1), self.window, queries.device)
         return (same & seen).unsqueeze(1)

@@ -35,12 +35,9 @@ def apply_float8(
     all_gather: bool = False,
     emulate: bool = False,
 ) -> list[str]:
-    """Let the linears of these names compute in float8, in place.
+    """Let the linears of these names compute in float8, in place; return those that it has.
 
-    Return the names that this model has.
-
-    model: on the meta device. Names of other pipeline stages are skipped. Names and shapes of
-    parameters stay as they are, and so do the weights, which are in high precision.
+    model: on the meta device. Names of other pipeline stages are skipped.
     recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (weights' gradients in high precision).
     all_gather: FSDP gathers weights in float8. emulate: the same rounded numbers, multiplied in
     float32.

@@ -90,7 +90,6 @@ def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
 
 
 def _settings(file: AnyPath) -> tuple[int, float, bool]:
-    """Return rank, alpha and rslora of adapter_config.json. Raises CheckpointError."""
     content = read_json(file)
     try:
         if content.get("peft_type") != "LORA":
@@ -115,7 +114,6 @@ def _settings(file: AnyPath) -> tuple[int, float, bool]:
 
 
 def _our_names(spec: ModelSpec, args: Any) -> dict[str, str]:
-    """Return PEFT's name → ours, of the adapters that a model could have."""
     found = {}
     for ours, theirs in names_at_hf(spec, args).items():
         for leaf, matrix in _MATRICES.items():
@@ -185,7 +183,6 @@ def save_peft(
 
 
 def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

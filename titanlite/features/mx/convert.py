@@ -19,13 +19,11 @@ from titanlite.parallel.own_linear import OwnLinear
 
 
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
-    """Let the linears of these names compute in MXFP8, in place.
+    """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
-    Return the names that this model has.
-
-    model: on the meta device. Names of other pipeline stages are skipped. Parameters stay as they
-    are. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers, multiplied in the
-    dtype of the activations. Raises ParallelismError for a module that is no plain linear.
+    model: on the meta device. Names of other pipeline stages are skipped. recipe: "mxfp8" or
+    "mxfp8_floor". emulate: the same rounded numbers, multiplied in the dtype of the activations.
+    Raises ParallelismError for a module that is no plain linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]

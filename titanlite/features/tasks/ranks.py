@@ -115,7 +115,6 @@ class RankScorer(Scorer):
     # All ranks together
 
     def _send(self, kind: str, work: Any) -> tuple[str, Any]:
-        """Return on all ranks what rank 0 gives."""
         message = [(kind, work)]
         with self._noted():
             dist.broadcast_object_list(message, 0)
@@ -157,5 +156,4 @@ class RankScorer(Scorer):
 
 
 def _compact(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that are small to send."""
     return [Row(np.asarray(row.ids, dtype=np.int32), row.asked) for row in rows]
