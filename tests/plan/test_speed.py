@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Config, Parallelism
-from titanlite.features.experts import ExpertParallel
 from titanlite.features.float8 import plan_speed
 from titanlite.features.float8.convert import apply_float8
 from titanlite.plan import computing, rates
@@ -319,9 +317,7 @@ def test_tensor_parallel_ranks_share_experts_and_their_rows() -> None:
     rows = step.tokens / 2 * 2 * 2 * 4096
     moves = 4 + 2 * step.recomputed
     expected = 32 * moves * step.rates.collective(rows, 8, 1)
-    assert ExpertParallel(Config(parallelism=Parallelism(expert_parallel_degree=8))).traffic(step)[
-        "expert traffic"
-    ] == pytest.approx(expected)
+    assert step.traffic["expert traffic"](step) == pytest.approx(expected)
 
 
 def test_tensor_parallel_ranks_divide_the_work_of_moe_layers() -> None:

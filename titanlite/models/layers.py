@@ -157,6 +157,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
+        # `titanlite.plan.blocks.block_ops` has the same operators, with what each keeps and needs.
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, mask))
         return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 

@@ -23,7 +23,7 @@ def latent_ops(s: Shape, a: DeepSeekV3Args) -> list[Op]:
     ops = [s.norm("n1", "x", s.rows, a.dim)]
     ops += _queries(s, a, heads)
     ops += _keys_and_values(s, a, heads)
-    ops += s.pairs(width, width, sums=4 * s.tokens * heads)
+    ops += s.attention(s, width, width, 4 * s.tokens * heads)
     # Without the zeros that values are filled up with, in the order of wo.
     ops.append(Op("cut", s.tokens * results * s.size, ("y",), backward=s.tokens * width * s.size))
     held = ("n1", "qr", "kr", "v", "y")

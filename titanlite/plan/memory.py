@@ -9,13 +9,12 @@ FORMULAS.md derives each formula. `titanlite.cli.plan.trace` runs the real code 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.events import replay
-from titanlite.plan.loss_ops import Loss
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.plan.rank_sizes import RankSizes, block_memory
 from titanlite.plan.step_events import StepEvents
@@ -59,25 +58,8 @@ def _known_args(run: RunConfig) -> LlamaArgs:
 
 
 def _memory_of(run: RunConfig, args: LlamaArgs, rank: int, device: str) -> RankMemory:
-    sizes = RankSizes(run, args, loss_of(run), rank, device)
+    sizes = RankSizes(run, args, rank, device)
     return replay(rank, StepEvents(sizes).events())
-
-
-def loss_of(run: RunConfig) -> Loss:
-    """Return how the run computes its loss."""
-    training = run.training
-    divided: Literal["whole", "in place", "compiled"] = "in place"
-    if not training.enable_loss_parallel or training.loss != "cross_entropy":
-        # A function of the user takes whole logits.
-        divided = "whole"
-    elif training.compile and "loss" in run.compile.components:
-        divided = "compiled"
-    return Loss(
-        training.loss_chunks,
-        divided,
-        penalized=bool(training.z_loss or training.label_smoothing),
-        holds_logits=run.mesh.pipeline > 1,
-    )
 
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
@@ -108,7 +90,7 @@ class KeptActivations(NamedTuple):
 def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
     """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
     args = _known_args(run)
-    sizes = RankSizes(run, args, loss_of(run), 0, device)
+    sizes = RankSizes(run, args, 0, device)
     found = KeptActivations(0, 0, 0, 0)
     for block in run.spec.block_names(args):
         shape = sizes.shape_of(block)

@@ -255,10 +255,9 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
         held = {**memory.peak.parts, **memory.host}
         weights = held.get("parameters", 0)
-        lora = run.features.lora
-        if lora is not None:
+        adapters = run.trained(run.model_args()).adapters
+        if adapters is not None:
             # Frozen weights are in no checkpoint.
-            adapters = lora.adapters(run.spec, run.model_args()).parameters
             shares = run.mesh.weight_shards * run.mesh.pipeline
             weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
         parts["copy of an asynchronous save"] = weights + held.get("optimizer", 0)
@@ -272,14 +271,12 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
 def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     """Return the size of a checkpoint and how many there are at one time."""
     args = run.model_args()
-    parameters = run.spec.count_parameters(args)
-    lora = run.features.lora
-    if lora is not None:
-        parameters = lora.adapters(run.spec, args).parameters
-    size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
-    ema = run.features.ema
-    if ema is not None:
-        size += ema.bytes_each * parameters
+    trained = run.trained(args)
+    parameters = trained.adapters
+    if parameters is None:
+        parameters = run.spec.count_parameters(args)
+    size = parameters * (_ITEMSIZE[run.training.dtype] + trained.averages)
+    size += optimizer_bytes(run, args, parameters)
     return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds))
 
 

@@ -19,7 +19,6 @@ from titanlite.plan.traffic import (
     tensor_traffic,
 )
 from titanlite.run.config import RunConfig
-from titanlite.run.features import features_of
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -90,9 +89,8 @@ def _parts(step: StepSizes) -> dict[str, float]:
         parts[name] = times * (forward + backward)
     parts["recomputation"] = times * work.again
     parts["tensor traffic"] = times * tensor_traffic(step)
-    for feature in features_of(step.run).on:
-        for name, waited in feature.traffic(step).items():
-            parts[name] = times * waited
+    for name, seconds in step.traffic.items():
+        parts[name] = times * seconds(step)
     beside = Directions(
         share * sum(work.forward) * step.micro_batches,
         share * (sum(work.backward) + work.again) * step.micro_batches,
@@ -101,10 +99,8 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["host transfers"] = host_transfers(step, beside)
     busy = sum(parts.values())
     parts["launches"] = max(0.0, launches(step) - busy)
-    pipeline = step.run.features.pipeline
-    if pipeline is not None:
-        idle = pipeline.bubble(step) * (busy + parts["launches"])
-        parts["pipeline bubble"] = idle / step.micro_batches
+    idle = step.idle * (busy + parts["launches"])
+    parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
     return parts
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.group_events import GroupEvents
-from titanlite.plan.kept_events import KeptEvents
 from titanlite.plan.lifetimes import Peak
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.rank_sizes import RankSizes
@@ -24,20 +23,13 @@ class StepEvents:
         self.sizes = sizes
         self.run = sizes.run
         self.groups = GroupEvents(sizes)
-        self.activations = self._kept_events()
-
-    def _kept_events(self) -> KeptEvents:
-        offload = self.run.features.activation_offload
-        return KeptEvents(self.sizes) if offload is None else offload.kept_events(self.sizes)
+        self.activations = sizes.kept_events(sizes)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the step."""
         yield from self._state()
-        pipeline = self.run.features.pipeline
-        if pipeline is not None:
-            yield from pipeline.events(self)
-        else:
-            yield from self._micro_batches()
+        work = self.sizes.work or StepEvents.micro_batches
+        yield from work(self)
         yield Run("optimizer", "", {"working memory": self._optimizer_work()})
 
     def _state(self) -> Iterator[Event]:
@@ -45,8 +37,7 @@ class StepEvents:
         sizes = self.sizes
         optimizer = self.run.optimizer
         masters = sum(weight.part * sizes.held(weight) for weight in sizes.weights)
-        ema = self.run.features.ema
-        averages = 0 if ema is None else ema.bytes_each
+        averages = self.run.trained(sizes.args).averages
         state = 0.0
         for weight in sizes.trained:
             each = state_bytes(weight, optimizer, sizes.master) + averages
@@ -68,7 +59,8 @@ class StepEvents:
         optimizer = self.run.optimizer
         return step_bytes(sizes.trained, sizes.shard, optimizer, sizes.master, sizes.device)
 
-    def _micro_batches(self) -> Iterator[Event]:
+    def micro_batches(self) -> Iterator[Event]:
+        """Yield the work of a rank that has all layers."""
         modules = self.sizes.stages[0]
         count = min(self.run.batch.accumulation, 2)
         for index in range(count):

@@ -123,7 +123,7 @@ def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
         weights: list[Weight] = []
         for name in unit:
             own = module_weights(name, sizes)
-            weights += own if sizes.adapters is None else _beside_adapters(name, own, sizes)
+            weights += sizes.products.weights(name, own, sizes.shards)
         modules = [name for name in unit if name in mine]
         modules.sort(key=lambda name: position(name, sizes.args.n_layers))
         # By default the last two stay: the backward begins with them.
@@ -142,19 +142,6 @@ def _all_units(run: RunConfig, args: LlamaArgs) -> list[tuple[str, ...]]:
 def _reshards(run: RunConfig, is_last: bool) -> bool:
     given = run.training.reshard_after_forward
     return not is_last if given == "default" else given != "never"
-
-
-def _beside_adapters(module: str, own: list[Weight], sizes: RankSizes) -> list[Weight]:
-    """Return the weights of a module, which are not trained, and those of its adapters."""
-    assert sizes.adapters is not None
-    rank = sizes.adapters.rank
-    shards = sizes.run.mesh.weight_shards
-    found = [replace(weight, frozen=True) for weight in own]
-    for name, size in sizes.adapters.sizes.items():
-        if name.startswith(f"{module}."):
-            for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
-                found.append(Weight(rows, columns, shards, (rows, columns)))
-    return found
 
 
 def module_weights(module: str, sizes: RankSizes) -> list[Weight]:

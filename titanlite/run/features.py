@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.config.value_types import Section
     from titanlite.contrib.hub.feature import HubFeature
+    from titanlite.contrib.resilience.feature import LocalSaves
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from titanlite.features.tasks import TaskEvaluation
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -112,20 +110,11 @@ class Feature:
 
     # The plan. Nothing here imports torch.
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
-        """Return what products keep, need and hold. products: as the features before have them."""
-        return products
+    def plan_memory(self, sizes: RankSizes) -> None:
+        """Change what a rank's memory follows from, in place: the fields that `RankSizes` lists."""
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what products cost. products: as the features before have them."""
-        return products
-
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Return traffic that computing waits for, in seconds of a micro-batch.
-
-        By the names of `titanlite.plan.speed.PARTS`.
-        """
-        return {}
+    def plan_speed(self, step: StepSizes) -> None:
+        """Change what a step's time follows from, in place: the fields that `StepSizes` lists."""
 
     # The loop, and the start report
 

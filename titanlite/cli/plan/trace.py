@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.cli.plan.memory_meter import MemoryMeter
+from titanlite.config.errors import unfit
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local import parts_of
@@ -37,7 +38,7 @@ from titanlite.optim import gradients
 from titanlite.parallel import activation_checkpoint, host_memory, one_rank, tensor
 from titanlite.parallel.host_memory import HostMemory
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.plan.memory import loss_of
+from titanlite.plan.loss_ops import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.run.config import RunConfig
 
@@ -97,9 +98,7 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
     """Run a step that is not the first, and return its memory."""
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
-    experts = run.features.experts
-    # Of integers, the host reads those alone that say how many rows travel.
-    rows = 1 if experts is None else experts.rows_to_each(run, parts.args)
+    rows = _rows_to_each(run, parts.args)
     meter = MemoryMeter(
         parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
     )
@@ -124,6 +123,23 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
         # All batches of a step exist, also those that are not run.
         step(batches[-1:] if reduces_each else batches, 2, 1e-3)
     return meter
+
+
+def _rows_to_each(run: RunConfig, args: Any) -> int:
+    """Return the rows that an MoE layer sends to each of the ranks that share its experts: of
+    integers, the host reads those alone.
+
+    Experts are taken as balanced. Raises ConfigError if the rows do not divide.
+    """
+    ranks = run.mesh.expert
+    # Tensor-parallel ranks divide the sequence.
+    tokens = run.tokens_at_once // run.mesh.tensor
+    rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
+    if rest:
+        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
+        hint = "plan it by formula, without --exact"
+        raise unfit("parallelism.expert_parallel_degree", message, hint)
+    return rows if ranks > 1 else 1
 
 
 def _first_update(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
 
@@ -75,3 +76,8 @@ class AsyncTensorParallel(Feature):
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let inductor split products."""
         builder.compile_options["_micro_pipeline_tp"] = True
+
+    # The plan
+
+    def plan_speed(self, step: StepSizes) -> None:
+        step.tensor_traffic_left = step.rates.constants.async_tensor

@@ -10,7 +10,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from titanlite.features.context.loader import CPLoader
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.blocks import Shape
-    from titanlite.plan.lifetimes import Op
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -76,20 +75,21 @@ class ContextParallel(Feature):
 
         return CPLoader(whole, mesh)
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def pairs(self, s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
-        """Return the operators of attention proper, as `titanlite.plan.blocks.pairs`."""
-        from titanlite.features.context.plan_memory import pairs
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.context.plan_memory import attention_of_parts
 
-        return pairs(s, width, kv_width, sums)
+        sizes.attention = attention_of_parts
 
-    def attention_slower(self, step: StepSizes) -> float:
-        """Return by which factor attention takes longer than in one piece."""
-        return 1 + step.rates.constants.context * math.log2(step.mesh.context)
+    def plan_speed(self, step: StepSizes) -> None:
+        step.attention_slower = 1 + step.rates.constants.context * math.log2(step.mesh.context)
+        step.traffic["context traffic"] = self.traffic
 
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Keys and values are gathered, and their gradients scattered."""
+    def traffic(self, step: StepSizes) -> float:
+        """Return the seconds of a micro-batch in which keys and values are gathered, and their
+        gradients scattered.
+        """
         mesh = step.mesh
         args = step.args
         # Values of latent attention are filled up to the width of keys.
@@ -97,4 +97,4 @@ class ContextParallel(Feature):
         heads = getattr(args, "kv_heads", 0) * width
         size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
         one = step.rates.collective(size, mesh.context, mesh.tensor)
-        return {"context traffic": step.blocks * (2 + step.recomputed) * one}
+        return step.blocks * (2 + step.recomputed) * one

@@ -7,8 +7,6 @@ whose ranks share the experts.
     exchange.py      rows on their way to the ranks of their experts, and back
     balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
-    plan_memory.py   what MoE layers keep, need and hold
-    plan_speed.py    what their products and the exchange of rows cost
 
 The layers as modules are in `titanlite.models.experts`. The key is
 `parallelism.expert_parallel_degree`; all else are arguments of a model. Files that need torch are
@@ -23,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import divisors
 from titanlite.dist import ParallelismError
 from titanlite.features.experts import checks
 from titanlite.parallel import offered
@@ -37,11 +34,8 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
-    from titanlite.features.experts.plan_speed import ExpertSpeed
-    from titanlite.models.llama_args import LlamaArgs
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -67,28 +61,6 @@ class MoELayers:
         for name in self.experts:
             if name in modules:  # a pipeline stage has some of them
                 modules[name].step_tokens = tokens
-
-    # The plan
-
-    def memory(self, args: LlamaArgs, ranks: int) -> FeedForwardMemory:
-        """Return what the feed-forward of a block keeps, needs and holds; it may be dense.
-
-        args: of that block. ranks: that share the experts.
-        """
-        from titanlite.features.experts.plan_memory import feed_forward_memory
-
-        return feed_forward_memory(args, ranks)
-
-    def speed(self, step: StepSizes) -> ExpertSpeed:
-        """Return what the products of experts cost in a step."""
-        from titanlite.features.experts.plan_speed import ExpertSpeed
-
-        return ExpertSpeed(step, self.experts)
-
-    def settings(self) -> list[dict[str, int]]:
-        """Return changes of a config that the plan's search tries."""
-        degrees = divisors(math.gcd(*self.experts.values()))
-        return [{checks.DEGREE: ranks} for ranks in degrees]
 
     # The step: `titanlite.assembly` calls these
 
@@ -162,17 +134,14 @@ class ExpertParallel(Feature):
 
     # The plan
 
-    def rows_to_each(self, run: RunConfig, args: Any) -> int:
-        """Return the rows that a layer sends to each of its ranks, for a trace.
+    def plan_speed(self, step: StepSizes) -> None:
+        step.traffic["expert traffic"] = self.traffic
 
-        Raises ConfigError if they do not divide.
+    def traffic(self, step: StepSizes) -> float:
+        """Return the seconds in which a micro-batch's rows and gradients go to their experts and
+        back: two all-to-alls in a block's forward, two in its backward, and those of recomputation.
         """
-        from titanlite.features.experts.plan_memory import rows_to_each
-
-        return rows_to_each(run, args)
-
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Rows go to the ranks of their experts and back, and gradients."""
-        from titanlite.features.experts.plan_speed import exchange_seconds
-
-        return {"expert traffic": exchange_seconds(step)}
+        tokens = step.tokens / step.mesh.tensor
+        rows = tokens * getattr(step.args, "top_k", 1) * step.itemsize * step.width
+        again = 0 if step.by_op else 2 * step.recomputed
+        return step.blocks * (4 + again) * step.rates.collective(rows, step.mesh.expert, 1)

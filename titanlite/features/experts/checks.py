@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.config.rules import divisors
-from titanlite.features.experts.ranks import expert_shards, in_words, most_ranks
+from titanlite.features.experts.ranks import in_words, most_ranks
 
 if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
@@ -56,7 +56,7 @@ def reshard_problems(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Prob
     ranks = run.mesh.expert
     if most_ranks(run.mesh) % ranks or experts % ranks:
         return
-    alike = expert_shards(run.mesh)
+    alike = run.mesh.expert_shards
     is_cut = ranks > 1 or experts % alike
     if reshard == alike or not is_cut:
         return

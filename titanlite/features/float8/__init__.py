@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -129,15 +127,17 @@ class Float8Feature(Feature):
         emulated = ", emulated in float32 (slow, for tests)" if self.section.emulate else ""
         return f"{self.section.recipe_name}{emulated}"
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
-        from titanlite.features.float8.plan_memory import float8_memory
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.float8.plan_memory import Float8Memory, converted_kinds
 
-        return float8_memory(self.section, self.choices(sizes.linears))
+        names = converted_kinds(self.choices(sizes.linears))
+        sizes.products = Float8Memory(names, self.section.enable_fsdp_float8_all_gather)
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
+    def plan_speed(self, step: StepSizes) -> None:
+        """Raises ConfigError for a GPU without float8."""
         from titanlite.features.float8.plan_speed import float8_speed
 
-        return products if self.section.emulate else float8_speed(self.section, step)
+        if not self.section.emulate:
+            step.products = float8_speed(self.section, step)

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint, Config
     from titanlite.dist.dist_env import DistEnv
     from titanlite.features.lora.base import FrozenBase
-    from titanlite.features.lora.plan_memory import LoraMemory
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -135,27 +132,15 @@ class LoraFeature(Feature):
         )
         yield "lora", text
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> LoraMemory:
-        from titanlite.features.lora.plan_memory import lora_memory
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.lora.plan_memory import LoraMemory
 
-        return lora_memory(
-            self.adapters(sizes.run.spec, sizes.args), products, self.section.dropout
-        )
+        adapters = self.adapters(sizes.run.spec, sizes.args)
+        sizes.products = LoraMemory(adapters, sizes.products, self.section.dropout > 0)
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
+    def plan_speed(self, step: StepSizes) -> None:
         from titanlite.features.lora.plan_speed import with_adapters
 
-        return with_adapters(step, products, self.adapters(step.spec, step.args))
-
-    # Figures: `RunConfig.flops_per_token` calls it
-
-    def flops_per_token(self, spec: ModelSpec, args: Any, seq_len: int) -> int:
-        """Return the model FLOPs of a training token, forward and backward.
-
-        Frozen products have two passes of three: no gradient of their weights is made.
-        """
-        whole = spec.flops_per_token(args, seq_len)
-        products = spec.flops_per_token(args, 0)
-        return whole - products // 3 + 6 * self.adapters(spec, args).parameters
+        step.products = with_adapters(step, self.adapters(step.spec, step.args))

@@ -9,6 +9,7 @@ The key is `training.loss_chunks`. head.py needs torch and is imported where it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.blocks import Shape
-    from titanlite.plan.lifetimes import Op
-    from titanlite.plan.loss_ops import Loss
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.run.config import RunConfig
 
 
@@ -60,8 +59,7 @@ class LossChunks(Feature):
 
     # The plan
 
-    def memory(self, s: Shape, loss: Loss, x: str) -> Op:
-        """Return head and loss as one operator. x: name of the hidden states."""
+    def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.loss_chunks.plan_memory import chunked_loss
 
-        return chunked_loss(s, loss, x)
+        sizes.loss = replace(sizes.loss, chunks=self.chunks, operators=chunked_loss)

@@ -11,7 +11,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import Problem
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from titanlite.loss import LossFunction
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.events import Event
-    from titanlite.plan.step_events import StepEvents
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import BatchSizes, MeshSizes, RunConfig
 
@@ -124,26 +123,23 @@ class PipelineParallel(Feature):
         text = f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
         yield "pipeline", text
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def events(self, step: StepEvents) -> Iterator[Event]:
-        """Yield the work of a rank in a step, for the plan of memory."""
+    def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.pipeline.plan_memory import pipeline_events
 
-        return pipeline_events(step)
+        layout = self.layout(sizes.run.spec, sizes.args, sizes.args.max_seq_len)
+        sizes.stages = [list(layout.stages[index]) for index in layout.on(sizes.pipeline_rank)]
+        sizes.work = pipeline_events
 
-    def slowest_share(self, step: StepSizes) -> float:
-        """Return the share of the model's FLOPs that the slowest rank has."""
+    def plan_speed(self, step: StepSizes) -> None:
+        rounds = max(step.run.pipeline.stages // self.degree, 1)
+        halves = 3 if SCHEDULES[self.schedule].splits_backward else 1
+        step.idle = (self.degree - 1) / rounds / halves
         layout = self.layout(step.spec, step.args, step.run.batch.seq_len)
         costs = dict(layout.costs)
         stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
         flops = []
         for rank in range(self.degree):
             flops.append(sum(stages[stage] for stage in layout.on(rank)))
-        return max(flops) / sum(flops)
-
-    def bubble(self, step: StepSizes) -> float:
-        """Return the idle time of a rank, in micro-batches."""
-        rounds = max(step.run.pipeline.stages // self.degree, 1)
-        halves = 3 if SCHEDULES[self.schedule].splits_backward else 1
-        return (self.degree - 1) / rounds / halves
+        step.stage_share = max(flops) / sum(flops)

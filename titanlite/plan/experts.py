@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titanlite.config.errors import unfit
-from titanlite.features.experts.checks import DEGREE
-from titanlite.features.experts.ranks import expert_shards
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import Op
@@ -20,7 +17,7 @@ from titanlite.plan.weights import Weight
 if TYPE_CHECKING:
     from titanlite.models.llama import LlamaArgs
     from titanlite.plan.blocks import Shape
-    from titanlite.run.config import MeshSizes, RunConfig
+    from titanlite.run.config import MeshSizes
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class ExpertMemory(FeedForwardMemory):
         """Yield the matrix of the router, and those of a rank's experts, each stacked."""
         router = (self.args.n_experts, self.args.dim)
         yield Weight(*router, mesh.weight_shards, matrix=router)
-        over = expert_shards(mesh)
+        over = mesh.expert_shards
         for rows, columns in self.matrices():
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
             # divided.
@@ -225,7 +222,7 @@ class BiasedExpertMemory(JoinedExpertMemory):
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
         """Add the biases."""
         yield from super().weights(mesh)
-        over = expert_shards(mesh)
+        over = mesh.expert_shards
         for length in (2 * self.args.expert_width, self.args.dim):
             if self.ranks == 1:
                 yield Weight(self.held, length, over)
@@ -235,7 +232,7 @@ class BiasedExpertMemory(JoinedExpertMemory):
         yield Weight(self.args.n_experts, 1, mesh.weight_shards)
 
 
-def feed_forward_memory(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
+def feed_forward_of(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
     """Return the experts of a block, or the dense feed-forward of one without.
 
     args: of that block. ranks: that share the experts.
@@ -247,18 +244,3 @@ def feed_forward_memory(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
     if args.joined_experts:
         return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)
-
-
-def rows_to_each(run: RunConfig, args: Any) -> int:
-    """Return the rows that a layer sends to each of the ranks that share its experts.
-
-    Experts are taken as balanced. Raises ConfigError if the rows do not divide.
-    """
-    ranks = run.mesh.expert
-    # Tensor-parallel ranks divide the sequence.
-    tokens = run.tokens_at_once // run.mesh.tensor
-    rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
-    if rest:
-        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
-        raise unfit(DEGREE, message, "plan it by formula, without --exact")
-    return rows
