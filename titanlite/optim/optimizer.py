@@ -52,9 +52,9 @@ def build_optimizer(
     its arguments.
     """
     if is_dotted(settings.name):
-        from titanlite.optim.own import build_own
+        from titanlite.optim.custom import build_custom
 
-        optimizer = build_own(parameters, settings, device)
+        optimizer = build_custom(parameters, settings, device)
     else:
         groups = parameter_groups(parameters, settings, blocks, scales)
         optimizer = _built_in(groups, settings, device)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.parallel.own_linear import adapter_rank
+from titanlite.parallel.feature_linear import adapter_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
@@ -105,16 +105,13 @@ class OpPolicy:
         """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
-        if kind == "matmul" and not self._is_narrow(args):
-            self._matmuls[context.is_recompute] += 1
-            save = self._matmuls[context.is_recompute] % 2 == 1
+        if kind == "matmul":
+            matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
+            is_narrow = any(self._narrow in one.shape for one in matrices)
+            if not (self._narrow and is_narrow):
+                self._matmuls[context.is_recompute] += 1
+                save = self._matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _is_narrow(self, args: tuple[Any, ...]) -> bool:
-        if not self._narrow:
-            return False
-        matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
-        return any(self._narrow == size for one in matrices for size in one.shape[-2:])
 
 
 @functools.cache

@@ -42,11 +42,6 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     torch.manual_seed(seed + place)
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes signed 64 bits
-
-
 def _draw(
     shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator
 ) -> torch.Tensor:
@@ -103,7 +98,8 @@ def fill(  # noqa: PLR0913
     for block in range(first // ROWS, math.ceil(last / ROWS)):
         top = block * ROWS
         rows = min(ROWS, shape[0] - top)
-        generator.manual_seed(_block_seed(seed, name, block))
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch takes signed 64 bits
         values = _draw((rows, *shape[1:]), init, generator)
         low = max(first, top)
         high = min(last, top + rows)

@@ -59,13 +59,10 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
     return _in_order(model, [(path,) for path, name in found.items() if name in wanted])
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Return False for a list or dictionary of modules, on which hooks would never run."""
-    return type(module).forward is not nn.Module.forward
-
-
 def _can_be_group(path: str, module: nn.Module) -> bool:
-    return path != "" and _is_called(module) and next(module.parameters(), None) is not None
+    # Hooks on a list or dictionary of modules would never run.
+    is_called = type(module).forward is not nn.Module.forward
+    return path != "" and is_called and next(module.parameters(), None) is not None
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -79,14 +76,10 @@ def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(module)
         for name, child in module.named_children():
-            yield from walk(_join(path, name), child)
+            yield from walk(f"{path}.{name}" if path else name, child)
         yield path, module
 
     return walk("", model)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:

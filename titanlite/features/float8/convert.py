@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.float8 import gathered, tensor
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 
 #: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
 #: forward and has them in the backward. With a scale per row losses become NaN (pytorch issue
@@ -62,7 +62,7 @@ def apply_float8(
 def _linear_class() -> type[nn.Module]:
     base: Any = torchao().float8_linear.Float8Linear
 
-    class Linear(base, OwnLinear):
+    class Linear(base, FeatureLinear):
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint.storage import adapter_names
 from titanlite.features.lora.settings import DOWN, UP, Adapters
+from titanlite.parallel.feature_linear import FeatureLinear
 from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
-from titanlite.parallel.own_linear import OwnLinear
 
 
 def add_adapters(
@@ -99,7 +99,7 @@ def _adapt(linear: nn.Linear, adapters: Adapters, dropout: float, dtype: torch.d
 def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
     base: Any = cls
 
-    class Adapted(base, OwnLinear):
+    class Adapted(base, FeatureLinear):
         adapters = (DOWN, UP)
         scale: float
         dropout: float

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from titanlite.dist import ParallelismError
 from titanlite.features.mx.checks import DIVIDED
 from titanlite.features.mx.package import Product, product
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
@@ -37,7 +37,7 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
     return found
 
 
-class MXLinear(nn.Linear, OwnLinear):
+class MXLinear(nn.Linear, FeatureLinear):
     """A linear whose three products are of numbers in MXFP8.
 
     Numbers are rounded in blocks of 32 along the dimension that the product sums over.

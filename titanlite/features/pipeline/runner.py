@@ -225,12 +225,10 @@ class Pipeline:
             keywords["doc_ids"] = documents  # they tell positions too
         elif self._builder.tp > 1:
             # Hidden states have fewer positions than tokens.
-            keywords["positions"] = self._places(seq_len).expand(rows, -1)
+            run = self._builder.run
+            places = torch.arange(seq_len * run.mesh.context, device=self._device)
+            context = run.features.context
+            if context is not None:
+                places = context.part(places, self._builder.mesh)
+            keywords["positions"] = places.expand(rows, -1)
         return keywords
-
-    def _places(self, rank_len: int) -> Tensor:
-        """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
-        run = self._builder.run
-        everywhere = torch.arange(rank_len * run.mesh.context, device=self._device)
-        context = run.features.context
-        return everywhere if context is None else context.part(everywhere, self._builder.mesh)

@@ -85,7 +85,11 @@ class RankScorer(Scorer):
         found: list[list[float]] = []
         at_once = _PASSES * self.place.ranks
         for begin in range(0, len(batches), at_once):
-            work = [_compact(batch) for batch in batches[begin : begin + at_once]]
+            work = []
+            for batch in batches[begin : begin + at_once]:
+                # As arrays, which are small to send.
+                rows = [Row(np.asarray(row.ids, dtype=np.int32), row.asked) for row in batch]
+                work.append(rows)
             self._send("score", work)
             found += self._score(work)
         return found
@@ -153,7 +157,3 @@ class RankScorer(Scorer):
         except Exception:
             self.failed = True
             raise
-
-
-def _compact(rows: Sequence[Row]) -> list[Row]:
-    return [Row(np.asarray(row.ids, dtype=np.int32), row.asked) for row in rows]
