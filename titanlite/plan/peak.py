@@ -63,6 +63,7 @@ class PeakCheck(Callback):
         sizes[world.rank] = torch.tensor([self._read_peak(), planned])
         sizes = sizes.to(world.device)
         dist.all_reduce(sizes)
+        sizes = sizes.cpu()
         if not sizes[:, 1].all():
             return
         shares = sizes[:, 0] / sizes[:, 1] - 1
