@@ -23,7 +23,6 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
     ROOT / "titanlite" / "plan" / "FORMULAS.md",
-    ROOT / "tests" / "config" / "TORCHTITAN.md",
     ROOT / "tests" / "failures" / "README.md",
     ROOT / "tests" / "nullgpu" / "README.md",
 ]

@@ -26,7 +26,7 @@ OURS = {
     },
     "features": {
         "hub": "titanlite.contrib.hub.feature:HubFeature",
-        "local_saves": "titanlite.features.local_saves:LocalSaves",
+        "local_saves": "titanlite.contrib.resilience.feature:LocalSaves",
     },
     "trackers": {
         "wandb": "titanlite.metrics.wandb:WandbTracker",

@@ -61,9 +61,7 @@ SHOWS = {
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
-    "checkpoint convert": ["{step}", "{out}", "--to", "checkpoint"],
     "export": ["{step}", "{out}"],
-    "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
     "push": ["{step}", "ada/tiny"],
@@ -360,8 +358,7 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
     calls: list[tuple[str, list[str]]] = [
-        ("import", [str(folder), "{out}"]),
-        ("export", [str(folder), "{out}-again"]),
+        ("export", [str(folder), "{out}"]),
         ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
     ]
     for command, words in calls:

@@ -55,7 +55,7 @@ BY_NAME = Counter(
         "checkpoint/retention.py": 2,
         "data/tokenizer/hf_export.py": 1,
         "exit_codes.py": 1,
-        "features/local_saves/write.py": 1,
+        "contrib/resilience/write.py": 1,
         "features/lora/peft.py": 2,
         "assembly/failure.py": 2,
         "runs/lock.py": 6,

@@ -89,6 +89,9 @@ class Checkpointer:
     `checkpoint.last_save_in_hf` adds. averages: of the weights (`WeightAverage.tensors`), in all
     checkpoints but those of weights only. base: loads weights that no checkpoint of the run holds,
     before one is looked for. It may add to `fingerprints` and `run_config`.
+
+    A run with a second tier of saves, such as the disks of its nodes, has a subclass of this class
+    with a `loader_class` of its own, and one of `SaveSchedule` (`titanlite.contrib.resilience`).
     """
 
     loader_class = Loader

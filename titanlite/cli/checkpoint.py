@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, inspect, verify, compare, convert and delete.
+"""`titanlite checkpoint`: list, inspect, verify, compare and delete.
 
 No torch until it is needed.
 """
@@ -36,9 +36,7 @@ from titanlite.cli.checkpoint_folders import (
     remove,
     verify,
 )
-from titanlite.cli.exchange import DTYPE, PRECISIONS, convert_weights
-from titanlite.cli.parser import BASE, EMA, Commands, add_group, add_to_group
-from titanlite.config import trust
+from titanlite.cli.parser import Commands, add_group, add_to_group
 from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
 
 if TYPE_CHECKING:
@@ -51,13 +49,12 @@ DIFFERENT = 1
 
 def add_commands(commands: Commands) -> None:
     """Add `checkpoint` with its own commands to argparse."""
-    about = "list, inspect, verify, compare, convert and delete checkpoints"
+    about = "list, inspect, verify, compare and delete checkpoints"
     actions = add_group(commands, "checkpoint", about)
     _add_ls(actions)
     _add_inspect(actions)
     _add_verify(actions)
     _add_diff(actions)
-    _add_convert(actions)
     _add_rm(actions)
 
 
@@ -100,31 +97,6 @@ def _add_diff(actions: Commands) -> None:
     add = add_to_group(actions, _diff, "compare two, tensor by tensor", more, code).add
     add("left", **_ONE)
     add("right", **_ONE)
-
-
-def _add_convert(actions: Commands) -> None:
-    more = (
-        "SOURCE: a checkpoint (or the newest valid one of a folder), a folder of Hugging Face's "
-        "layout, or step-N of torchtitan with --config; checkpoints "
-        "are compared with their hashes first. TARGET appears when it is whole, and nothing is "
-        "overwritten. It needs no GPU, and memory for one file of 4 GB."
-    )
-    help = "write the weights in SOURCE to TARGET, in another format"
-    add = add_to_group(actions, _convert, help, more, _CODES).add
-    add("source", "what to convert", "SOURCE", type=to_path)
-    add("target", "where to", "TARGET", type=to_path)
-    formats = (
-        "hf: a folder with config.json and model.safetensors, for `transformers`; "
-        "checkpoint: a checkpoint of weights only in the folder TARGET, for "
-        "checkpoint.initial_load_path; adapters are merged into their weights; peft: a folder with "
-        "the adapters alone, for `peft`"
-    )
-    add("--to", formats, required=True, choices=("hf", "checkpoint", "peft"))
-    add("--dtype", DTYPE, choices=PRECISIONS)
-    add("--ema", EMA)
-    add("--base", **{**_FOLDER, "metavar": "PATH"}, help=BASE)
-    add("--config", "TOML file of the run of torchtitan that wrote SOURCE", "FILE")
-    trust.add_argument(add)
 
 
 def _add_rm(actions: Commands) -> None:
@@ -278,10 +250,6 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
     if not one.comparable:
         return one.name, words, "", "", ""
     return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
-
-
-def _convert(arguments: argparse.Namespace) -> str:
-    return convert_weights(arguments)
 
 
 def _rm(arguments: argparse.Namespace) -> str:

@@ -31,7 +31,6 @@ _SYSTEMS = {
     "local": "titanlite.launch.local",
     "slurm": "titanlite.launch.slurm",
     "kubernetes": "titanlite.launch.kubernetes",
-    "sagemaker": "titanlite.launch.sagemaker",
 }
 
 

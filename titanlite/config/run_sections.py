@@ -214,7 +214,7 @@ class Stall(Section, frozen=True):
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
-    system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
+    system: Literal["", "slurm", "kubernetes"] = ""
     """Where `titanlite train` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
@@ -270,20 +270,6 @@ class Launch(Section, frozen=True):
     """
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
-    role: str = ""
-    """SageMaker: ARN of the role that the job has. Empty: that of the caller."""
-    channels: dict[str, str] = {}
-    """SageMaker: table of input channels, name = S3 URL. The job finds the folder of the channel
-    train in ${SM_CHANNEL_TRAIN}.
-    """
-    checkpoint_s3: Annotated[str, Meta(pattern=r"^(s3://.+)?$")] = ""
-    """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when
-    the job starts again.
-    """
-    spot_wait: Duration = ""
-    """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
-    spot machines.
-    """
     preflight: bool = True
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.config.value_types import Section
     from titanlite.contrib.hub.feature import HubFeature
+    from titanlite.contrib.resilience.feature import LocalSaves
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -96,7 +96,10 @@ class Feature:
     # The model: `titanlite.parallel.parallelize` calls these on each rank
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Change the modules of a model or pipeline stage on the meta device, in place."""
+        """Change the modules of a model or pipeline stage on the meta device, in place.
+
+        Settings of inductor and arguments of `apply_fsdp` go to the builder, here or later.
+        """
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Divide the model over ranks, in place: after tensor parallelism, before FSDP."""

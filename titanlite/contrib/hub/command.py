@@ -11,7 +11,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress, read_manifest
 from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.checkpoint.retention import pinned
-from titanlite.cli.exchange import DTYPE, PRECISIONS
+from titanlite.cli.export import DTYPE, PRECISIONS
 from titanlite.cli.parser import EMA, Commands, new_command
 from titanlite.cli.processes import stoppable
 from titanlite.config import trust

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.manifest import FAST_HASH, file_digest, new_hash
+from titanlite.contrib.resilience.folder import LocalFolder, part_path, remove
 from titanlite.dist.dist_env import DistEnv, gather_objects, log_once
-from titanlite.features.local_saves.folder import LocalFolder, part_path, remove
 from titanlite.utils import logger, new_file, sync
 
 #: Bytes that are sent at a time.

@@ -14,10 +14,8 @@ from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, digest_of, file_digest
 from titanlite.checkpoint.storage import RNG, Save, Tensors, check_finite, on_each_rank, on_rank_0
-from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.dist.local import plain_local
-from titanlite.features.local_saves.copies import Copies
-from titanlite.features.local_saves.folder import (
+from titanlite.contrib.resilience.copies import Copies
+from titanlite.contrib.resilience.folder import (
     ABOUT,
     GENERATORS,
     LocalFolder,
@@ -26,7 +24,9 @@ from titanlite.features.local_saves.folder import (
     publish,
     remove,
 )
-from titanlite.features.local_saves.part import write_part
+from titanlite.contrib.resilience.part import write_part
+from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.dist.local import plain_local
 from titanlite.utils import sync
 
 

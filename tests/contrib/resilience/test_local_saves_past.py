@@ -20,9 +20,9 @@ from tests.support.local_saves import part_of, parts_of, refused, same_end, stra
 from tests.support.pool import Pools
 from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.contrib.resilience.folder import Past, write_past
+from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.local_saves.folder import Past, write_past
-from titanlite.features.local_saves.manager import LocalSchedule, TieredCheckpointer
 from titanlite.trainer import Trainer
 
 

@@ -18,9 +18,9 @@ from tests.support.harness import Run
 from tests.support.local_saves import parts_of, same_end, straight, train_both
 from tests.support.pool import Pools
 from titanlite.checkpoint import async_save
+from titanlite.contrib.resilience.copies import Copies
+from titanlite.contrib.resilience.write import LocalWriter
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.local_saves.copies import Copies
-from titanlite.features.local_saves.write import LocalWriter
 
 #: The step in whose local save a connection breaks.
 BROKEN = 6

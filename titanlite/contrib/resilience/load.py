@@ -17,8 +17,7 @@ from titanlite.checkpoint.manifest import NAMES, Found, Manifest, digest_of, ste
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.selection import Selection
 from titanlite.checkpoint.storage import Tensors, gather, on_each_rank, on_rank_0
-from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.features.local_saves.folder import (
+from titanlite.contrib.resilience.folder import (
     ABOUT,
     GENERATORS,
     LocalFolder,
@@ -27,8 +26,9 @@ from titanlite.features.local_saves.folder import (
     part_name,
     read_past,
 )
-from titanlite.features.local_saves.part import layout
-from titanlite.features.local_saves.reader import LocalReader, Offer
+from titanlite.contrib.resilience.part import layout
+from titanlite.contrib.resilience.reader import LocalReader, Offer
+from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.utils import counted, logger
 
 

@@ -21,13 +21,13 @@ from tests.support.local_saves import part_of, parts_of, refused, same_end, stra
 from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.sections import Checkpoint
+from titanlite.contrib.resilience import reader, write
+from titanlite.contrib.resilience.copies import keepers_of, places_of
+from titanlite.contrib.resilience.folder import ABOUT
+from titanlite.contrib.resilience.load import TieredChooser
+from titanlite.contrib.resilience.manager import TieredCheckpointer
+from titanlite.contrib.resilience.reader import Offer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.local_saves import reader, write
-from titanlite.features.local_saves.copies import keepers_of, places_of
-from titanlite.features.local_saves.folder import ABOUT
-from titanlite.features.local_saves.load import TieredChooser
-from titanlite.features.local_saves.manager import TieredCheckpointer
-from titanlite.features.local_saves.reader import Offer
 
 
 @pytest.mark.slow_after(1)

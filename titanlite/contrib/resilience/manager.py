@@ -21,12 +21,12 @@ from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.paths import AnyPath, to_path, write_new
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import Save, describe, on_each_rank, on_rank_0
+from titanlite.contrib.resilience.copies import plan_copies
+from titanlite.contrib.resilience.folder import LocalFolder, Past, read_past, write_past
+from titanlite.contrib.resilience.load import TieredLoader
+from titanlite.contrib.resilience.write import LocalWriter
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import this_rank
-from titanlite.features.local_saves.copies import plan_copies
-from titanlite.features.local_saves.folder import LocalFolder, Past, read_past, write_past
-from titanlite.features.local_saves.load import TieredLoader
-from titanlite.features.local_saves.write import LocalWriter
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:

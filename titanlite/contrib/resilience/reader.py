@@ -18,10 +18,8 @@ import torch.distributed as dist
 from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.manifest import FAST_HASH, FILE, SAFE_HASH, Manifest, file_digest
 from titanlite.checkpoint.storage import RNG, Tensors
-from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.dist.local import plain_local
-from titanlite.features.local_saves.copies import Incoming, transfer
-from titanlite.features.local_saves.folder import (
+from titanlite.contrib.resilience.copies import Incoming, transfer
+from titanlite.contrib.resilience.folder import (
     GENERATORS,
     LocalFolder,
     id_of,
@@ -29,7 +27,9 @@ from titanlite.features.local_saves.folder import (
     part_path,
     remove,
 )
-from titanlite.features.local_saves.part import read_part
+from titanlite.contrib.resilience.part import read_part
+from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.dist.local import plain_local
 from titanlite.utils import atomic_write, counted, logger
 
 
