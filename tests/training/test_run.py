@@ -126,7 +126,11 @@ def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_has_kept_its_weights_alone_has_ended(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=2", "--checkpoint.model_weights_only", "--no-validation.enable"]
+    flags = [
+        "--checkpoint.model_weights_only",
+        "--checkpoint.last_save_in_hf",
+        "--training.steps=2",
+    ]
     first, again = (pool(1).run(train_run, str(tmp_path), *flags)[0] for _ in range(2))
     assert (first["step"], again["code"]) == (2, exit_codes.CHECKPOINT)
     assert "this run has ended there" in again["error"]
