@@ -11,7 +11,7 @@ from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.models import LlamaArgs
-from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.llama import LLAMA3
 from titanlite.optim.schedule import learning_rate
 from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
@@ -121,7 +121,7 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
     run = run_of(text(version, name), o.gpus)
     args = run.model_args()
     assert (args.dim, args.n_layers) == (o.dim, o.layers)
-    scaling = SHAPES["llama3"]["3.1-8B"].rope_scaling if o.rope_factor else None
+    scaling = LLAMA3.flavors["3.1-8B"].rope_scaling if o.rope_factor else None
     if (version, name) == (
         "2024",
         "llama3_405b",
@@ -202,8 +202,8 @@ def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
             assert key in notes
         if name != "llama3":
             continue
-        older = SHAPES["llama3"][there.partition("_")[0]]
-        shape = SHAPES["llama3"][later.flavor]
+        older = LLAMA3.flavors[there.partition("_")[0]]
+        shape = LLAMA3.flavors[later.flavor]
         assert shape.rope_scaling is not None
         assert f"RoPE scaled by {shape.rope_scaling.factor:g}" in later.difference
         assert (older.n_layers != shape.n_layers) == (

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import math
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import sign
 from tests.support.golden_run import GoldenRun
 from tests.support.harness import alone
 from tests.support.pool import Pools
@@ -20,7 +18,6 @@ from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import build, exit_codes, load_config
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
@@ -128,6 +125,14 @@ def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path
 
 
 @pytest.mark.slow
+def test_a_run_that_has_kept_its_weights_alone_has_ended(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=2", "--checkpoint.model_weights_only", "--no-validation.enable"]
+    first, again = (pool(1).run(train_run, str(tmp_path), *flags)[0] for _ in range(2))
+    assert (first["step"], again["code"]) == (2, exit_codes.CHECKPOINT)
+    assert "this run has ended there" in again["error"]
+
+
+@pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(
         train_run,
@@ -146,34 +151,6 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
         "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
     )
     assert losses_of(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
-    pool: Pools, golden: GoldenRun, tmp_path: Path
-) -> None:
-    """To begin at step 1, in the folder of a run and with its weights, would look like success."""
-    folder = golden.copy(tmp_path, newest=10) / "checkpoint" / "step-10"
-    good = read_manifest(folder).train
-    for train_state, name in [
-        ({}, "tokens_seen"),
-        ({**good, "data": 3}, "data"),
-        ({**good, "left_out": 3}, None),
-    ]:
-        sign(folder, train=train_state)
-        found = pool(1).run(train_run, str(tmp_path), "--training.steps=10")[0]
-        if name:
-            assert (
-                f"{folder} does not say where its run continues: {name} in its train state"
-                in found["error"]
-            )
-        else:
-            assert found["step"] == 10
-    sign(folder, train={})
-    whole = [f"--checkpoint.initial_load_path={folder}", "--no-checkpoint.initial_load_model_only"]
-    assert (
-        "does not say where" in pool(1).run(train_run, str(tmp_path / "other"), *whole)[0]["error"]
-    )
 
 
 @pytest.mark.slow
@@ -393,33 +370,3 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     losses = losses_of(read_metrics(tmp_path / "metrics.jsonl"))
     last = [losses[step][0] for step in range(36, 41)]
     assert losses[1][0] - sum(last) / len(last) > 1.0
-
-
-@pytest.mark.slow
-def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: Path) -> None:
-    """The rest of the text is served, no more and no less, whatever the size of earlier steps."""
-    text = tmp_path / "text.jsonl"
-    lines = (
-        json.dumps({"text": f"Number {n} and {n * n}.", "timestamp": "", "url": ""})
-        for n in range(90)
-    )
-    text.write_text("\n".join(lines))
-    flags = [f"--training.dataset_path={text}", "--training.epochs=2", "--checkpoint.interval=2"]
-    whole = pool(1).run(train_run, str(tmp_path / "a"), *flags)[0]
-    folder = tmp_path / "b"
-    pool(1).run(train_run, str(folder), *flags[:1], "--training.steps=2")
-    shutil.copytree(folder, tmp_path / "c")
-    other = ["--training.global_batch_size=16", "--checkpoint.allow_changes=global_batch"]
-    longer = pool(1).run(train_run, str(tmp_path / "c"), *flags, *other)[0]
-    assert longer["step"] - 2 == -(-(whole["step"] - 2) // 2), "later than by its own size alone"
-    other[0] = "--training.global_batch_size=4"
-    rest = pool(1).run(train_run, str(folder), *flags, *other)[0]
-    assert (
-        rest["step"] - 2 == (whole["step"] - 2) * 2
-        or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
-    )
-    assert rest["rows"][-1]["step"] == rest["step"], (
-        "the last step is logged, though it is not the planned one"
-    )
-    attempt = read_attempts(folder)[-1]
-    assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])
