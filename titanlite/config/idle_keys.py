@@ -19,7 +19,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "lora": ("lora.rank", bool),
     "mup": ("mup.base_dim", bool),
     "compile": ("training.compile", True),
-    "sample": ("sample.prompts", bool),
     "eval": ("eval.tasks", bool),
     "checkpoint.export_dtype": ("checkpoint.model_weights_only", True),
     "checkpoint.keep_every": ("checkpoint.keep_latest_k", bool),
