@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 #: Phases that are no part of a step: they may take as long as the first step.
-SLOW_PHASES = frozenset({"validate", "evaluate", "sample", "save", "rollback", "profile", "end"})
+SLOW_PHASES = frozenset({"validate", "evaluate", "save", "rollback", "profile", "end"})
 
 
 @dataclass

@@ -148,9 +148,6 @@ CONFLICTS: tuple[Rule, ...] = (
         "it may need all gradients",
     ),
     Rule(
-        "sample.prompts", bool, _PP, several, "no rank of a pipeline computes the next token alone"
-    ),
-    Rule(
         "training.gradient_sync",
         "every",
         _PP,

@@ -116,7 +116,7 @@ def begins_option(word: str) -> bool:
 
 CONFIG_FILE = ("config_file", "config-file")
 #: Lists whose items may hold commas: each word is one item.
-_WITH_COMMAS = ("job.config_file", "sample.prompts")
+_WITH_COMMAS = ("job.config_file",)
 
 
 class _BadWords(ValueError):

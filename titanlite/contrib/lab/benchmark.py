@@ -58,7 +58,6 @@ _COMMON = (
     "--metrics.enable_tensorboard=false",
     "--metrics.enable_wandb=false",
     "--metrics.trackers=[]",
-    "--sample.prompts=[]",
     "--eval.tasks=[]",
 )
 #: A run that begins with weights of others needs checkpoints. It saves once, as little as can be.
