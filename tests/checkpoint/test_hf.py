@@ -34,12 +34,12 @@ from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.tensors import our_logits
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 
 SPEC = get_spec("llama3")
@@ -374,9 +374,8 @@ def test_export_is_refused_when_the_logits_differ(
     step = str(tmp_path / "checkpoint" / "step-7")
     out = tmp_path / "out"
     assert main(["export", step, str(out / "right")]) == 0
-    assert main(["import", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
+    assert main(["export", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
     assert names(out) == ["back", "right"]
-    assert names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
 
     def swapped(args: Any) -> dict[str, Any]:
         found = dict(SPEC.hf_names(args))
@@ -389,9 +388,7 @@ def test_export_is_refused_when_the_logits_differ(
         families, "_builtin", lambda name: wrong if name == "llama3" else builtin(name)
     )
     assert main(["export", step, str(out / "wrong")]) == 4
-    assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
-    assert names(out) == ["back", "right", "wrong"]
-    assert names(out / "wrong") == []
+    assert names(out) == ["back", "right"]
 
 
 def test_what_would_harm_or_hide_weights_is_told(
@@ -412,17 +409,10 @@ def test_what_would_harm_or_hide_weights_is_told(
     tensors = _tensors(source)
     tensors[BLOCKS][0, 0] = 1e6
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    for to in ("hf", "checkpoint"):
-        with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
-            convert(source, tmp_path / f"half-{to}", to, "float16")
+    with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
+        convert(source, tmp_path / "half", "hf", "float16")
 
     shutil.copy(BUNDLED_TOKENIZER, source / "tokenizer.model")
-    imported = convert(source, tmp_path / "imported", "checkpoint")
-    assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
-    shutil.rmtree(str(imported))
-    (tmp_path / "imported" / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is of another tokenizer: choose another folder"):
-        convert(source, tmp_path / "imported", "checkpoint")
     assert open_source(source / "model.safetensors").tokenizer == str(source)
 
 
@@ -452,9 +442,7 @@ def _measured(found: list[dict[str, Any]]) -> list[float]:
 def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     pool: Pools, tmp_path: Path
 ) -> None:
-    """Start a run from the last save of another, or from its import: the held-out loss is the same
-    to the last bit.
-    """
+    """Start a run from the last save of another: the held-out loss is the same to the last bit."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     length = [
@@ -467,16 +455,14 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     first = tmp_path / "first"
     folder = tmp_path / "first" / "checkpoint" / "step-3-hf"
     trained = _measured(pool(2).run(train_run, str(first), *length, *last))
-    imported = convert(folder, tmp_path / "imported", "checkpoint")
-    for i, path in enumerate((folder, imported)):
-        more = [
-            f"--checkpoint.initial_load_path={path}",
-            "--validation.first",
-            "--training.steps=1",
-        ]
-        tuned = _measured(pool(2).run(train_run, str(tmp_path / f"tuned-{i}"), *length, *more))
-        assert tuned[0] == trained[-1]
-        assert tuned[-1] != tuned[0]
+    more = [
+        f"--checkpoint.initial_load_path={folder}",
+        "--validation.first",
+        "--training.steps=1",
+    ]
+    tuned = _measured(pool(2).run(train_run, str(tmp_path / "tuned"), *length, *more))
+    assert tuned[0] == trained[-1]
+    assert tuned[-1] != tuned[0]
 
     text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -485,13 +471,9 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     assert tokenizer(text)["input_ids"] == ids
     assert tokenizer.eos_token_id == ours.eos_id
     rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
-    contents = Contents(imported)
-    args = from_record(contents.manifest.config["model"])[1]
+    source = open_source(folder)
     logits = torch.cat(
-        [
-            our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None])
-            for row in rows[:4]
-        ]
+        [our_logits("llama3", source.args, source.read, row[None]) for row in rows[:4]]
     )
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -558,8 +540,7 @@ def test_every_family_goes_out_of_runs_and_in(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     lines: list[str] = []
-    back = convert(source, tmp_path / "imported", "checkpoint", report=lines.append)
+    again = _tensors(convert(source, tmp_path / "again", "hf", report=lines.append))
     assert "those of transformers" in lines[0]
-    again = _tensors(convert(back, tmp_path / "again", "hf", report=lines.append))
     assert again.keys() == first.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -93,8 +93,8 @@ def test_code_in_an_index_never_runs(
     folder = _changed(tmp_path / "bad", ".metadata", payload)
     said = pool(1).run(_refusal, folder.parent)
     said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
-    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "hf"]):
-        assert main(["checkpoint", *map(str, command)]) == exit_codes.CHECKPOINT
+    for command in (["checkpoint", "diff", GOOD, folder], ["export", folder, tmp_path / "out"]):
+        assert main([*map(str, command)]) == exit_codes.CHECKPOINT
         said.append("".join(capsys.readouterr()))
     for text in said:
         assert f"{folder}/.metadata cannot be used: it names io.open" in text

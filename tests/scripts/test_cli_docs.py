@@ -117,7 +117,7 @@ def test_every_command_that_the_docs_name_is_there() -> None:
 
 
 #: They need torch or a package, or take no file; tests/cli/test_cli.py has them.
-ELSEWHERE = {"checkpoint convert", "eval", "export", "import", "help"}
+ELSEWHERE = {"eval", "export", "help"}
 
 
 @pytest.mark.parametrize("command", sorted(set(ROWS) - ELSEWHERE))

@@ -28,7 +28,6 @@ from titanlite.metrics import run_callbacks
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.resolve.load import load_config
 from titanlite.run.features import moe_layers_of
-from titanlite.utils import read_lines
 
 #: Sequences of each of eight steps, and tokens of one.
 SIZES = [4, 4, 8, 8, 8, 12, 12, 4]
@@ -306,19 +305,6 @@ def test_a_step_of_another_size_has_the_patience_of_a_first_step(
         every[1].on_step_end(trainer, None)
     assert patient == [True, False, True, False, False]
     assert limits == [-1, 100, -2, 300, -3, 100, -4, -5]
-
-
-@pytest.mark.slow
-def test_the_log_of_documents_names_the_rows_of_each_step(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    more = [*EIGHT, LENGTHS, "--data.log_documents"]
-    assert train(flags(folder, *more), 1, tmp_path / "console")[0] == [0]
-    logged = {row["step"]: list(row["sequences"]) for row in read_lines(folder / "documents.jsonl")}
-    # Rows have 64 tokens.
-    ends = [sum(n * s for n, s in SHAPES[:step]) // 64 for step in range(9)]
-    for step in range(1, 9):
-        found = [str(row) for row in range(ends[step - 1], ends[step])]
-        assert logged[step] == found
 
 
 def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() -> None:

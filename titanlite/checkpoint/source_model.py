@@ -10,7 +10,7 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.config.toml import quote
 from titanlite.models.families import builtin_family
-from titanlite.models.fields import checked_fields
+from titanlite.models.fields import checked_fields, deciding
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json
@@ -173,16 +173,6 @@ def differences(there: SourceModel, name: str, args: Any) -> list[str]:
 def key_of(field: str) -> str:
     """Return the key that sets a field of a model's arguments."""
     return f"model.{field}" if field in OWN_KEYS else f"model.overrides.{field}"
-
-
-def deciding(args: Any) -> dict[str, Any]:
-    """Return field → value of the arguments that decide tensors or logits, with defaults worked
-    out.
-    """
-    if hasattr(args, "deciding"):
-        return dict(args.deciding())
-    names = [field.name for field in fields(args)]
-    return {name: getattr(args, name) for name in names if name != "max_seq_len"}
 
 
 def remedy(there: SourceModel, spec: ModelSpec) -> str:

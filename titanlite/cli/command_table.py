@@ -20,8 +20,7 @@ COMMANDS = {
     "data": "titanlite.cli.data:add_commands",
     "plan": "titanlite.cli.plan.plan:add_command",
     "checkpoint": "titanlite.cli.checkpoint:add_commands",
-    "export": "titanlite.cli.exchange:add_commands",
-    "import": "titanlite.cli.exchange:add_commands",
+    "export": "titanlite.cli.export:add_command",
 }
 
 

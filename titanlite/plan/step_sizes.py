@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.other_products import ExpertSpeed, OtherProducts, Sharded
