@@ -20,8 +20,8 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.held_out import ValidationLoader
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.packing import PackedDataset
 from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
+from titanlite.data.sequences import PackedDataset
 
 SEQ = 16
 GLOBAL = 12

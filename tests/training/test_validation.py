@@ -16,7 +16,7 @@ from titanlite import validation
 from titanlite.assembly.datasets import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
-from titanlite.data.packing import PackedDataset
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv

@@ -99,7 +99,6 @@ class Corpus(DocumentArray):
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
     cut: ClassVar[str] = ""
-    is_remote: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -114,9 +113,6 @@ class Corpus(DocumentArray):
     def has_targets(self) -> bool:
         """Whether not every token is a target."""
         return self.targets is not None
-
-    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: all tokens are at hand."""
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, targets_of
 from titanlite.data.empty_files import watched
-from titanlite.data.packing import Window, make_row
-from titanlite.data.permutation import epoch_order
 from titanlite.data.records import Record
-from titanlite.data.rows import Row
+from titanlite.data.rows import Row, Window, make_row
+from titanlite.data.sequences import epoch_order
 from titanlite.data.state import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool

@@ -178,8 +178,6 @@ class TrainLoader:
         here = self.course.size_at(self.position)
         step = skip_ranges.take(self.position, here.rows, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
-        total = self.dataset.total_sequences
-        self.dataset.prepare([index for index in indexes if total is None or index < total])
         pieces = self.dataset.seq_len // here.seq_len
         if pieces > 1:
             from titanlite.data.shorter_sequences import micro_batches

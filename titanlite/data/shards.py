@@ -26,7 +26,6 @@ from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns
 from titanlite.data.remote import (
     check_url,
-    file_size,
     open_file,
     retried,
     url_to_fs,
@@ -35,7 +34,6 @@ from titanlite.data.remote import (
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.data.text_files import TextFiles
 from titanlite.data.text_keys import key_of
-from titanlite.data.token_paths import is_tokens
 from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
@@ -89,7 +87,8 @@ def url_text(place: Place) -> Listing:
     which files are meant.
     """
     url = place.path
-    _check_url(url, place.key)
+    check_url(place.key, url)
+    reach(url, f"{place.key}: {public_name(url)} cannot be read", COPY)
     if _is_one_file(url):
         return named_files([FoundFile(url, _base(url))], place)
     found = _listed(url, place.key)
@@ -98,12 +97,6 @@ def url_text(place: Place) -> Listing:
     if any(file.kind for file in found):
         return choose(found, replace(place, path=public_name(url)))
     return named_files(_known(found, url, place.key), place)
-
-
-def _check_url(url: str, key: str) -> None:
-    """Raise DataError for a URL that is refused, or whose server cannot be reached."""
-    check_url(key, url)
-    reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
 
 
 def _is_one_file(url: str) -> bool:
@@ -154,21 +147,6 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
     return [file for file in shown if file.kind] or shown
-
-
-def remote_tokens(place: Place) -> tuple[list[FoundFile], bool]:
-    """Return the files behind the URL of token files, and whether it is a folder.
-
-    Raises DataError as `url_text`.
-    """
-    url = place.path
-    _check_url(url, place.key)
-    if _is_pattern(url) or not is_tokens(url):
-        return _listed(url, place.key), not _is_pattern(url)
-    size = file_size(url, _LISTING_SECONDS)
-    if size is None:
-        raise DataError(f"{place.key}: there is no file at {public_name(url)}")
-    return [FoundFile(url, _base(url), size)], False
 
 
 def hub_files(

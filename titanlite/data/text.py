@@ -19,10 +19,10 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, encode, tokenize, workers_of
-from titanlite.data.file_stamps import FileStamps, local_stamps
+from titanlite.data.file_stamps import local_stamps
 from titanlite.data.kinds import Format
-from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import (
     BUNDLED,
     TextFiles,
@@ -146,22 +146,14 @@ class TextReader:
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
-            rows = self._packed(tokens, order, epochs, tokens.listing)
-            names = tokens.listing.files
-            stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
-            rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
-            return rows
+            return self._packed(tokens, order, epochs, tokens.listing)
         self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
-            rows = open_stream(self, files, order)
-        else:
-            rows = self._packed(self._corpus(files), order, epochs, files.listing)
-        if files.stamps:
-            rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
-        return rows
+            return open_stream(self, files, order)
+        return self._packed(self._corpus(files), order, epochs, files.listing)
 
     def look(self, source: DataSource, section: str, records: int) -> None:
         """Encode the first records of a text that is here already. Raises DataError as `open`."""

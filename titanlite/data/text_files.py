@@ -17,7 +17,7 @@ from pathlib import Path
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
-from titanlite.data import DataError, FileChangedError
+from titanlite.data import DataError
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
@@ -86,25 +86,12 @@ class TextFiles:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
         Raises DataError, naming file and place, for bad records, and when the source has not come
-        back in `patience` seconds. Of a file that was replaced the rows after those served are
-        read.
+        back in `patience` seconds.
         """
         name = self.names[shard]
-        row = start
-        #: Row at which the file was replaced before.
-        changed = -1
-        while True:
-            try:
-                for record in read_file(name, self.kind, self.columns, row, self.patience):
-                    note_progress("data")
-                    yield record
-                    row = record.number
-                return
-            except FileChangedError as error:
-                if row == changed:
-                    raise
-                logger.warning(f"{error}: it is read again, from record {row + 1} on")
-                changed = row
+        for record in read_file(name, self.kind, self.columns, start, self.patience):
+            note_progress("data")
+            yield record
 
     def all_records(self) -> Iterator[Record]:
         """Iterate over the records of all files, in order. Raises DataError if there is none."""

@@ -114,14 +114,6 @@ class MixedRows(Rows):
         source, number = self.locate(index)
         return self.rows[source].sequence(number)
 
-    def prepare(self, indexes: Sequence[int]) -> None:
-        of_sources: dict[int, list[int]] = {}
-        for index in indexes:
-            source, number = self.locate(index)
-            of_sources.setdefault(source, []).append(number)
-        for source, numbers in of_sources.items():
-            self.rows[source].prepare(numbers)
-
     def padding(self) -> Row:
         return self.rows[0].padding()
 
