@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import make_trainer
+from titanlite.data.held_out import SequenceParts
 from titanlite.data.loader import Batch
 from titanlite.data.rows import IGNORE
-from titanlite.data.sequence_parts import SequenceParts
 from titanlite.dist.dist_env import DistEnv
 
 FLAGS = [

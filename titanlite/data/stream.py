@@ -23,7 +23,7 @@ from titanlite.data.corpus import PACKING, encode_record, workers_of
 from titanlite.data.file_stamps import FileStamps
 from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText
 from titanlite.data.rows import FilePlace, Row, Rows, make_row
-from titanlite.data.stream_state import check_stream
+from titanlite.data.state import check_stream
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
 from titanlite.utils import counted
