@@ -367,16 +367,11 @@ def encode_record(
             "template"
         )
     if ids.max() >= vocab_size:
-        raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
+        wrong = int(ids[ids >= vocab_size][0])
+        raise DataError(
+            f"{record.file}, line {record.number}: token id {wrong} is outside the model's "
+            f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
+            f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own "
+            "tokenizer by model.tokenizer_path"
+        )
     return ids, mask
-
-
-def _over_vocabulary(
-    record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer
-) -> DataError:
-    return DataError(
-        f"{record.file}, line {record.number}: token id {token_id} is outside the model's "
-        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
-        f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own tokenizer "
-        "by model.tokenizer_path"
-    )

@@ -90,7 +90,8 @@ def _rows_of(
 
         return table_rows(content, kind, name, columns, start)
     if kind not in WHOLE:
-        return _json_rows(content, name, columns, start)
+        lines = json_lines(content, name, start)
+        return ((number, strings_of(record, columns, where)) for number, where, record in lines)
     if columns.chat is not None:
         raise DataError(
             f"{name}: a plain text holds no records; leave {columns.section}.messages_key out"
@@ -158,12 +159,6 @@ def _kind_of(head: bytes, name: str) -> Format:
     if {".csv", ".tsv"} & {*Path(name.lower()).suffixes}:
         raise DataError(f"{name}: CSV is not read; write parquet: {_TO_PARQUET}")
     return "json" if start.startswith(b"{") else "text"
-
-
-def _json_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
-    """Iterate over the lines of a file that hold something."""
-    for number, where, record in json_lines(content, name, start):
-        yield number, strings_of(record, columns, where)
 
 
 def json_lines(

@@ -80,14 +80,10 @@ class SequenceParts:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
+            length = batch.labels.size(1)
             for part in range(self.parts):
-                yield batch._replace(labels=self._labels_of(batch.labels, part))
-
-    def _labels_of(self, labels: torch.Tensor, part: int) -> torch.Tensor:
-        """Return labels [batch, seq] without targets outside of a part."""
-        length = labels.size(1)
-        begin = part * length // self.parts
-        end = (part + 1) * length // self.parts
-        kept = torch.full_like(labels, IGNORE)
-        kept[:, begin:end] = labels[:, begin:end]
-        return kept
+                begin = part * length // self.parts
+                end = (part + 1) * length // self.parts
+                kept = torch.full_like(batch.labels, IGNORE)
+                kept[:, begin:end] = batch.labels[:, begin:end]
+                yield batch._replace(labels=kept)

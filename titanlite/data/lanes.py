@@ -184,6 +184,7 @@ class LaneReader:
 
     def _blocks(self, start: Place) -> Iterator[_Block]:
         """Yield blocks of documents from the one that begins at `start`, epoch after epoch."""
+        text = self.text
         epoch = start.epoch
         shard = start.shard
         row = start.row
@@ -196,7 +197,11 @@ class LaneReader:
                     yield block
                 row = 0
             if not has_records:
-                raise self._empty(shares)
+                files = ", ".join(text.shards.names[share.shard] for share in shares[:3])
+                raise DataError(
+                    f"no records in {files}: a lane of the stream is empty. Set data.streaming = "
+                    "false, or data.lanes lower, which counts for training text"
+                )
             epoch += 1
             shard = 0
             has_records = False
@@ -218,13 +223,6 @@ class LaneReader:
         if start.row and place == start:
             name = text.shards.names[share.shard]
             raise self.outside(f"{name} has no record {start.row + 1} for it")
-
-    def _empty(self, shares: list[_Share]) -> DataError:
-        files = ", ".join(self.text.shards.names[share.shard] for share in shares[:3])
-        return DataError(
-            f"no records in {files}: a lane of the stream is empty. Set data.streaming = false, or "
-            "data.lanes lower, which counts for training text"
-        )
 
     def _shares(self, epoch: int) -> list[_Share]:
         """Return the lane's shares of shards, in the order of an epoch."""

@@ -198,9 +198,7 @@ class Prefetcher:
 
 
 def _step(loader: StepLoader, pin: bool) -> _Step:
-    batches = [_pinned(batch, pin) for batch in loader.next_step()]
+    batches = loader.next_step()
+    if pin:
+        batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
     return _Step(batches, loader.state_dict(), loader.steps_left)
-
-
-def _pinned(batch: Batch, pin: bool) -> Batch:
-    return batch.map(torch.Tensor.pin_memory) if pin else batch

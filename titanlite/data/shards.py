@@ -89,22 +89,14 @@ def url_text(place: Place) -> Listing:
     url = place.path
     check_url(place.key, url)
     reach(url, f"{place.key}: {public_name(url)} cannot be read", COPY)
-    if _is_one_file(url):
+    is_http = url.startswith(("http://", "https://"))
+    if is_http and "*" not in url and not url.endswith("/"):
         return named_files([FoundFile(url, _base(url))], place)
     found = _listed(url, place.key)
-    if _is_pattern(url):
-        return named_files(_known(found, url, place.key), place)
-    if any(file.kind for file in found):
+    is_pattern = any(sign in public_name(url) for sign in "*?[")
+    if not is_pattern and any(file.kind for file in found):
         return choose(found, replace(place, path=public_name(url)))
     return named_files(_known(found, url, place.key), place)
-
-
-def _is_one_file(url: str) -> bool:
-    return url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/")
-
-
-def _is_pattern(url: str) -> bool:
-    return any(sign in public_name(url) for sign in "*?[")
 
 
 def _base(url: str) -> str:
@@ -187,13 +179,6 @@ def hub_files(
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {known}")
     kind = type(builder).__module__.rpartition(".")[2]
     known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
-    return names, _revision_in(names), known_kind
-
-
-def _revision_in(names: Sequence[str]) -> str:
-    """Return the commit that URLs of the hub name; "" if none does."""
-    for name in names:
-        found = re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name)
-        if found:
-            return found[1]
-    return ""
+    # The commit is a part of the URLs.
+    commits = [re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name) for name in names]
+    return names, next((found[1] for found in commits if found), ""), known_kind

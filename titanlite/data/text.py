@@ -118,7 +118,10 @@ class TextReader:
         found: dict[str, Rows] = {}
         for section, source in held_out_texts(validation).items():
             name = source.title if validation.sources else ""
-            found[name] = reader.open(_held_out(source), section, seq_len, epochs=1)
+            text = hub_text(source.name or "")
+            if source.path is None and not source.split and text is not None:
+                source = replace_fields(source, split=text.held_out)
+            found[name] = reader.open(source, section, seq_len, epochs=1)
         return found
 
     def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
@@ -259,11 +262,3 @@ class TextReader:
 def _is_of_hub(source: DataSource) -> bool:
     """Whether a source is the name of a data set of the Hugging Face hub."""
     return source.path is None and hub_text(source.name or "") is not None
-
-
-def _held_out(source: DataSource) -> DataSource:
-    """Return a source with a split: its own, or that of the hub's data set for validation."""
-    if source.split or source.path is not None:
-        return source
-    text = hub_text(source.name or "")
-    return replace_fields(source, split=text.held_out if text else None)

@@ -140,26 +140,21 @@ def columns_of(
     messages.
     """
     if path is None and dataset in BUNDLED:
-        if dataset in _PROMPTED:
-            return Columns("completion", "prompt")
-        return Columns()
+        return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
     source = source or DataSource()
-    has_own = bool(source.text_key or source.prompt_key or source.completion_key)
-    messages = source.messages_key
-    if not messages and not has_own:
-        messages = data.messages_key
+    has_prompts = source.prompt_key or source.completion_key
+    has_own = source.text_key or has_prompts or source.messages_key
+    section = "data.source" if has_own else "data"
+    messages = source.messages_key if has_own else data.messages_key
     if messages:
         from titanlite.data.chat import load_template
 
         assert tokenizer is not None
-        section = "data.source" if source.messages_key else "data"
         template = load_template(data.chat_template, tokenizer, day=data.template_date)
         return Columns(messages, None, section, template)
-    section = "data.source" if has_own else "data"
-    names_text_alone = source.text_key and not source.prompt_key and not source.completion_key
     prompt = source.prompt_key or data.prompt_key
     completion = source.completion_key or data.completion_key
-    if prompt and completion and not names_text_alone:
+    if prompt and completion and (has_prompts or not source.text_key):
         return Columns(completion, prompt, section)
     registered = REGISTERED.get(dataset)
     usual = registered.text_key if registered else "text"

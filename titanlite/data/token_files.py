@@ -155,7 +155,12 @@ class TokenFiles:
         unsigned = joined.view(joined.dtype.str.replace("i", "u"))
         if int(unsigned.max()) >= self.vocab_size:
             wrong = int(np.flatnonzero(unsigned >= self.vocab_size)[0])
-            raise self._over_vocabulary(begin + wrong, int(joined[wrong]))
+            span = next(self._spans(begin + wrong, begin + wrong + 1))
+            raise DataError(
+                f"{span.part.file}, token {span.begin:,} (from 0): id {joined[wrong]} is outside "
+                f"the model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or "
+                f"prepare the text with the model's tokenizer{span.part.remedy}"
+            )
         return joined.astype(np.int64)
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
@@ -211,14 +216,6 @@ class TokenFiles:
                 yield _Span(number, part, begin - first, stop - first)
             begin = stop
             number += 1
-
-    def _over_vocabulary(self, token: int, wrong_id: int) -> DataError:
-        span = next(self._spans(token, token + 1))
-        return DataError(
-            f"{span.part.file}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
-            f"model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or prepare "
-            f"the text with the model's tokenizer{span.part.remedy}"
-        )
 
     def sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes.

@@ -33,7 +33,11 @@ def find_tokens(place: Place) -> Listing:
         raise DataError(f"{place.key}: token files are read from a disk, not from {name}; {COPY}")
     path = Path(place.path)
     is_folder = path.is_dir()
-    files = _in_folder(path) if is_folder else _named(path, place.key)
+    if is_folder:
+        files = [_found(file, path) for file in all_files(path)]
+        files = [one for one in files if not any(map(is_hidden, Path(one.relative).parts))]
+    else:
+        files = _named(path, place.key)
     files.sort(key=lambda file: PurePosixPath(file.relative).parts)
     names = {file.relative for file in files}
     tokens: list[FoundFile] = []
@@ -70,11 +74,6 @@ def _kind_of(relative: str, names: Collection[str]) -> str | None:
 
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
-
-
-def _in_folder(path: Path) -> list[FoundFile]:
-    files = [_found(file, path) for file in all_files(path)]
-    return [one for one in files if not any(map(is_hidden, PurePosixPath(one.relative).parts))]
 
 
 def _named(path: Path, key: str) -> list[FoundFile]:
