@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.text_names import REGISTERED
+from titanlite.config.text_names import REGISTERED, HubText
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.empty_files import watched
@@ -156,8 +156,7 @@ def columns_of(
     completion = source.completion_key or data.completion_key
     if prompt and completion and (has_prompts or not source.text_key):
         return Columns(completion, prompt, section)
-    registered = REGISTERED.get(dataset)
-    usual = registered.text_key if registered else "text"
+    usual = REGISTERED.get(dataset, HubText("")).text_key
     return Columns(source.text_key or data.text_key or usual, None, section)
 
 
