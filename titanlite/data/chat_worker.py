@@ -179,7 +179,6 @@ def main(number: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Let the kernel end this process beyond a limit, or refuse it more."""
     # The system's own limit may be lower, and macOS has none for memory.
     with suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))

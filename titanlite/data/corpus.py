@@ -293,7 +293,6 @@ def encode(
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Iterate over records in chunks of `_CHUNK` characters."""
     chunk: list[Record] = []
     size = 0
     try:

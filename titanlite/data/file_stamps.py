@@ -115,7 +115,6 @@ def _change(then: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _texts(rows: Rows) -> Iterator[tuple[str, FileStamps]]:
-    """Yield the files of the streams of a run, by the name of the source."""
     for source, text in rows.texts().items():
         if text.stamps is not None:
             yield source, text.stamps

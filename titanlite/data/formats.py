@@ -82,7 +82,6 @@ def iter_rows(
 def _rows_of(
     content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
 ) -> _Rows:
-    """Return the rows of a file of this kind."""
     if kind in ("parquet", "arrow"):
         if not content.seekable():
             raise DataError(f"{name} is a {kind} file compressed by zstd; decompress it")
@@ -187,7 +186,6 @@ def json_lines(
 
 
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
-    """Iterate over the one document of a file."""
     text = content.read(_LONGEST + 1)
     if len(text) > _LONGEST:
         raise DataError(f"{name} is read whole, and has more than {_LONGEST >> 20} MB; cut it up")

@@ -164,7 +164,6 @@ class LaneReader:
             first = 0
 
     def _tokenized(self, block: _Block, first: int) -> Iterator[list[_Document]]:
-        """Yield the documents of a block in their mixed order, from number `first` on."""
         place = block.place
         key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
         order = self._order(len(block.records), key)
@@ -183,7 +182,6 @@ class LaneReader:
                 size = 0
 
     def _blocks(self, start: Place) -> Iterator[_Block]:
-        """Yield blocks of documents from the one that begins at `start`, epoch after epoch."""
         text = self.text
         epoch = start.epoch
         shard = start.shard
@@ -225,7 +223,6 @@ class LaneReader:
             raise self.outside(f"{name} has no record {start.row + 1} for it")
 
     def _shares(self, epoch: int) -> list[_Share]:
-        """Return the lane's shares of shards, in the order of an epoch."""
         text = self.text
         count = len(text.shards.names)
         if count < self.lanes:
@@ -239,7 +236,6 @@ class LaneReader:
         return [_Share(own[place], 0, 1) for place in self._order(len(own), epoch)]
 
     def _order(self, count: int, epoch: int) -> list[int]:
-        """Return an order of the lane's own."""
         seed = self.text.seed ^ (self.number + 1) * _LANE_KEY
         return epoch_order(count, seed, epoch, self.text.shuffle).tolist()
 
@@ -320,7 +316,6 @@ def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, 
 def _packed_blocks(
     reader: LaneReader, start: Place
 ) -> Iterator[list[tuple[int, Place, ServedRow]]]:
-    """Yield the rows of a block, block after block; of the first one those from the start on."""
     first = start.document
     block: list[_Document] = []
     for chunk in reader.documents(start._replace(document=0)):
@@ -334,7 +329,6 @@ def _packed_blocks(
 
 
 def _pack(text: StreamText, block: list[_Document]) -> list[ServedRow]:
-    """Return the rows of a block."""
     from titanlite.data.best_fit import BestFitDataset
 
     corpus = Corpus(

@@ -160,7 +160,6 @@ class TrainLoader:
         return steps + max(0, -(-left // self.course.size_at(begin).rows))
 
     def _rows_between(self, first: int, end: int) -> int:
-        """Count the sequences of [first, end) that are served."""
         return end - first - skip_ranges.count(first, end, self.skip)
 
     def next_step(self) -> list[Batch]:
@@ -262,7 +261,6 @@ def in_pieces(rows: Batch, pieces: int) -> Batch:
 
 
 def _between(batch: Batch, first: int, end: int) -> Batch:
-    """Return sequences [first, end) of a batch."""
     return batch.map(lambda tensor: tensor[first:end])
 
 

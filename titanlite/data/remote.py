@@ -120,7 +120,6 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
 
 
 def _is_final(reason: BaseException) -> bool:
-    """Whether another try cannot help."""
     if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
     # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
@@ -235,7 +234,6 @@ class RemoteReader(io.RawIOBase):
         return len(piece)
 
     def _read(self, most: int) -> bytes:
-        """Return some bytes from here on, at most so many; b"" at the end."""
         try:
             if self._file is None:
                 self._open()

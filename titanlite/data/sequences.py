@@ -110,7 +110,6 @@ class PackedDataset(Rows):
         return block * self.sequences_per_epoch + self._order(block)(place)
 
     def _order_of(self, block: int) -> Callable[[int], int]:
-        """Return the function from a place in a pass to its window."""
         if self.corpus.keeps_order:
             return Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
         # Another seed than for the order of documents, so that the two are not the same

@@ -74,7 +74,6 @@ def remote_files(
 
 
 def _stamp(url: str, patience: float) -> str:
-    """Ask a server for what tells a file from others."""
     with open_file(url, patience) as file:
         return stamp_of(*file.raw.identity)
 
@@ -104,8 +103,6 @@ def _base(url: str) -> str:
 
 
 def _listed(url: str, key: str) -> list[FoundFile]:
-    """Ask a store for all files of a folder or a glob."""
-
     def find() -> list[FoundFile]:
         system, path = url_to_fs(url)
         if any(sign in path for sign in "*?["):
@@ -129,7 +126,6 @@ def _listed(url: str, key: str) -> list[FoundFile]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Return the folder before the first sign of a pattern."""
     return re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 

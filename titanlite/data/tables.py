@@ -47,7 +47,6 @@ def table_rows(
 def _rows_of(
     part: Any, begin: int, columns: Columns, name: Path | str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Iterate over the rows of a part of a batch. begin: number of the first."""
     wanted = [*columns.wanted]
     try:
         records = part.select(wanted).to_pylist()
@@ -82,7 +81,6 @@ def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[
 
 
 def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
-    """Iterate over (rows before, batch) of a file or a stream of arrow."""
     from pyarrow import ipc
 
     if content.peek(6).startswith(b"ARROW1"):

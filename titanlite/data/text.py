@@ -177,7 +177,6 @@ class TextReader:
             pass
 
     def _refuse_type(self, source: DataSource, section: str) -> None:
-        """Raise DataError for a type of ids beside text."""
         key = ""
         if source.token_dtype is not None:
             key = f"{section}.token_dtype"
@@ -244,7 +243,6 @@ class TextReader:
         return size > _STREAMED_BYTES
 
     def _corpus(self, files: TextFiles) -> Corpus:
-        """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
             workers = workers_of(self.data.num_workers)
             return tokenize((), self.tokenizer, self.vocab_size, workers, files.all_records())
@@ -260,5 +258,4 @@ class TextReader:
 
 
 def _is_of_hub(source: DataSource) -> bool:
-    """Whether a source is the name of a data set of the Hugging Face hub."""
     return source.path is None and hub_text(source.name or "") is not None

@@ -196,11 +196,9 @@ class TokenFiles:
         return FilePlace(source.file, source.record + within - source.first + 1)
 
     def _first_token(self, number: int) -> int:
-        """Return the tokens before a part."""
         return self._ends[number] - self.parts[number].size
 
     def _first_document(self, number: int) -> int:
-        """Return the documents before a part."""
         return self._documents[number] - self.parts[number].documents
 
     def _spans(self, begin: int, end: int) -> Iterator[_Span]:
@@ -317,7 +315,6 @@ def open_tokens(
 
 
 def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]) -> None:
-    """Raise DataError where the config asks for other fields than tokens were made of."""
     options = files.index["options"] if files.index else {}
     for name, wanted in fields.items():
         there = options.get(name)

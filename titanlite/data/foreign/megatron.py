@@ -117,7 +117,6 @@ def _lie_end_to_end(index: _Index, end: int) -> bool:
 
 
 def _has_order(index: _Index) -> bool:
-    """Whether the documents are in the order of the sequences."""
     documents = index.documents
     if not len(documents):
         return True

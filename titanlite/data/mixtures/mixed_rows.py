@@ -248,7 +248,6 @@ class MixedRows(Rows):
         return [row.total_sequences for row in self.rows]
 
     def _extend(self) -> None:
-        """Add the segments after the last one."""
         while True:
             last = self._segments[-1]
             dry = self._turns.where_dry(last, self._totals())
