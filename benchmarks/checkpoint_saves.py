@@ -65,15 +65,15 @@ class TimedHash:
 
 @contextmanager
 def timed_hashes() -> Any:
-    from titanlite.checkpoint import storage
+    from titanlite.checkpoint import dcp_files
 
-    real = storage.new_hash
-    storage.new_hash = lambda algorithm: TimedHash(real(algorithm))  # type: ignore[assignment]
+    real = dcp_files.new_hash
+    dcp_files.new_hash = lambda algorithm: TimedHash(real(algorithm))  # type: ignore[assignment]
     TimedHash.seconds = 0.0
     try:
         yield
     finally:
-        storage.new_hash = real
+        dcp_files.new_hash = real
 
 
 @contextmanager

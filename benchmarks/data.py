@@ -3,10 +3,6 @@ tokenizer.
 
     python benchmarks/data.py  # titanlite, and a plain loop over a stream of `datasets`
     python benchmarks/data.py --versus torchtitan    # and torchtitan 0.2.2's HuggingFaceTextDataset
-    # instead: memory of a rank that streams 400 MB, and 2 GB of text
-    python benchmarks/data.py --memory
-    # instead: token files of several forms against a loop over a numpy map (token_files.py)
-    python benchmarks/data.py --tokens
 
 The files are C4-format .json.gz shards of the bundled text. Each contestant runs in a process of
 its own, all in turn in every repeat, and the first one changes. The time starts after imports and
@@ -22,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -209,51 +204,6 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
     return shards, size * times
 
 
-def memory_here(shards: list[Path]) -> None:
-    """Serve all text of a stream once, as a rank does, and print tokens and the peak of resident
-    memory as JSON.
-    """
-    from titanlite.config.data_sections import Data
-    from titanlite.config.sections import Training
-    from titanlite.data.loader import TrainLoader
-    from titanlite.data.prefetch import Prefetcher
-    from titanlite.data.text import build_dataset
-    from titanlite.data.tokenizer import load_tokenizer
-
-    ours = load_tokenizer()
-    training = Training(dataset_path=str(shards[0].parent), seq_len=SEQ_LEN)
-    rows = build_dataset(training, Data(streaming=True), ours, ours.vocab_size)
-    steps = 0
-    with Prefetcher(TrainLoader(rows, 16, 4)) as batches:
-        while (
-            not steps or min(cursor[2] for cursor in batches.state_dict()["rows"]["cursors"]) == 0
-        ):  # epochs
-            batches.next_step()
-            steps += 1
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"tokens": steps * 16 * SEQ_LEN, "peak MiB": round(peak)}))
-
-
-def memory(megabytes: float) -> None:
-    """Print the peak memory of a rank for a small and a large corpus."""
-    for size in (megabytes / 5, megabytes):
-        with tempfile.TemporaryDirectory() as scratch:
-            shards, text = write_shards(Path(scratch) / "text", size)
-            command = [
-                sys.executable,
-                __file__,
-                "--contestant",
-                "memory",
-                "--files",
-                *map(str, shards),
-            ]
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            done = subprocess.run(
-                command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
-            )
-        print(f"{text / 1e6:,.0f} MB of text: {done.stdout.decode().strip()}", flush=True)
-
-
 def table(runs: dict[str, list[dict[str, Any]]], size: int) -> list[str]:
     """Markdown: medians per contestant, and the ratio to the first one's, repeat by repeat."""
     median = statistics.median
@@ -293,26 +243,9 @@ def main() -> None:
         "--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER"
     )
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
-    parser.add_argument(
-        "--memory",
-        type=float,
-        nargs="?",
-        const=2000.0,
-        metavar="MEGABYTES",
-        help="measure the memory of a rank instead",
-    )
-    parser.add_argument("--tokens", action="store_true", help="measure token files instead")
-    parser.add_argument("--contestant", choices=[*CONTESTANTS, "memory"], help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--files", type=Path, nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.tokens:
-        import token_files
-
-        return token_files.run(arguments.repeats)
-    if arguments.memory:
-        return memory(arguments.memory)
-    if arguments.contestant == "memory":
-        return memory_here(arguments.files)
     if arguments.contestant:
         return run_here(arguments.contestant, arguments.files, arguments.tokenizer)
 

@@ -1,10 +1,9 @@
-"""docs/add-a-feature.md: its files and lines, added to a copy of the library, train."""
+"""docs/add-a-feature.md: its package, installed by pip, adds a command and a feature with a key."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +12,69 @@ import pytest
 from tests.support.processes import ROOT, TORCHRUN, python
 
 PAGE = (ROOT / "docs" / "add-a-feature.md").read_text(encoding="utf-8")
-NOISE = "--optimizer.gradient_noise=0.01"
-FLAGS = (
-    "--job.config_file=debug_model.toml",
-    "--training.steps=3",
-    "--training.seq_len=64",
-    "--training.global_batch_size=4",
-    "--training.batch_size=2",
-    "--model.overrides.n_layers=1",
-    "--validation.enable=false",
-    "--metrics.log_freq=1",
-    "--metrics.enable_tensorboard=false",
-)
+CONFIG = """
+[job]
+extends = ["debug_model.toml"]
+[training]
+steps = 3
+seq_len = 64
+global_batch_size = 4
+batch_size = 2
+[model.overrides]
+n_layers = 1
+[validation]
+enable = false
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+#: A service that another package tracks runs with.
+TRACKER = """
+from titanlite.metrics.trackers import Tracker
+
+class Lines(Tracker):
+    key = "lines"
+
+    def send(self, rows):
+        with open(self.run.folder / "lines", "w") as file:
+            for step, values in rows:
+                print(step, values["loss_metrics/global_avg_loss"], file=file)
+"""
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a copy of the library to which the page's feature is added."""
-    folder = tmp_path_factory.mktemp("copy")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "titanlite", folder / "titanlite", ignore=ignored)
-    named = ""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder into which pip has installed the package of the page."""
+    folder = tmp_path_factory.mktemp("page")
     for text, language, block in re.findall(r"(.*?)^```(\w+)\n(.*?)^```$", PAGE, re.S | re.M):
-        paths = re.findall(r"`(titanlite/[\w/]+\.py)`", text)
-        named = paths[-1] if paths else named
-        if language == "python":
-            (folder / named).parent.mkdir(exist_ok=True)
-            (folder / named).write_text(block, encoding="utf-8")
+        (*_, named) = re.findall(r"`([\w/]+\.(?:py|toml))`", text) or [""]
+        if named:
+            file = folder / "package" / named
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block, encoding="utf-8")
         else:
-            change(folder / named, block)
+            (folder / "noise.toml").write_text(f"{CONFIG}{block}", encoding="utf-8")
+        assert language in ("python", "toml")
+    words = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", folder]
+    done = python("-m", "pip", "install", *words, folder / "package", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "lines.py").write_text(TRACKER)
+    (folder / "lines-1.dist-info").mkdir()
+    (folder / "lines-1.dist-info" / "METADATA").write_text("Name: lines\nVersion: 1\n")
+    points = "[titanlite.trackers]\nlines = lines:Lines\n"
+    (folder / "lines-1.dist-info" / "entry_points.txt").write_text(points)
     return folder
 
 
-def change(file: Path, diff: str) -> None:
-    """Apply a change of one place; its lines must stand in the file once."""
-    before = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in " -")
-    after = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in " +")
-    text = file.read_text(encoding="utf-8")
-    assert text.count(before) == 1, f"{file.name} has not once: {before}"
-    file.write_text(text.replace(before, after), encoding="utf-8")
+def run(site: Path, *words: object, ranks: int = 1) -> Any:
+    """Run the command beside the package."""
+    first = [*TORCHRUN, "-m", "titanlite"] if ranks == 2 else ["-m", "titanlite"]
+    return python(*first, *words, cwd=site, env={"PYTHONPATH": f"{ROOT}:{site}"})
 
 
-def run(copy: Path, dump: Path, *flags: str, ranks: int = 1) -> Any:
-    words = [*TORCHRUN, "-m", "titanlite.main"] if ranks == 2 else ["-m", "titanlite.main"]
-    flags = (*FLAGS, f"--job.dump_folder={dump}", *flags)
-    return python(*words, *flags, cwd=copy, env={"PYTHONPATH": str(copy)})
-
-
-def losses(copy: Path, dump: Path, *flags: str, ranks: int = 1) -> tuple[list[float], str]:
+def losses(site: Path, dump: Path, *flags: str, ranks: int = 1) -> tuple[list[float], str]:
     """Train; return the losses and the output."""
-    done = run(copy, dump, *flags, ranks=ranks)
+    done = run(site, "train", "noise.toml", f"--job.dump_folder={dump}", *flags, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (dump / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines], done.stdout
@@ -70,40 +82,64 @@ def losses(copy: Path, dump: Path, *flags: str, ranks: int = 1) -> tuple[list[fl
 
 @pytest.mark.slow
 def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(
-    copy: Path, tmp_path: Path
+    site: Path, tmp_path: Path
 ) -> None:
-    plain, _ = losses(ROOT, tmp_path / "plain")
-    off, _ = losses(copy, tmp_path / "off")
-    one, report = losses(copy, tmp_path / "one", NOISE)
-    two, _ = losses(copy, tmp_path / "two", NOISE, ranks=2)
-    assert off == plain
+    off, _ = losses(site, tmp_path / "off", "--gradient_noise.variance=0")
+    one, report = losses(site, tmp_path / "one", "--metrics.trackers=lines")
+    two, _ = losses(site, tmp_path / "two", ranks=2)
     # The noise comes with the first update, so the first loss is without it.
-    assert one[0] == plain[0]
-    assert one[1:] != pytest.approx(plain[1:], abs=1e-3)
+    assert one[0] == off[0]
+    assert one[1:] != pytest.approx(off[1:], abs=1e-3)
     assert two == pytest.approx(one, abs=2e-5)
     assert "gradient noise  variance 0.01 at step 1" in re.sub("  +", "  ", report)
+    tracked = (tmp_path / "one" / "lines").read_text().splitlines()
+    assert tracked == [f"{step} {loss}" for step, loss in enumerate(one, 1)]
+    # The config that the run keeps has the section, too.
+    again = run(site, "config", "explain", tmp_path / "one" / "config.toml", "gradient_noise")
+    assert "variance = 0.01" in again.stdout
+    assert "Variance of the noise at the first step" in again.stdout
 
 
 @pytest.mark.slow
-def test_the_variance_is_that_of_the_paper(copy: Path) -> None:
+def test_the_command_and_the_variance_are_those_of_the_paper(site: Path) -> None:
+    assert re.search(r"^  noise +print the noise", run(site, "--help").stdout, re.M)
+    done = run(site, "noise", "noise.toml")
+    assert float(done.stdout.split()[1]) == pytest.approx((0.01 / 3**0.55) ** 0.5, rel=1e-3)
     program = """
 import types, torch
-from titanlite.features.gradient_noise.noise import AddNoise
+from gradient_noise.noise import AddNoise
+feature = types.SimpleNamespace(std=lambda step: 0.2 / step)
 model = torch.nn.Linear(512, 512, bias=False)
-trainer = types.SimpleNamespace(step=9, parts=types.SimpleNamespace(model=model))
+trainer = types.SimpleNamespace(step=4, parts=types.SimpleNamespace(model=model))
 for seed in 0, 0, 1:
     model.weight.grad = torch.zeros(512, 512)
-    AddNoise(0.04, seed).before_update(trainer)
-    print(model.weight.grad.var().item(), model.weight.grad.sum().item())
+    AddNoise(feature, seed).before_update(trainer)
+    print(model.weight.grad.std().item(), model.weight.grad.sum().item())
 """
-    done = python("-c", program, cwd=copy, env={"PYTHONPATH": str(copy)})
-    first, again, other = done.stdout.splitlines()
-    assert float(first.split()[0]) == pytest.approx(0.04 / 9**0.55, rel=0.01)
+    drawn = python("-c", program, env={"PYTHONPATH": f"{ROOT}:{site}"})
+    first, again, other = drawn.stdout.splitlines()
+    assert float(first.split()[0]) == pytest.approx(0.05, rel=0.01)
     assert first == again != other
 
 
-def test_what_it_excludes_is_refused(copy: Path, tmp_path: Path) -> None:
-    early = ["--optimizer.early_step_in_backward", "--training.max_norm=1e9"]
-    done = run(copy, tmp_path, NOISE, *early)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--optimizer.early_step_in_backward", "--training.max_norm=1e9"],
+            "excludes optimizer.early_step_in_backward",
+        ),
+        (["--gradient_noise.variance=-1"], "gradient_noise.variance: expected a number >= 0"),
+        (["--gradient_noise.varance=1"], "nearest: gradient_noise.variance"),
+    ],
+)
+def test_wrong_values_are_refused(site: Path, flags: list[str], message: str) -> None:
+    done = run(site, "config", "check", "noise.toml", *flags)
     assert done.returncode == 2
-    assert "excludes optimizer.early_step_in_backward" in done.stderr
+    assert message in done.stderr
+
+
+def test_without_the_package_its_section_is_unknown(site: Path) -> None:
+    done = python("-m", "titanlite", "config", "check", site / "noise.toml")
+    assert done.returncode == 2
+    assert "[gradient_noise]: unknown section" in done.stderr

@@ -30,7 +30,7 @@ from titanlite.data.shards import hub_files, url_text
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
 from titanlite.resolve.load import check_alone
-from titanlite.utils import EXTRAS, MissingPackageError, pip_install
+from titanlite.utils import EXTRAS, pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,22 +67,9 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     assert pip_install("gcsfs") == "pip install gcsfs"
 
 
-class AtRunTime(ast.NodeTransformer):
-    """Leaves out what stands under `if TYPE_CHECKING:`."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return node.orelse
-        return node
-
-
-def imported(path: Path, at_run_time: bool = False) -> Iterator[str]:
+def imported(path: Path) -> Iterator[str]:
     """The packages that a file imports, anywhere in it."""
-    tree: ast.AST = ast.parse(path.read_text())
-    if at_run_time:
-        tree = AtRunTime().visit(tree)
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -97,14 +84,6 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> No
     known = names(PROJECT["dependencies"]) | set(EXTRAS) | trackers
     known |= BROUGHT | PROGRESS | FOR_TYPES
     assert others - known == set()
-
-
-@pytest.mark.slow
-def test_no_run_imports_what_type_checkers_alone_read() -> None:
-    files = list((ROOT / "titanlite").rglob("*.py"))
-    assert any(FOR_TYPES & set(imported(path)) for path in files)
-    found = [path for path in files if FOR_TYPES & set(imported(path, at_run_time=True))]
-    assert found == []
 
 
 def test_each_extra_that_a_message_or_a_page_names_exists() -> None:
@@ -223,12 +202,3 @@ def test_each_shipped_config_needs_no_extra_but_that_which_it_names(
     assert list(missing_packages(loaded)) == []
     needs_transformers = loaded.sections.model.name == "hf"
     assert ("pip install 'titanlite[hf]'" in config.read_text()) is needs_transformers
-
-
-def test_a_missing_package_is_no_reason_to_wait(hide: Callable[[str], None]) -> None:
-    from titanlite.data.remote import url_to_fs
-
-    hide("s3fs")
-    with pytest.raises(MissingPackageError) as missing:
-        url_to_fs("s3://bucket/folder")
-    assert missing.value.exit_code == 2

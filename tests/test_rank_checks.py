@@ -142,7 +142,7 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
         (
             "folder",
             [
-                "is not shared: node-0 writes there, and node-1 cannot see its files",
+                "is not shared: rank 0 (node-0) writes there, and rank 1 (node-1) cannot see",
                 "job.dump_folder",
             ],
         ),
@@ -164,7 +164,7 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 1"]),
-        ("folder", ["is not shared: node-0 writes there"]),
+        ("folder", ["is not shared: rank 0 (node-0) writes there"]),
         (
             "paths",
             ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r'],
@@ -181,8 +181,9 @@ def test_an_odd_rank_is_named_in_a_warning(
     assert [word for word in words if word not in text] == [], text
 
 
-def test_the_folder_of_one_host_does_not_matter(pool: Pools, tmp_path: Path) -> None:
-    assert pool(2).run(_check, tmp_path, odd="folder") == [([], "")] * 2
+def test_hosts_of_one_name_must_share_the_folder_too(pool: Pools, tmp_path: Path) -> None:
+    _, error = pool(2).run(_check, tmp_path, odd="folder")[1]
+    assert f"rank 1 ({socket.gethostname()}) cannot see its files" in error
 
 
 def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_path: Path) -> None:

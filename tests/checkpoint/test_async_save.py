@@ -74,7 +74,8 @@ def _overwrite_while_saving(
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
         saver.await_copy()
-        in_flight = saver.in_flight
+        assert saver._async is not None
+        in_flight = saver._async.in_flight
         published = find(folder)[0] is not None
         with torch.no_grad():
             for parameter in model.parameters():

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import PRINTS, flip, names, options, unequal
+from tests.support.checkpoints import PRINTS, flip, names, options
 from tests.support.pool import Pools
-from tests.support.processes import environment, python
+from tests.support.processes import python
 from tests.support.s3 import Storage
-from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.checkpoint.meta import args_from_meta
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.source_model import differences, read_model
-from titanlite.cli.checkpoint_folders import verify
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
@@ -143,41 +138,29 @@ def test_there_and_back_is_equal_bit_for_bit(
     saved: dict[str, Path], tmp_path: Path, shape: str
 ) -> None:
     between = convert(saved[shape], tmp_path / "between", "hf")
-    back = convert(between, tmp_path / "back", "checkpoint")
-    assert back.name == "step-0"
-    assert verify(back)[1] == []
-    manifest = read_manifest(back)
-    assert manifest.weights_only
-    assert manifest.dtype == ""
     before = _weights(saved[shape])
-    after = _weights(back)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    again = convert(back, tmp_path / "again", "hf")
+    back = open_source(between)
+    assert before.keys() == back.empty.keys()
+    assert all(torch.equal(before[name], back.read(name)) for name in before)
+    again = convert(between, tmp_path / "again", "hf")
     assert (again / "model.safetensors").read_bytes() == (
         between / "model.safetensors"
     ).read_bytes()
 
 
 def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
-    half = convert(saved["plain"], tmp_path / "half", "checkpoint", "bfloat16")
-    assert read_manifest(half).dtype == "bfloat16"
+    half = convert(saved["plain"], tmp_path / "half", "hf", "bfloat16")
     before = _weights(saved["plain"])
-    after = _weights(convert(half, tmp_path / "full", "checkpoint", "float32"))
-    assert all(torch.equal(before[name].to(torch.bfloat16).float(), after[name]) for name in before)
+    after = open_source(convert(half, tmp_path / "full", "hf", "float32")).read
+    assert all(torch.equal(before[name].to(torch.bfloat16).float(), after(name)) for name in before)
 
 
 def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    for to, name in (("hf", "folder"), ("hf", "file")):
+    for name in ("folder", "file"):
         with pytest.raises(CheckpointError, match="is there already"):
-            convert(saved["plain"], tmp_path / name, to)  # type: ignore[arg-type]
-    convert(saved["plain"], tmp_path / "root", "checkpoint")
-    with pytest.raises(CheckpointError, match="step-7 is there already"):
-        convert(saved["plain"], tmp_path / "root", "checkpoint", "bfloat16")
-    with pytest.raises(CheckpointError, match="name the folder of checkpoints"):
-        convert(saved["plain"], tmp_path / "root" / "step-9", "checkpoint")
+            convert(saved["plain"], tmp_path / name, "hf")
     assert (tmp_path / "file").read_text() == "mine"
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -215,31 +198,20 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_command_converts_there_and_back(
+def test_command_exports_from_a_folder_or_a_store(
     pool: Pools, storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(source: AnyPath, target: AnyPath, *more: str, code: int = 0) -> str:
-        assert main(["checkpoint", "convert", str(source), str(target), *more]) == code
+        assert main(["export", str(source), str(target), *more]) == code
         return "".join(capsys.readouterr())
 
     storage.run(pool(1), _save, storage.root, ARGS)
     hf = tmp_path / "hf"
-    back = storage.root.parent / "back"
-    assert run(storage.root, hf, "--to=hf").startswith(f"{hf}: ")
-    assert "is there already" in run(storage.root, hf, "--to=hf", code=4)
-    assert run(hf, back, "--to=checkpoint").startswith(f"{back}/step-0: ")
-    assert "is there already" in run(hf, back, "--to=checkpoint", code=4)
-    assert names(back) == ["step-0"]
-    assert read_manifest(back / "step-0").weights_only
-    differing = unequal(storage.root / "step-7", back / "step-0")
-    assert differing
-    assert all(name.startswith(("optimizer.", "rng.")) for name in differing)
-    mark = back / ".partial-step-7-01234567"
-    mark.write_bytes(b"")
-    assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4)
-    assert len(names(back)) == 2
-    if not isinstance(back, Path):
-        assert "writes to this machine" in run(hf, back / "hf", "--to=hf", code=4)
+    assert run(storage.root, hf, "--unchecked").startswith(f"{hf}: ")
+    assert "is there already" in run(storage.root, hf, code=4)
+    there = storage.root.parent / "hf"
+    if not isinstance(there, Path):
+        assert "written to this machine" in run(hf, there, code=4)
 
 
 _LARGE = """
@@ -247,17 +219,16 @@ import resource, sys
 from pathlib import Path
 import torch
 from titanlite.cli.hub.convert import convert
-source, target, to = sys.argv[1:]
-convert(Path(source), Path(target + ".warm"), to)
+source, target = sys.argv[1:]
+convert(Path(source), Path(target + ".warm"), "hf")
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_DATA, (used + (96 << 20),) * 2)
-convert(Path(source + "-large"), Path(target), to, shard_bytes=16 << 20)
+convert(Path(source + "-large"), Path(target), "hf", shard_bytes=16 << 20)
 """
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("to", ["hf", "checkpoint"])
-def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -> None:
+def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path) -> None:
     """256 MB of weights are converted by a process that may take 96 MB for it."""
     small = tmp_path / "model"
     large = tmp_path / "model-large"
@@ -267,127 +238,17 @@ def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -
     # Freed tensors go back to the system at once, as those of a large model do, instead of staying
     # in pieces.
     done = python(
-        "-c", _LARGE, small, tmp_path / "out", to, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+        "-c", _LARGE, small, tmp_path / "out", env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flavor", "copied"), [("3.1-8B", False), ("3.2-1B", True), ("3.2-3B", True)]
-)
-def test_metas_params_json_gives_the_rope_and_the_tied_head_of_the_published_model(
-    flavor: str, copied: bool
+@pytest.mark.parametrize("to", ["hf", "checkpoint"])
+def test_a_full_disk_is_named_before_it_is_written(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
-    """The params.json of 3.1 and 3.2 are alike there, and the files of 3.2 hold the head, too."""
-    published = get_spec("llama3").flavors[flavor]
-    names = (
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "ffn_dim_multiplier",
-        "multiple_of",
-        "rope_theta",
-    )
-    params = {name: getattr(published, name) for name in names} | {
-        "norm_eps": 1e-5,
-        "use_scaled_rope": True,
-    }
-    table = torch.randn(8, published.dim)
-    state = {
-        "tok_embeddings.weight": table,
-        "output.weight": table.clone() if copied else table + 1,
-    }
-    assert args_from_meta(params, [state]) == replace(published, vocab_size=8, max_seq_len=2048)
-
-
-def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -> None:
-    state = get_spec("llama3").build(replace(ARGS, rope_theta=1e4)).state_dict()
-    torch.save(state, tmp_path / "consolidated.00.pth")
-    params = {
-        "dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "multiple_of": 16,
-        "norm_eps": 1e-5,
-    }
-    (tmp_path / "params.json").write_text(json.dumps(params))
-    spec = get_spec("llama3")
-    assert open_weights(tmp_path, spec, ARGS).args == ARGS
-    there = read_model(tmp_path, "llama3", spec)
-    assert there is not None
-    assert differences(there, "llama3", ARGS) == [
-        "model.overrides.rope_theta is 500000.0 here, 10000.0 there"
-    ]
-    assert not differences(there, "llama3", replace(ARGS, rope_theta=1e4))
-
-
-_FULL = """
-import shutil, sys
-from collections import namedtuple
-from pathlib import Path
-from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.cli.hub import convert
-
-def tried(to):
-    try:
-        convert.convert(Path(source), disk / "out", to)
-    except CheckpointError as error:
-        print(f"{to}|{error}|{sorted(path.name for path in disk.iterdir())}")
-
-source, disk = sys.argv[1], Path(sys.argv[2])
-for to in ("hf", "checkpoint"):
-    tried(to)
-Usage = namedtuple("Usage", "total used free")
-# as it was when the command began
-convert.shutil.disk_usage = lambda path: Usage(1 << 50, 0, 1 << 50)
-for to in ("hf", "checkpoint"):
-    tried(to)
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
-    saved: dict[str, Path], tmp_path: Path
-) -> None:
-    """A real one, of 64 KB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
-    words = [
-        "unshare",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        mounted,
-        "sh",
-        disk,
-        sys.executable,
-        _FULL,
-    ]
-    done = subprocess.run(
-        [*map(str, words), str(saved["plain"])],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip(f"no disk can be mounted here: {done.stderr}")
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    before = [line.split("|") for line in done.stdout.splitlines()][:2]
-    after = done.stdout.splitlines()[2:]
-    for to, said, left in before:
-        assert (
-            "its weights take " in said
-            and "has 64.0 KiB left. Nothing was written" in said
-            and left == "[]"
-        ), to
-    assert len(after) == 2
-    for line in after:
-        to, said, left = line.split("|")
-        assert "No space left on device" in said and (
-            left == "[]" or to == "checkpoint" and left == "['out']"
-        ), line
+    usage = SimpleNamespace(total=1 << 20, free=64 << 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"its weights take .*has 64\.0 KiB left"):
+        convert(saved["plain"], tmp_path / "out", to)
+    assert names(tmp_path) == []

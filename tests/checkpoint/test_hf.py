@@ -1,4 +1,4 @@
-"""Hugging Face's and Meta's files in and out of runs: each rank reads and writes its part."""
+"""Hugging Face's files in and out of runs: each rank reads and writes its part."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.checkpoints import PRINTS, names, options
 from tests.support.grid import FSDP, PP, TP
 from tests.support.harness import TINY, Run, batches, build_tiny, full
-from tests.support.hf import config_flags, train_losses, unpermute, written
+from tests.support.hf import config_flags, train_losses, written
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import HFWeights, begin_folder, save_hf
+from titanlite.checkpoint.hf_save import begin_folder, save_hf
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.tensors import our_logits
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.args import as_record, from_record
+from titanlite.models import LlamaArgs, get_spec
+from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 
 SPEC = get_spec("llama3")
@@ -195,66 +195,6 @@ def test_sources_of_every_precision_load_into_shards(
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def _metas(
-    folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool
-) -> dict[str, torch.Tensor]:
-    """Write Meta's layout, divided over files as its tensor parallelism does; return our
-    tensors.
-    """
-    torch.manual_seed(2)
-    state = {
-        name: torch.randn(t.shape) for name, t in SPEC.build_on_meta(args).state_dict().items()
-    }
-    cut = {**dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0), "wo": 1, "w2": 1}
-    cut["tok_embeddings"] = 0 if vocabulary_cut else 1
-    parts: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.zeros(4)} for _ in range(files)]
-    for name, tensor in state.items():
-        module = name.split(".")[-2]
-        heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(module)
-        meta = unpermute(tensor, heads) if heads else tensor
-        for i, part in enumerate(parts):
-            part[name] = meta.chunk(files, cut[module])[i].clone() if module in cut else meta
-    folder.mkdir()
-    for i, part in enumerate(parts):
-        torch.save(part, folder / f"consolidated.{i:02}.pth")
-    params = {
-        "dim": args.dim,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "multiple_of": 32,
-        "vocab_size": -1,
-    }
-    params |= {
-        "norm_eps": 1e-5,
-        "rope_theta": args.rope_theta,
-        "use_scaled_rope": args.rope_scaling is not None,
-    }
-    (folder / "params.json").write_text(json.dumps(params))
-    return state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [1, 2])
-def test_metas_files_load_into_shards_and_are_imported(
-    pool: Pools, tmp_path: Path, files: int
-) -> None:
-    args = replace(TINY, rope_scaling=RopeScaling(8.0)) if files == 2 else TINY
-    wanted = _metas(tmp_path / "meta", args, files, vocabulary_cut=files == 2)
-    for run in (replace(RUN, args=args, tensor=2), replace(RUN, args=args)):
-        found = pool(2).run(_load, run, tmp_path / "meta", tmp_path / "checkpoint")[0]
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), found
-    lines: list[str] = []
-    hf = convert(
-        convert(tmp_path / "meta", tmp_path / "imported", "checkpoint", report=lines.append),
-        tmp_path / "hf",
-        "hf",
-    )
-    assert "differ by 0.0" in lines[0]
-    back = SPEC.from_hf(_tensors(hf), args)
-    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
-
-
 STACK = replace(
     SPEC,
     hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"},
@@ -276,8 +216,8 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     group = torch.distributed.group.WORLD
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    weights = HFWeights(spec, None, empty, describe(empty), dict)
-    save_hf(out, weights, group, agree, shard_bytes=100)
+    draft = replace(as_manifest(weights), tensors=describe(state))
+    save_hf(Save(out, state, draft), (spec, None), dict, group, agree, shard_bytes=100)
     return {
         name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
     }
@@ -434,9 +374,8 @@ def test_export_is_refused_when_the_logits_differ(
     step = str(tmp_path / "checkpoint" / "step-7")
     out = tmp_path / "out"
     assert main(["export", step, str(out / "right")]) == 0
-    assert main(["import", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
+    assert main(["export", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
     assert names(out) == ["back", "right"]
-    assert names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
 
     def swapped(args: Any) -> dict[str, Any]:
         found = dict(SPEC.hf_names(args))
@@ -449,9 +388,7 @@ def test_export_is_refused_when_the_logits_differ(
         families, "_builtin", lambda name: wrong if name == "llama3" else builtin(name)
     )
     assert main(["export", step, str(out / "wrong")]) == 4
-    assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
-    assert names(out) == ["back", "right", "wrong"]
-    assert names(out / "wrong") == []
+    assert names(out) == ["back", "right"]
 
 
 def test_what_would_harm_or_hide_weights_is_told(
@@ -472,17 +409,10 @@ def test_what_would_harm_or_hide_weights_is_told(
     tensors = _tensors(source)
     tensors[BLOCKS][0, 0] = 1e6
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    for to in ("hf", "checkpoint"):
-        with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
-            convert(source, tmp_path / f"half-{to}", to, "float16")
+    with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
+        convert(source, tmp_path / "half", "hf", "float16")
 
     shutil.copy(BUNDLED_TOKENIZER, source / "tokenizer.model")
-    imported = convert(source, tmp_path / "imported", "checkpoint")
-    assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
-    shutil.rmtree(str(imported))
-    (tmp_path / "imported" / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is of another tokenizer: choose another folder"):
-        convert(source, tmp_path / "imported", "checkpoint")
     assert open_source(source / "model.safetensors").tokenizer == str(source)
 
 
@@ -512,9 +442,7 @@ def _measured(found: list[dict[str, Any]]) -> list[float]:
 def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     pool: Pools, tmp_path: Path
 ) -> None:
-    """Start a run from the last save of another, or from its import: the held-out loss is the same
-    to the last bit.
-    """
+    """Start a run from the last save of another: the held-out loss is the same to the last bit."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     length = [
@@ -527,16 +455,14 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     first = tmp_path / "first"
     folder = tmp_path / "first" / "checkpoint" / "step-3-hf"
     trained = _measured(pool(2).run(train_run, str(first), *length, *last))
-    imported = convert(folder, tmp_path / "imported", "checkpoint")
-    for i, path in enumerate((folder, imported)):
-        more = [
-            f"--checkpoint.initial_load_path={path}",
-            "--validation.first",
-            "--training.steps=1",
-        ]
-        tuned = _measured(pool(2).run(train_run, str(tmp_path / f"tuned-{i}"), *length, *more))
-        assert tuned[0] == trained[-1]
-        assert tuned[-1] != tuned[0]
+    more = [
+        f"--checkpoint.initial_load_path={folder}",
+        "--validation.first",
+        "--training.steps=1",
+    ]
+    tuned = _measured(pool(2).run(train_run, str(tmp_path / "tuned"), *length, *more))
+    assert tuned[0] == trained[-1]
+    assert tuned[-1] != tuned[0]
 
     text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -545,13 +471,9 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     assert tokenizer(text)["input_ids"] == ids
     assert tokenizer.eos_token_id == ours.eos_id
     rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
-    contents = Contents(imported)
-    args = from_record(contents.manifest.config["model"])[1]
+    source = open_source(folder)
     logits = torch.cat(
-        [
-            our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None])
-            for row in rows[:4]
-        ]
+        [our_logits("llama3", source.args, source.read, row[None]) for row in rows[:4]]
     )
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -618,8 +540,7 @@ def test_every_family_goes_out_of_runs_and_in(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     lines: list[str] = []
-    back = convert(source, tmp_path / "imported", "checkpoint", report=lines.append)
+    again = _tensors(convert(source, tmp_path / "again", "hf", report=lines.append))
     assert "those of transformers" in lines[0]
-    again = _tensors(convert(back, tmp_path / "again", "hf", report=lines.append))
     assert again.keys() == first.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)

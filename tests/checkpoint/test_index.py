@@ -26,7 +26,6 @@ from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
-from titanlite.cli.hub.convert import convert
 from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
@@ -94,8 +93,8 @@ def test_code_in_an_index_never_runs(
     folder = _changed(tmp_path / "bad", ".metadata", payload)
     said = pool(1).run(_refusal, folder.parent)
     said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
-    for command in (["diff", GOOD, folder], ["convert", folder, tmp_path / "out", "--to", "hf"]):
-        assert main(["checkpoint", *map(str, command)]) == exit_codes.CHECKPOINT
+    for command in (["checkpoint", "diff", GOOD, folder], ["export", folder, tmp_path / "out"]):
+        assert main([*map(str, command)]) == exit_codes.CHECKPOINT
         said.append("".join(capsys.readouterr()))
     for text in said:
         assert f"{folder}/.metadata cannot be used: it names io.open" in text
@@ -109,12 +108,6 @@ def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     file = tmp_path / "weights.pt"
     torch.save({"state_dict": _Touch(marker)}, file)
-    meta = tmp_path / "meta"
-    meta.mkdir()
-    (meta / "params.json").write_text("{}")
-    shutil.copy(file, meta / "consolidated.00.pth")
-    with pytest.raises(CheckpointError, match="cannot be used as one of Meta's: Weights only load"):
-        convert(meta, tmp_path / "out", "checkpoint")
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     index = pickle.loads((folder / ".metadata").read_bytes())
     for place in index.storage_data.values():

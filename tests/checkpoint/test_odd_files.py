@@ -5,7 +5,6 @@ their index says.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,47 +79,3 @@ def test_exponents_are_no_scales_of_float8(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     read = open_weights(folder).read("layers.0.feed_forward.w2.weight")
     assert torch.equal(read, exact.float() * 2)
-
-
-def meta_folder(folder: Path, files: int, change: Callable[[dict[Any, Any]], Any]) -> Path:
-    """Write a folder of Meta's, whose files all hold the same changed tensors."""
-    folder.mkdir()
-    sizes = {"dim": 64, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5, "vocab_size": 32}
-    (folder / "params.json").write_text(json.dumps({**sizes, "rope_theta": 5e5}))
-    state = dict(weights())
-    change(state)
-    for number in range(files):
-        torch.save(state, folder / f"consolidated.{number:02}.pth")
-    return folder
-
-
-@pytest.mark.parametrize("files", [1, 2])
-@pytest.mark.parametrize(
-    ("entry", "value", "message"),
-    [
-        (WQ, 3, f"its entry '{WQ}' is no tensor with a name"),
-        (5, torch.ones(3), "its entry 5 is no tensor with a name"),
-        (WQ, torch.ones(0, 64), f"{WQ} has 0 rows, and a head has 32"),
-        (WQ, torch.ones(63, 64), f"{WQ} has 63 rows, and a head has 32"),
-        (WQ, torch.ones(64), rf"{WQ} has the shape \[64\], and the whole \[64, 64\]"),
-        (
-            "norm.weight",
-            torch.ones(2, 2),
-            r"norm.weight has the shape \[2, 2\], and the whole \[64",
-        ),
-    ],
-    ids=["number", "key", "no rows", "half a head", "vector", "matrix"],
-)
-def test_odd_entries_of_metas_files_are_refused_by_file_and_name(
-    tmp_path: Path, files: int, entry: Any, value: Any, message: str
-) -> None:
-    folder = meta_folder(tmp_path / "in", files, lambda state: state.update({entry: value}))
-    with pytest.raises(CheckpointError, match=rf"consolidated\.00\.pth.*{message}"):
-        open_weights(folder)
-
-
-@pytest.mark.parametrize("name", ["wq", "a.wq.b"])
-def test_tensors_that_the_model_lacks_stay_under_their_names(tmp_path: Path, name: str) -> None:
-    value = torch.ones(())
-    folder = meta_folder(tmp_path / "in", 1, lambda state: state.update({name: value}))
-    assert torch.equal(open_weights(folder).read(name), value)

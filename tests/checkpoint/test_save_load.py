@@ -36,7 +36,8 @@ from tests.support.harness import build_tiny
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.words import listening
-from titanlite.checkpoint import storage as storage_module
+from titanlite.checkpoint import dcp_files
+from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import (
     FORMAT,
@@ -304,26 +305,27 @@ def _save_thrice(
     config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
     saver = Checkpointer(config, world, PRINTS)
     results = []
-    written = saver._written
+    real = HashingWriter.all_files
 
-    def on_a_bad_disk(folder: AnyPath, writer: Any) -> Any:
+    def on_a_bad_disk(writer: HashingWriter) -> Any:
+        folder = writer._folder
         if damage is _cut and folder.name == "step-2":
             _cut(folder)
-        found = written(folder, writer)
+        found = real(writer)
         if damage is _damage and folder.name == "step-2":
             _damage(folder)
         return found
 
-    saver._written = on_a_bad_disk  # type: ignore[method-assign]
     try:
         for step in (1, 2, 3):
-            try:
-                # A validated one needs none before it to stay.
-                saver.save(step, model, optimizer, {}, validation_loss=1.0)
-                saver.wait()
-                results.append("saved")
-            except CheckpointError as error:
-                results.append(str(error))
+            with patch.object(HashingWriter, "all_files", on_a_bad_disk):
+                try:
+                    # A validated one needs none before it to stay.
+                    saver.save(step, model, optimizer, {}, validation_loss=1.0)
+                    saver.wait()
+                    results.append("saved")
+                except CheckpointError as error:
+                    results.append(str(error))
             results.append(f"{world.broadcast(None) or steps_in(saver.root)}")
     finally:
         saver.close()
@@ -366,7 +368,7 @@ def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
     """The error of a save where rank 1 cannot read back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
-    real = storage_module.check_files
+    real = dcp_files.check_files
 
     def check_files(*arguments: Any) -> list[str]:
         if world.rank == 1:
@@ -374,7 +376,7 @@ def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
         return real(*arguments)
 
     with (
-        patch.object(storage_module, "check_files", check_files),
+        patch.object(dcp_files, "check_files", check_files),
         pytest.raises(CheckpointError) as failure,
     ):
         saver.save(1, model, optimizer, {})

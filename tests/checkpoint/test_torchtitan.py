@@ -235,19 +235,16 @@ def test_experts_are_where_they_are_here(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["0.2", "0.1"])
-def test_convert_takes_the_model_from_a_config(
+def test_an_export_takes_the_model_from_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bool
 ) -> None:
     tables = {"freqs_cis": torch.ones(4, dtype=torch.complex64)} if old else {}
     source = write(tmp_path / "step-4", llama_weights() | tables, old=old)
     (tmp_path / "run.toml").write_text(TOML)
-    words = ["checkpoint", "convert", str(source)]
-    assert main([*words, str(tmp_path / "hf"), "--to", "hf"]) == 4
+    words = ["export", str(source), str(tmp_path / "hf")]
+    assert main(words) == 4
     assert "give the TOML file of its run as" in capsys.readouterr().err
-    words += ["--config", str(tmp_path / "run.toml")]
-    assert main([*words, str(tmp_path / "hf"), "--to", "hf"]) == 0
-    assert main([*words, str(tmp_path / "own"), "--to", "checkpoint"]) == 0
-    assert (tmp_path / "own" / "step-4" / "manifest.json").is_file()
+    assert main([*words, "--config", str(tmp_path / "run.toml")]) == 0
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

@@ -114,8 +114,8 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         ),
         ("launch skypilot x.toml", "`titanlite launch skypilot` is gone: a task of SkyPilot"),
         (
-            "checkpoint convert a b --to torch",
-            "checkpoint convert torch` is gone: torch",
+            "checkpoint convert a b --to hf",
+            "checkpoint convert` is gone: `titanlite export`",
         ),
         ("sample x --greedy", "--greedy is gone: --temperature 0"),
         ("push x a/b --step 3", "--step is gone: name the checkpoint"),
@@ -224,13 +224,12 @@ WITHOUT_TORCH = {
     "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "eval mine.toml": (exit_codes.CHECKPOINT, "mine.toml is a file: name a run"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "import nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
-    "import an-owner/A-1.5 there": (
+    "export an-owner/A-1.5 there": (
         exit_codes.CHECKPOINT,
         "error: an-owner/A-1.5: no such folder; a model of the hub: hf download an-owner/A-1.5 "
         "--local-dir an-owner/A-1.5",
     ),
-    "checkpoint convert mine.toml there --to hf": (exit_codes.CHECKPOINT, "mine.toml is a file"),
+    "export mine.toml there": (exit_codes.CHECKPOINT, "mine.toml is a file"),
     "checkpoint diff nowhere nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "data prepare nowhere.txt --out there --tokenizer bundled": (
         exit_codes.CONFIG,

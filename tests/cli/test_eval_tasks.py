@@ -27,9 +27,6 @@ TASKS = {
     "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
     "'{{text}}'\n"
     "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]\n",
-    "tiny_until": "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: "
-    "'{{text}}'\n"
-    "generation_kwargs: {until: [' t', 'e e'], max_gen_toks: 12}\nmetric_list: [{metric: bleu}]\n",
 }
 
 

@@ -1,7 +1,7 @@
 """Every command that fills a model gives it all that a checkpoint holds, buffers too.
 
-The weights begin as a checkpoint of random numbers. They go through `import`, `export` (which
-`push` calls), `checkpoint convert` and adapters. Each result is loaded as by `eval` and `sample`.
+The weights begin as a checkpoint of random numbers. They go through `export` (which `push` calls)
+and adapters. Each result is loaded as by `eval` and `sample`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoints import write_weights
 from tests.support.hf_compare import sizes_of
 from tests.support.llamas import relative
 from titanlite.checkpoint.hf_files import hf_form
-from titanlite.cli.hub.convert import Format, Source, _write_checkpoint, convert
+from titanlite.cli.hub.convert import convert
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import Parser
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.features.lora.peft import save_peft
 from titanlite.features.lora.settings import Adapters
 from titanlite.models import SPECS, get_spec, resolve_args
+from titanlite.models.args import as_record
 
 VOCABULARY = 2304
 TOKENS = torch.randint(VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(1))
@@ -58,13 +60,9 @@ def random_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def written(root: Path, family: str, args: Any) -> torch.Tensor:
     """Write random weights as step 3 in a folder; return the logits of torch's own way to load."""
-    spec = get_spec(family)
-    model = spec.build(args).eval()
+    model = get_spec(family).build(args).eval()
     model.load_state_dict(random_state(model))  # a tied head is the last of both
-    state = model.state_dict()
-    empty = {name: tensor.to("meta") for name, tensor in state.items()}
-    source = Source(root, family, args, 3, empty, state.__getitem__)
-    _write_checkpoint(source, root, None, None)
+    write_weights(root, model, {"model": as_record(family, args)})
     with torch.no_grad():
         logits: torch.Tensor = model(TOKENS)
     return logits
@@ -79,14 +77,12 @@ def logits_of(path: Path) -> torch.Tensor:
     return logits
 
 
-def through(path: Path, target: Path, to: Format, dtype: str | None = None) -> Path:
-    """Convert weights as `export`, `import` and `push` do; the logits are compared there."""
+def exported(path: Path, target: Path, dtype: str | None = None) -> Path:
+    """Export weights as `export` and `push` do; the logits are compared there."""
     lines: list[str] = []
-    written = convert(path, target, to, dtype, report=lines.append)
-    assert isinstance(written, Path)
-    assert "logits of 64 tokens" in lines[0]
-    assert to != "hf" or "transformers" in lines[0]
-    return written
+    convert(path, target, "hf", dtype, report=lines.append)
+    assert "logits of 64 tokens" in lines[0] and "transformers" in lines[0]
+    return target
 
 
 def theirs(folder: Path) -> torch.Tensor:
@@ -112,18 +108,16 @@ def with_idle_adapters(folder: Path, base: Path, family: str, args: Any) -> Path
 def check(tmp_path: Path, family: str, args: Any) -> None:
     expected = written(tmp_path / "first", family, args)
     first = tmp_path / "first" / "step-3"
-    saved = through(first, tmp_path / "saved", "checkpoint")
-    paths = [first, saved]
-    spec = get_spec(family)
+    paths = [first]
     try:
-        hf_form(spec, args)
+        hf_form(get_spec(family), args)
     except ValueError:
         assert "bias_update" in repr(args)
     else:
-        folder = through(saved, tmp_path / "hf", "hf")
+        folder = exported(first, tmp_path / "hf")
         assert relative(theirs(folder), expected) < 1e-5
-        paths += [folder, through(folder, tmp_path / "imported", "checkpoint")]
-        through(folder, tmp_path / "rounded", "checkpoint", "bfloat16")
+        exported(folder, tmp_path / "rounded", "bfloat16")
+        paths += [folder, exported(folder, tmp_path / "again")]
         if family != "hf":
             paths.append(with_idle_adapters(tmp_path / "peft", folder, family, args))
     for path in paths:

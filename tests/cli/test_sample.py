@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from datetime import date
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.checkpoints import write_weights
 from tests.support.golden_run import GoldenRun
 from tests.support.hf import hf_folder
 from titanlite import exit_codes
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.convert import open_source
 from titanlite.cli.main import main
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
+from titanlite.models import get_spec
+from titanlite.models.args import as_record
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +115,16 @@ def test_prompts_of_a_run_are_drawn_by_the_seed(
     assert said.count("bfloat16 on cpu") == 1
 
 
-def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(
+def test_a_checkpoint_without_a_config_is_sampled_with_the_tokenizer_that_it_names(
     hf: Path, sample: Any, tmp_path: Path
 ) -> None:
-    step = convert(hf, tmp_path, "checkpoint")
+    source = open_source(hf)
+    model = get_spec(source.family).build(source.args)
+    model.load_state_dict({name: source.read(name) for name in source.empty})
+    shutil.copytree(hf, tmp_path / "tokenizer")
+    tokenizer = {"path": str(tmp_path / "tokenizer")}
+    record = as_record(source.family, source.args)
+    step = write_weights(tmp_path, model, {"model": record, "tokenizer": tokenizer})
     words = ["Once upon", "--temperature=0", "--max-tokens=3", "--json"]
     assert sample(step, *words)["samples"] == sample(hf, *words)["samples"]
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()

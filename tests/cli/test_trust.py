@@ -53,7 +53,6 @@ OWN = "reads no file but TOML files that the user names, which are the user's ow
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint inspect": (["{step}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
@@ -61,9 +60,7 @@ SHOWS = {
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
-    "checkpoint convert": ["{step}", "{out}", "--to", "checkpoint"],
     "export": ["{step}", "{out}"],
-    "import": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
     "push": ["{step}", "ada/tiny"],
@@ -360,8 +357,7 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
     calls: list[tuple[str, list[str]]] = [
-        ("import", [str(folder), "{out}"]),
-        ("export", [str(folder), "{out}-again"]),
+        ("export", [str(folder), "{out}"]),
         ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
     ]
     for command, words in calls:
@@ -505,7 +501,7 @@ def _resolves_configs(file: str) -> bool:
     """Whether `resolve` means that of a config there."""
     text = (ROOT / file).read_text()
     ours = "from titanlite.resolve.load import" in text or file == "resolve/load.py"
-    return ours and "from titanlite.config.resolve" not in text
+    return ours and "from titanlite.config.dotted_paths" not in text
 
 
 def test_code_is_imported_by_name_in_known_places_alone() -> None:
@@ -522,11 +518,10 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "assembly/build.py",
         "config/own_functions.py",
         "main.py",
-        # The names of a fixed list, both.
+        # The names of a fixed list.
         "models/families.py",
-        "metrics/observer.py",
         "assembly/own_callbacks.py",
-        "config/resolve.py",
+        "config/dotted_paths.py",
     }
     wanted = {"import_module", "exec_module"}
     dynamic = {file for file, _ in _calls(wanted)}
@@ -535,14 +530,14 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     assert not builtin
     assert dynamic == {
         "__init__.py",
-        "config/resolve.py",
+        "config/dotted_paths.py",
         # The name is one of a fixed list.
         "models/families.py",
         "models/spec.py",
         "dist/agents.py",
-        "cli/command_table.py",
+        # The names of a fixed list, and entry points of packages that the user has installed.
+        "doors.py",
         "checkpoint/foreign.py",
-        "run/features.py",
         "cli/launch.py",
         "cli/plan/plan.py",
     }

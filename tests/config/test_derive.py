@@ -225,19 +225,6 @@ def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
     assert run.notes[-1].endswith("checkpoint.keep_latest_k")
 
 
-def test_a_float8_filter_that_cuts_a_number_is_a_warning():
-    """`layers.1` reads as one layer, and is in the names of eleven."""
-    flags = [
-        "--model.overrides.n_layers=20",
-        "--float8.enable_float8_linear",
-        "--float8.filter_fqns=",
-    ]
-    (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
-    assert '"layers.1" is also part of layers.10, layers.11' in warning
-    assert '"layers.1." is not' in warning
-    assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()
-
-
 @pytest.mark.parametrize("name", ["nosuch", "./nosuch.py:SPEC"])
 def test_a_wrong_model_name_beside_float8_filters_is_a_problem_of_the_config(name: str) -> None:
     """The warning about filters asks the model for names, and must leave its errors to the

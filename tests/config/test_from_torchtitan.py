@@ -1,13 +1,7 @@
-"""Files with the keys and values of torchtitan's own give its models, schedules and batches.
-
-TORCHTITAN.md shows the same as a table (`python tests/config/test_from_torchtitan.py
---write` renews it).
-"""
+"""Files with the keys and values of torchtitan's own give its models, schedules and batches."""
 
 from __future__ import annotations
 
-import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +11,11 @@ from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.models import LlamaArgs
-from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.llama import LLAMA3
 from titanlite.optim.schedule import learning_rate
 from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 
-PAGE = Path(__file__).parent / "TORCHTITAN.md"
-TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)
 HERE = Path("run.toml")
 
 
@@ -129,13 +121,12 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
     run = run_of(text(version, name), o.gpus)
     args = run.model_args()
     assert (args.dim, args.n_layers) == (o.dim, o.layers)
-    scaling = SHAPES["llama3"]["3.1-8B"].rope_scaling if o.rope_factor else None
+    scaling = LLAMA3.flavors["3.1-8B"].rope_scaling if o.rope_factor else None
     if (version, name) == (
         "2024",
         "llama3_405b",
-    ):  # on purpose: published with scaling, and a note says so
+    ):  # on purpose: published with scaling
         assert args.rope_scaling is not None
-        assert any('"405B" is Llama 3.1' in note for note in run.notes)
         without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
         args = run_of(without, o.gpus).model_args()
     assert args.rope_scaling == scaling
@@ -210,8 +201,8 @@ def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
             assert key in notes
         if name != "llama3":
             continue
-        older = SHAPES["llama3"][there.partition("_")[0]]
-        shape = SHAPES["llama3"][later.flavor]
+        older = LLAMA3.flavors[there.partition("_")[0]]
+        shape = LLAMA3.flavors[later.flavor]
         assert shape.rope_scaling is not None
         assert f"RoPE scaled by {shape.rope_scaling.factor:g}" in later.difference
         assert (older.n_layers != shape.n_layers) == (
@@ -278,52 +269,3 @@ def test_a_later_file_over_an_older_one_keeps_its_model_when_it_is_shown(tmp_pat
     text = config.to_toml(defaults=False)
     assert 'flavor = "3.1-8B"' in text
     assert read_text(text, tmp_path / "run.toml")[0].value("model.flavor") == "3.1-8B"
-
-
-def table() -> str:
-    """One row for each file, from what titanlite makes of it."""
-    heads = [
-        "version",
-        "file",
-        "GPUs",
-        "model here",
-        "layers",
-        "RoPE scaling",
-        "sequences x tokens per step",
-    ]
-    lines = [[*heads, "warm-up", "lr at steps 1 and 2", "decay"], ["---"] * 10]
-    for version, name in CELLS:
-        o = original(version, name)
-        run = run_of(text(version, name), o.gpus)
-        args = run.model_args()
-        s = run.schedule
-        scaling = f"{args.rope_scaling.factor:g}" if args.rope_scaling else "no"
-        scaling += " (there: no)" if (version, name) == ("2024", "llama3_405b") else ""
-        form = f"n / {s.warmup_steps}" if s.style == "titan-0.2" else f"n / {s.warmup_steps + 1}"
-        rates = ", ".join(f"{learning_rate(s, run.optimizer.lr, step):.3e}" for step in (1, 2))
-        decay = s.decay_steps if s.decay_steps is not None else s.total_steps - s.warmup_steps
-        model = f"`{run.model.name}` `{run.model.flavor}`"
-        batch = f"{run.batch.global_batch_size} x {run.batch.seq_len}"
-        warmup = f"{form} at step n"
-        row = [
-            version,
-            f"`{name}.toml`",
-            str(o.gpus),
-            model,
-            str(args.n_layers),
-            scaling,
-            batch,
-            warmup,
-            rates,
-        ]
-        lines.append([*row, f"{s.decay_type}, last {decay} of {s.total_steps}"])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def test_the_table_of_files_equals_the_code() -> None:
-    match = TABLE.search(PAGE.read_text())
-    assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
-
-
-if __name__ == "__main__" and "--write" in sys.argv:
-    PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))

@@ -222,7 +222,7 @@ def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts, code):
     assert (problem.where, problem.code) == ("run.toml:2", code)
 
 
-OTHERS = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}
+OTHERS = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"], dict: {"a": "b"}}
 
 
 def test_unsupported_keys_are_accepted_switched_off_and_refused_otherwise():

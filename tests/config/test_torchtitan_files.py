@@ -1,8 +1,5 @@
 """Every TOML file of torchtitan's releases 0.1.0 to 0.2.2 is read, or refused for a reason.
 
-TORCHTITAN.md has the same as a table (`python tests/config/test_torchtitan_files.py --write` renews
-it).
-
 torchtitan_files.json has the keys and values of those files, written by `python
 scripts/check_configs.py FOLDER --keys`, where each folder in FOLDER is a release.
 """
@@ -11,11 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,68 +319,6 @@ def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path:
             key: value for key, value in written["common"].items() if key not in entry["without"]
         }
         assert kept | entry["keys"] == keys_of(name)
-
-
-PAGE = Path(__file__).parent / "TORCHTITAN.md"
-TABLE = re.compile(r"(<!-- all: .*? -->\n)(.*?)(<!-- /all -->)", re.DOTALL)
-
-
-def row_of(name: str) -> tuple[str, ...]:
-    """What a run of a file trains, on the fewest ranks that it fits; or why it is refused."""
-    try:
-        run = run_of(text_of(name))
-    except ConfigError as error:
-        problem = error.problems[0]
-        return f"refused: `{problem.key}` {problem.message}", "", "", ""
-    args = run.model_args()
-    model = f"`{run.model.name}` `{run.model.flavor}`"
-    layers = str(getattr(args, "n_layers", "those of the config.json"))
-    experts = getattr(args, "n_experts", 0)
-    if experts:
-        layers += f", {args.top_k} of {experts} experts"
-    masked = ", masked" if run.data.mask_documents else ""
-    batch = f"{run.batch.micro_batch_size} x {run.batch.seq_len}{masked}"
-    schedule = (
-        f"{run.schedule.warmup_steps}, {run.schedule.decay_type} to {run.schedule.total_steps}"
-    )
-    return model, layers, batch, schedule
-
-
-def table() -> str:
-    """A row for each file, those of several releases together where they mean the same."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in FILES:
-        release, _, path = name.partition("/")
-        family, file = path.split("/")[-3], path.split("/")[-1]
-        if "/experiments/" in path or "/models/" in path:
-            file = f"{family}/{file}"
-        rows.setdefault((file, *row_of(name)), []).append(release)
-    heads = [
-        "file",
-        "releases",
-        "model here",
-        "layers",
-        "micro-batch of a rank",
-        "warm-up and decay",
-    ]
-    lines = [heads, ["---"] * len(heads)]
-    for (file, *found), releases in sorted(rows.items()):
-        lines.append([f"`{file}`", ", ".join(releases), *found])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def test_the_table_of_all_files_equals_the_code() -> None:
-    match = TABLE.search(PAGE.read_text())
-    assert match and match[2] == table(), (
-        "run: python tests/config/test_torchtitan_files.py --write"
-    )
-
-
-if __name__ == "__main__" and "--write" in sys.argv:
-    with tempfile.TemporaryDirectory() as folder:
-        write_hub_model(Path(folder))
-        os.chdir(folder)
-        PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))
 
 
 #: Mixtures of torchtitan's files, with degrees of experts and products that its ranks take.

@@ -65,7 +65,7 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
             ):
                 time.sleep(0.01)
             assert trainer.parts.checkpointer is not None
-            seen.update(stock=stock, in_flight=trainer.parts.checkpointer.in_flight)
+            seen.update(stock=stock, in_flight=trainer.parts.checkpointer._async.in_flight)
             if world.rank == 1:
                 trainer.stop.request("the test")
             threading.Timer(0.3, released.set).start()

@@ -18,7 +18,7 @@ from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_
 from titanlite import exit_codes
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.main import main
@@ -88,8 +88,7 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
             expected.lerp_(weights, 0.5)
     assert torch.equal(found["seen"][2], found["seen"][3])
     assert torch.equal(Contents(root / "step-6").read("ema.output.weight"), expected)
-    average = convert(root, tmp_path / "average", "checkpoint", ema=True)
-    assert torch.equal(Contents(average).read("model.output.weight"), expected)
+    assert torch.equal(open_source(root, ema=True).read("output.weight"), expected)
     plain = pool(2).run(_run_kept, str(tmp_path), *EMA, *VALIDATE, "--optimizer.ema_decay=0")[0]
     assert losses_of(plain["rows"]) == losses_of(found["rows"])
     assert _validations(plain).keys() == _validations(found).keys() == set(range(1, 7))
@@ -110,7 +109,7 @@ def test_the_last_save_has_the_weights_that_were_validated(
     found = pool(2).run(train_run, str(tmp_path / "a"), *flags)[0]
     weights = tmp_path / "a" / "checkpoint" / "step-6"
     with pytest.raises(CheckpointError, match="no average of the weights"):
-        convert(weights, tmp_path / "none", "checkpoint", ema=True)
+        open_source(weights, ema=True)
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
     again = [
         f"--checkpoint.initial_load_path={weights}",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import titanlite.plan
 from tests.support.processes import python
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import (
@@ -18,6 +22,7 @@ from titanlite.config.sections import (
     Parallelism,
     Training,
 )
+from titanlite.parallel import parallelize
 from titanlite.resolve.load import load_config
 from titanlite.run.features import FEATURES, Feature, features_of
 
@@ -49,6 +54,7 @@ import sys
 import titanlite.checkpoint.manager
 print(*(name for name in sys.modules if name.startswith("titanlite.features.")))
 """
+PLAN = Path(titanlite.plan.__path__[0])
 HOOKS = [
     name for name, member in vars(Feature).items() if inspect.isfunction(member) and name[0] != "_"
 ]
@@ -114,12 +120,29 @@ def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None
 def test_a_hook_that_a_feature_leaves_out_changes_nothing() -> None:
     run = load_config("debug_model.toml", 1)
     given = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
-    passed_on = {"init_rule": "rule", "product_memory": "products", "product_speed": "products"}
+    passed_on = {"init_rule": "rule"}
     for name in HOOKS:
         names = inspect.signature(getattr(Feature(run), name)).parameters
         arguments = {one: given.get(one, object()) for one in names}
         result = getattr(Feature(run), name)(**arguments)
         assert result is arguments[passed_on[name]] if name in passed_on else not result, name
+
+
+def test_the_plan_names_no_feature() -> None:
+    """Features change the sizes, costs and events of a plan by their hooks."""
+    named = "|".join({entry.name for entry in FEATURES})
+    pattern = re.compile(rf"\bfeatures\.({named})\b|titanlite\.features|\bmoe_layers_of\b")
+    for path in PLAN.glob("*.py"):
+        assert not pattern.search(path.read_text()), path.name
+
+
+def test_the_recipe_of_a_model_names_no_feature() -> None:
+    tree = ast.parse(Path(parallelize.__file__).read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names.isdisjoint({entry.name for entry in FEATURES})
+    assert not [module for module in modules if module.startswith("titanlite.features")]
 
 
 def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:

@@ -28,6 +28,7 @@ from tests.support.adapters import (
     run_flags,
     train_seen,
 )
+from tests.support.checkpoints import write_weights
 from tests.support.commands import evaluate_run
 from tests.support.compare import relative
 from tests.support.pool import Pools
@@ -38,6 +39,8 @@ from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents, our_logits
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
+from titanlite.models import get_spec
+from titanlite.models.args import as_record
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +68,11 @@ WAYS: dict[str, tuple[int, int, list[str]]] = {
     "PP 2": (2, 2, [PP]),
     "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
     "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
-    "recomputed by operator": (
-        1,
-        1,
-        [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=op",
-        ],
-    ),
+    "recomputed by operator": (1, 1, BY_OP),
     "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
-    "micro-batches": (2, 1, ["--training.batch_size=1"]),
+    "micro-batches": (2, 1, [ONE_EACH]),
     "compiled": (1, 1, COMPILED),
     "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
-}
-#: On four ranks.
-MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
     "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
     "PP 2, FSDP 2": (4, 1, [PP]),
 }
@@ -90,24 +83,10 @@ MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
 def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
 ) -> None:
-    compare(pool, tmp_path, base, adapters, WAYS[way])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", MORE_WAYS)
-def test_gradients_are_those_of_peft_on_four_ranks(
-    pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
-) -> None:
-    compare(pool, tmp_path, base, adapters, MORE_WAYS[way])
-
-
-def compare(
-    pool: Pools, folder: Path, base: Path, adapters: Path, way: tuple[int, int, list[str]]
-) -> None:
-    """Hold gradients, loss and what changes against PEFT's."""
-    ranks, copies, more = way
+    """Gradients, loss and what changes."""
+    ranks, copies, more = WAYS[way]
     flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
-    found = pool(ranks).run(train_seen, str(folder), *flags)
+    found = pool(ranks).run(train_seen, str(tmp_path), *flags)
     if PP in more:
         # All data-parallel ranks have a copy in each stage; the first stage comes first.
         batches = global_batch(found[: ranks // 2], copies // 2 or 1)
@@ -235,7 +214,10 @@ def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> Non
         found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, change)[0]
         assert found["code"] == exit_codes.CHECKPOINT and shown in found["error"], found["error"]
     # The same weights in a checkpoint of titanlite are the same base.
-    convert(base, tmp_path / "ours", "checkpoint")
+    source = open_source(base)
+    model = get_spec(source.family).build(source.args)
+    model.load_state_dict({name: source.read(name) for name in source.empty})
+    write_weights(tmp_path / "ours", model, {"model": as_record(source.family, source.args)})
     found = pool(1).run(
         train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={tmp_path}/ours"
     )[0]
@@ -276,10 +258,6 @@ def test_an_export_is_the_base_with_what_adapters_add(
     averaged = load_file(tmp_path / "ema" / "model.safetensors")
     one = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(averaged[one], merged[one])
-    # Merged weights are a plain model again: another run may start from them.
-    convert(trained, tmp_path / "ours", "checkpoint")
-    manifest = read_manifest(tmp_path / "ours" / "step-3")
-    assert "lora" not in manifest.config and "lora" not in manifest.fingerprints
 
 
 def test_peft_reads_our_adapters(tmp_path: Path, base: Path, trained: Path) -> None:
@@ -488,7 +466,7 @@ def test_the_base_may_be_in_float8(
 
 
 @pytest.mark.slow
-def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(
         base,
         "--training.steps=4",
@@ -498,9 +476,6 @@ def test_documents_averages_and_samples(pool: Pools, tmp_path: Path, base: Path)
         "--validation.ema",
         "--checkpoint.model_weights_only",
         "--checkpoint.interval=2",
-        '--sample.prompts=["Once"]',
-        "--sample.freq=2",
-        "--sample.max_tokens=4",
     )
     found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
     assert not found["error"] and held_out(found)
@@ -517,14 +492,12 @@ def test_commands_take_adapters(
     sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
     assert code == 0 and json.loads(out)
-    convert(trained, tmp_path / "merged", "checkpoint")
+    assert run_command(["export", str(trained), str(tmp_path / "merged")], capsys)[0] == 0
     merged = ["sample", str(tmp_path / "merged"), *sample[2:], "--json"]
     text = [
         json.loads(run_command(one, capsys)[1])["samples"] for one in ([*sample, "--json"], merged)
     ]
     assert text[0] == text[1]
-    assert run_command(["export", str(trained), str(tmp_path / "hf")], capsys)[0] == 0
-    assert "lora_b" in run_command(["checkpoint", "inspect", str(trained)], capsys)[1]
     code, out = run_command([*sample, "--base", str(tmp_path / "none")], capsys)
     assert code == exit_codes.CHECKPOINT
 

@@ -16,7 +16,6 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python, titanlite
 from tests.support.ranks import train
-from tests.support.refusals import refusal
 from tests.support.task_files import (
     CHOICE,
     SHORT,
@@ -440,7 +439,7 @@ def test_what_cannot_be_run_is_refused_at_the_start(
     (tasks / "moved.jsonl").rename(tasks / "texts.jsonl")
     (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_until"))
     assert "the task tiny_until continues texts" in said
-    assert "run it by `titanlite eval` on a checkpoint" in said
+    assert "`titanlite export`, and `lm_eval --model vllm`" in said
     (said,) = pool(1).run(_refused, folder, flags_of(tasks / "none", "tiny_choice"))
     assert "eval.include_path: there is no folder" in said
 
@@ -458,15 +457,6 @@ def test_a_run_without_network_and_cache_is_refused_before_its_first_step(tmp_pa
     assert "some/texts" in done.stderr
     assert "without a network its data must be in the cache" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("entry", ["./quiz.jsonl", "held.txt", "a/b.jsonl.gz"])
-def test_files_of_texts_and_questions_are_refused_with_the_other_way(entry: str) -> None:
-    problem = refusal(["--job.config_file=debug_model.toml", f"--eval.tasks=['{entry}']"])
-    assert problem.key == "eval.tasks"
-    assert problem.message == f"'{entry}' is no name of a task of lm-evaluation-harness"
-    assert "docs/evaluation.md" in problem.remedy
-    assert main(["eval", "/no", f"--tasks={entry}"]) != 0
 
 
 def test_a_folder_of_task_files_that_a_kept_config_names_is_code() -> None:

@@ -20,10 +20,6 @@ import pytest
 from tests.support.processes import ROOT
 
 TOOLKIT = (["sagemaker-training==5.1.4"], ["--no-deps", "sagemaker-pytorch-training==3.0.0"])
-SDK = (
-    ["sagemaker-core==2.27.0", "graphene<4", "nest_asyncio"],
-    ["--no-deps", "sagemaker-train==1.27.0"],
-)
 
 
 def python_with(name: str, *packages: Sequence[str]) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
@@ -90,6 +92,24 @@ def test_a_sagemaker_job_becomes_a_torchrun_command(
     assert variables["SM_CHANNEL_TRAIN"] == f"{tmp_path}/input/data/train"
     assert variables["NCCL_SOCKET_IFNAME"] == "eth7"
     assert variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
+
+
+def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(
+    golden: GoldenRun,
+) -> None:
+    script = (ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py").read_text()
+    patterns = dict(re.findall(r'MetricDefinition\(name="(\w+)", regex=r"(.*)"\)', script))
+    lines = "\n".join(line for attempt in golden.console() for line in attempt)
+    found = {
+        name: [float(one) for one in re.findall(pattern, lines)]
+        for name, pattern in patterns.items()
+    }
+    rows = golden.rows()
+    assert set(found["step"]) == {float(step) for step in rows}
+    assert not found["mfu"], "a CPU has no peak"
+    for row in (row for row in rows.values() if isinstance(row["loss"], float)):
+        for name, key in {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}.items():
+            assert any(abs(row[key] - value) <= 0.005 * abs(row[key]) for value in found[name])
 
 
 def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:

@@ -1,10 +1,9 @@
-"""Values that look like code of a shell, of YAML, of Python or of Jinja stay values in every
+"""Values that look like code of a shell, of YAML or of Jinja stay values in every
 rendered job.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -25,7 +24,6 @@ from titanlite.config.load import load_file
 from titanlite.config.toml import loads
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.launch import local as launch_local
-from titanlite.launch import sagemaker as launch_sagemaker
 from titanlite.launch import slurm as launch_slurm
 from titanlite.launch.job import Job
 
@@ -365,44 +363,8 @@ def test_manifests_for_kubernetes_have_the_values(
         shutil.rmtree(run)
 
 
-@PROPERTY
-@given(HOSTILE, FOLDER)
-def test_the_script_for_sagemaker_has_the_values(place: Path, value: str, folder: str) -> None:
-    def script(text: str, name: str) -> ast.Module:
-        launch = {
-            "image": text,
-            "role": text,
-            "environment": {"PROBE": text},
-            "channels": {text: text},
-        }
-        launch |= {"instance_type": "p5.48xlarge", "checkpoint_s3": f"s3://{text}"}
-        job = _job(place, launch, str(place / f"x{name}"), "--checkpoint.folder=s3://bucket/run")
-        return ast.parse(launch_sagemaker.files(job)[launch_sagemaker.FILE])
-
-    def skeleton(tree: ast.Module) -> str:
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Constant)):
-            node.value = type(node.value).__name__
-        return ast.dump(tree)
-
-    found = script(value, folder)
-    given = {node.arg: node.value for node in ast.walk(found) if isinstance(node, ast.keyword)}
-    texts = {
-        name: ast.literal_eval(given[name])
-        for name in ("training_image", "role", "source_dir", "environment")
-    }
-    assert texts["training_image"] == texts["role"] == texts["environment"]["PROBE"] == value
-    assert texts["source_dir"] == os.path.abspath(place / f"x{folder}" / "launch")
-    channels = next(
-        node.value
-        for node in ast.walk(found)
-        if isinstance(node, ast.Assign) and "channels" in ast.dump(node)
-    )
-    assert ast.literal_eval(channels) == {value: value}
-    assert skeleton(found) == skeleton(script("plain", "plain"))
-
-
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize("system", ["local", "slurm", "kubernetes", "sagemaker"])
+@pytest.mark.parametrize("system", ["local", "slurm", "kubernetes"])
 @pytest.mark.parametrize(
     "key", ["job.dump_folder", "launch.queue", "launch.environment.PROBE", "launch.image"]
 )
@@ -411,7 +373,6 @@ def test_a_control_character_is_refused_with_its_key(place: Path, system: str, k
         "local": launch_local,
         "slurm": launch_slurm,
         "kubernetes": launch_kubernetes,
-        "sagemaker": launch_sagemaker,
     }
     for character in CONTROL:
         if key == "job.dump_folder" and character == "\0":
@@ -423,7 +384,6 @@ def test_a_control_character_is_refused_with_its_key(place: Path, system: str, k
             "volumes": {"claim": f"{place}/fsx"},
             "shared_dir": str(place),
         }
-        launch |= {"instance_type": "p5.48xlarge", "checkpoint_s3": "s3://bucket/run"}
         name = key.split(".")[1]
         if key.startswith("launch."):
             launch[name] = {"PROBE": hostile} if name == "environment" else hostile

@@ -1,27 +1,18 @@
-"""Jobs in containers of SageMaker: the real toolkit starts train.py unchanged, the real SDK 3 takes
-our script.
-"""
+"""Jobs in containers of SageMaker: the real toolkit starts train.py unchanged."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch import namespaces
-from tests.launch.sagemaker_container import SDK, TOOLKIT, make_folder, python_with
+from tests.launch.sagemaker_container import TOOLKIT, make_folder, python_with
 from tests.support.processes import ROOT, python
 from tests.support.train_runs import rows
-from titanlite import exit_codes
 from titanlite.config.toml import loads
-from titanlite.runs.attempts import read_entries
 
 _TORCHRUN = {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
 _DISTRIBUTED = {
@@ -107,143 +98,3 @@ def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
     )
     assert _start(train, hosts[0], wrong).wait(300) == 1
     assert "optimizer.lr: expected a number" in (wrong / "output" / "failure").read_text()
-
-
-@pytest.fixture
-def opt_ml() -> Iterator[str]:
-    folder = Path("/opt/ml")
-    new = not Path("/opt/ml").exists()
-    folder.mkdir(exist_ok=True)
-    yield str(folder)
-    if new:
-        folder.rmdir()
-
-
-@pytest.mark.soak
-def test_two_hosts_need_a_checkpoint_folder_that_both_see(
-    train: Path, hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
-) -> None:
-    names = [host.name for host in hosts]
-
-    def run(name: str, **more: object) -> list[Path]:
-        values = {**_VALUES, **_DISTRIBUTED, **more}
-        folders = [make_folder(tmp_path / name / host, host, names, values) for host in names]
-        started = []
-        for host, ml in zip(hosts, folders, strict=True):
-            env = {"CURRENT_HOST": host.name, **_TORCHRUN}
-            log = (ml / "log").open("w")
-            mounts = {opt_ml: str(ml)}
-            started.append(
-                host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
-            )
-        codes = [process.wait(600) for process in started]
-        assert codes == ([1, 1] if name == "local" else [0, 0]), (folders[0] / "log").read_text()[
-            -3000:
-        ]
-        return folders
-
-    first, _ = run("local")
-    said = (first / "output" / "failure").read_text()
-    assert "is not shared" in said
-    assert "checkpoint.folder to an s3:// URL" in said
-    shared = {"checkpoint.folder": str(tmp_path / "shared")}
-    run("shared", **shared)
-    first, second = run("again", **shared, **{"training.steps": 6})
-    # Rank 0 has chosen the checkpoint: the run folders of the hosts were empty.
-    assert [row[0] for row in rows(first / "checkpoints")] == [5, 6]
-    assert not (second / "checkpoints" / "metrics.jsonl").exists()
-
-
-@pytest.mark.soak
-def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
-    hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
-) -> None:
-    sdk = python_with("sagemaker-sdk", *SDK) / "python"
-    names = [host.name for host in hosts]
-    job = tmp_path / "job"
-    folders = [
-        make_folder(tmp_path / host, host, names, {}, ["train", "code", "sm_drivers"])
-        for host in names
-    ]
-    flags = {
-        "job.dump_folder": job,
-        "checkpoint.folder": "/opt/ml/input/data/fsx",
-        "training.steps": 2000,
-        "launch.cpu": "true",
-        "launch.nodes": 2,
-        "launch.gpus_per_node": 1,
-        "launch.instance_type": "g5.2xlarge",
-        "launch.image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:1",
-        "launch.role": "arn:aws:iam::123456789012:role/titanlite",
-        "launch.checkpoint_s3": "s3://my-bucket/run",
-        "launch.spot_wait": "6-00",
-        "launch.channels.train": "s3://my-bucket/text",
-    }
-    words = [
-        "launch",
-        "sagemaker",
-        folders[0] / "code" / "run.toml",
-        *(f"--{k}={v}" for k, v in flags.items()),
-    ]
-    done = python("-m", "titanlite", *words)
-    assert done.returncode == 0, done.stderr
-    driver = ROOT / "tests" / "launch" / "sagemaker_service.py"
-    done = subprocess.run(
-        [sdk, driver, job / "launch" / "sagemaker_job.py", tmp_path / "s3"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    request = json.loads((tmp_path / "s3" / "job.json").read_text())
-    assert request["ResourceConfig"]["InstanceCount"] == 2
-    assert request["EnableManagedSpotTraining"] is True
-    assert request["StoppingCondition"] == {
-        "MaxRuntimeInSeconds": 432000,
-        "MaxWaitTimeInSeconds": 518400,
-    }
-    assert request["CheckpointConfig"] == {
-        "S3Uri": "s3://my-bucket/run/run",
-        "LocalPath": "/opt/ml/checkpoints",
-    }
-    algorithm = request["AlgorithmSpecification"]
-    command = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
-    (tmp_path / "fsx").mkdir()
-    started = []
-    for host, ml in zip(hosts, folders, strict=True):
-        for channel in ("code", "sm_drivers"):
-            (tmp_path / "s3" / channel).rename(ml / "input" / "data" / channel) if host is hosts[
-                0
-            ] else None
-            source = folders[0] / "input" / "data" / channel
-            if host is not hosts[0]:
-                subprocess.run(["cp", "-r", source, ml / "input" / "data"], check=True)
-        (ml / "input" / "data" / "fsx").mkdir()
-        mounts = {opt_ml: str(ml), f"{opt_ml}/input/data/fsx": str(tmp_path / "fsx")}
-        env = {
-            "TRAINING_JOB_NAME": "job",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
-        log = (ml / "log").open("w")
-        started.append(
-            host.popen(command, env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
-        )
-    metrics = folders[0] / "checkpoints" / "metrics.jsonl"
-    deadline = time.monotonic() + 600
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
-        assert time.monotonic() < deadline and started[0].poll() is None, (
-            folders[0] / "log"
-        ).read_text()[-3000:]
-        time.sleep(0.2)
-    for process in (
-        started
-    ):  # torchrun has become the first process of the container, which alone gets the signal
-        process.send_signal(signal.SIGTERM)
-    assert {process.wait(300) for process in started} == {exit_codes.PREEMPTED}, (
-        folders[0] / "log"
-    ).read_text()[-3000:]
-    end = read_entries(folders[0] / "checkpoints")[-1]
-    assert end["exit_code"] == exit_codes.PREEMPTED
-    step = max(row[0] for row in rows(folders[0] / "checkpoints"))
-    assert (tmp_path / "fsx" / f"step-{step}" / "manifest.json").exists()
-    assert not (folders[0] / "output" / "failure").exists()

@@ -88,16 +88,7 @@ def test_a_lost_node_leads_to_a_new_start(
     assert f"job {job} failed after" in (folder / "launch" / "failures.log").read_text()
 
 
-@pytest.mark.slow
-def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    job = submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
-    assert slurm.wait(job, *ENDS) == "FAILED"
-    assert f"code {exit_codes.CONFIG}" in read_log(folder, job)
-    assert slurm.field(job, "Restarts") == "0"
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
     slurm: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -156,7 +147,7 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
     assert "error: srun cannot run this script" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_path: Path) -> None:
     """They come before and while the ranks' Python starts, and just before the first step.
 
@@ -218,9 +209,8 @@ def test_a_killed_only_rank_starts_again_on_its_node_and_only_the_user_can_read_
     assert modes == {"launch": 0o700, **dict.fromkeys(names, 0o600)}
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", [0, 1])
 def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
     moment: int, slurm: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:

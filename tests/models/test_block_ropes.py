@@ -13,7 +13,7 @@ from tests.support.llamas import SCALED, relative, tokens_of
 from titanlite.models.block_ropes import BlockRopes
 from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
-from titanlite.models.llama_args import AttentionKind, LlamaArgs, Rotary
+from titanlite.models.llama import AttentionKind, LlamaArgs, Rotary
 from titanlite.models.rope import Rope
 
 

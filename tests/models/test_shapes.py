@@ -11,8 +11,7 @@ from titanlite.config.model_sections import Model
 from titanlite.models import RopeScaling, get_spec, resolve_args
 from titanlite.models.args import model_args
 from titanlite.models.counts import count_parameters, flops_per_token
-from titanlite.models.llama import NORM_TYPES
-from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.llama import LLAMA2, LLAMA3, NORM_TYPES
 from titanlite.models.spec import ShapeError
 
 PUBLISHED = {
@@ -58,12 +57,12 @@ def test_the_module_has_exactly_the_counted_parameters(norm_type: str) -> None:
 
 
 def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
-    for flavor, args in SHAPES["llama3"].items():
+    for flavor, args in LLAMA3.flavors.items():
         factor = (
             8.0 if flavor.startswith("3.1") or flavor == "405B" else 32.0 if args.tied else None
         )
         assert args.rope_scaling == (factor and RopeScaling(factor, 1.0, 4.0, 8192)), flavor
-    assert all(a.rope_scaling is None for a in SHAPES["llama2"].values())
+    assert all(a.rope_scaling is None for a in LLAMA2.flavors.values())
 
 
 def test_flops_per_token_of_published_logs() -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.hf import unpermute
-from titanlite.models import Init, LlamaArgs, get_spec, resolve_args
+from titanlite.assembly.fingerprints import weights_fingerprints
+from titanlite.models import Init, LlamaArgs, ShapeError, get_spec, resolve_args
 from titanlite.models import llama_hf as hf
+from titanlite.models.args import as_record, from_record
+from titanlite.models.fields import argument, deciding
 from titanlite.models.layers import Llama
+from titanlite.models.llama import decoder_spec
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
@@ -120,3 +127,45 @@ def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> Non
     assert (ours(wq) @ ours(wk).transpose(1, 2) - expected).abs().max() > 1
     assert torch.equal(unpermute(hf.permute(wq, n_heads), n_heads), wq)
     assert not torch.equal(hf.permute(wq, n_heads), wq)
+
+
+@dataclass(frozen=True)
+class TunedArgs(LlamaArgs):
+    """Arguments that no code but this names."""
+
+    gain: float = 2.0
+    penalty: float = argument(0.5, of_training=True, may_be_zero=True)
+    narrow: int | None = argument(None, decides="narrow_width")
+
+    @property
+    def narrow_width(self) -> int:
+        return self.narrow or self.dim // 2
+
+
+TUNED = decoder_spec("tuned", {"debugmodel": TunedArgs(64, 2, 4, vocab_size=96)})
+TUNED_NAME = f"{__name__}:TUNED"
+
+
+def test_a_new_argument_is_declared_in_one_place() -> None:
+    tokenizer: Any = SimpleNamespace(fingerprint="")
+
+    def changed(**changes: Any) -> Any:
+        return resolve_args(TUNED_NAME, "debugmodel", changes)
+
+    def told(args: Any) -> tuple[bool, bool]:
+        """Whether checkpoints are of another model, and whether weights of others are."""
+        both = changed(), args
+        resumed = [weights_fingerprints(TUNED_NAME, one, tokenizer)["model"] for one in both]
+        compared = [deciding(one) for one in both]
+        return resumed[0] != resumed[1], compared[0] != compared[1]
+
+    assert told(changed(gain=3.0)) == (True, True)
+    assert told(changed(penalty=0.0)) == (False, False)
+    assert told(changed(narrow=32)) == (True, False)
+    assert told(changed(narrow=16)) == (True, True)
+    assert told(changed(max_seq_len=64)) == (False, False)
+    wanted = "gain must be positive, got 0.0; .*penalty must not be negative, got -1.0"
+    with pytest.raises(ShapeError, match=wanted):
+        changed(gain=0.0, penalty=-1.0)
+    kept = changed(gain=3.0, penalty=0.25)
+    assert from_record(as_record(TUNED_NAME, kept)) == (TUNED_NAME, kept)

@@ -128,7 +128,7 @@ def no_waiting() -> Iterator[None]:
         mock.patch.object(FiniteGuard, "_read", read_finite),
         mock.patch.object(exchange.Exchange, "dispatch", dispatch_even),
         mock.patch.object(exchange, "_on_host", read_even),
-        mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
+        mock.patch.object(manager, "check_finite", lambda *_: None),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
         mock.patch.object(run_store, "near_processes", lambda *_: {}),

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,10 @@ from tests.support.harness import EVERY_2, FULL, MODES, NONE, OP, full_precision
 from tests.support.pool import Pools
 from tests.support.recompute import BLOCKS, CPU, FOUR, RUN, TOKENS, assert_equal, build, traced
 from tests.support.watch import GATHER, Operators, Watch, count_collectives
-from titanlite.assembly.model import _check_policy
-from titanlite.config.load import load
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.dist import ParallelismError
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
-from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.parallel.policy_check import check_policy
-from titanlite.resolve.load import resolve
+
+SMALL = {"fsdp_units": ["Linear"]}  # groups within a block
 
 
 @pytest.mark.slow_after(1)
@@ -41,22 +36,8 @@ from titanlite.resolve.load import resolve
                 (EVERY_2, 1, 2, full_precision()),
                 (FULL, 2, 1, Training()),
                 # Hooks of groups smaller than a block lie inside of the recomputation.
-                (
-                    FULL,
-                    2,
-                    1,
-                    full_precision(
-                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
-                    ),
-                ),
-                (
-                    OP,
-                    2,
-                    1,
-                    full_precision(
-                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
-                    ),
-                ),
+                (FULL, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
+                (OP, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
             ]
         ),
     ],
@@ -171,9 +152,6 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
         )
 
 
-SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "groups", "settings"),
@@ -246,48 +224,3 @@ def test_the_policy_names_operators_that_exist() -> None:
             found = getattr(getattr(torch.ops, space), operator)
             assert kind_of(getattr(found, overload[0]) if overload else found), name
     assert kind_of(torch.ops.aten.bmm.default) == kind_of(torch.ops.aten.abs.default) == ""
-
-
-def test_a_policy_that_saves_nothing_is_an_error() -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.LayerNorm(8)
-            self.embed = nn.Embedding(10, 8)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.block(self.embed(tokens))
-
-    with torch.device("meta"):
-        model = Shift()
-    with pytest.raises(ParallelismError, match=r'"op" saves nothing in block.*native_layer_norm'):
-        check_policy(model, ["block"], (2, 4), CPU)
-
-
-_ODD_SPEC = """
-from dataclasses import replace
-from titanlite.models import get_spec
-
-def build(args):
-    model = LLAMA.build(args)
-    for block in model.layers.values():
-        block.forward = lambda x, *rest: x.sin()
-    return model
-
-LLAMA = get_spec("llama3")
-SPEC = replace(LLAMA, name="odd", build=build)
-"""
-
-
-def test_a_model_of_a_user_with_the_arguments_of_llama_is_checked_too(tmp_path):
-    """Its blocks are not those that titanlite knows, even with the same arguments."""
-    (tmp_path / "odd.py").write_text(_ODD_SPEC)
-    flags = [
-        f"--model.name={tmp_path}/odd.py:SPEC",
-        "--activation_checkpoint.mode=selective",
-        "--activation_checkpoint.selective_ac_option=op",
-    ]
-    run = resolve(load(flags), 1)[1]
-    builder = SimpleNamespace(args=run.model_args(64), device=CPU, param_dtype=torch.float32)
-    with pytest.raises(ParallelismError, match=r'"op" saves nothing in layers\.0'):
-        _check_policy(run, cast(ModelBuilder, builder))

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,18 +38,20 @@ from tests.support.harness import (
     stepper,
     train,
 )
+from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
-from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Config, Float8, Training
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.float8.choice import choose_linears, converted_names, too_small
-from titanlite.features.float8.convert import apply_float8
+from titanlite.features.float8.choice import too_small
 from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.own_linear import weights_replaced
+from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.run.features import features_of
 
 SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
@@ -173,43 +176,45 @@ def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> Non
     assert len(set(ranks[0][0])) == LINEARS
 
 
-def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:
-    """A checkpoint's tensors before the first step: types, inside and out, and values."""
+def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, str, Tensor]]:
+    """A checkpoint's tensors before the first step: types, inside and out, dtypes and values."""
     model, optimizer, _ = build_tiny(world, run)
-    tensors = gather(model, optimizer)
-    return {
-        n: (type(t).__name__, type(getattr(t, "_local_tensor", t)).__name__, full(t))
-        for n, t in tensors.items()
-    }
+    found = {}
+    for name, tensor in gather(model, optimizer).items():
+        inside = type(getattr(tensor, "_local_tensor", tensor)).__name__
+        found[name] = (type(tensor).__name__, inside, str(tensor.dtype), full(tensor))
+    return found
 
 
 @pytest.mark.slow
 def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -> None:
     state, weights = (pool(2).run(function, RUN)[0] for function in (_state, initial_weights))
-    for float8 in (EMULATED, GATHERED):
+    for float8 in (EMULATED, GATHERED, MX):
         run = replace(RUN, float8=float8)
         found = pool(2).run(_state, run)[0]
         assert list(found) == list(state)
-        for name, (outside, inside, value) in state.items():
-            assert (
-                found[name][:2] == (outside, inside) == ("DTensor", "Tensor") or value.dim() == 0
-            ), name
-            assert torch.equal(found[name][2], value)
+        for name, (*types, value) in state.items():
+            assert found[name][:3] == tuple(types), name
+            assert types[:2] == ["DTensor", "Tensor"] or value.dim() == 0, name
+            assert torch.equal(found[name][3], value)
         found_weights = pool(2).run(initial_weights, run)[0]
         assert found_weights.keys() == weights.keys()
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True)])
-def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:
-    model = SPEC.build_on_meta(TINY)
-    apply_float8(
-        model,
-        converted_names(choose_linears(linears_of(SPEC, TINY), recipe(name))),
-        name,
-        emulate=emulate,
+@pytest.mark.parametrize(
+    "float8", [REAL, recipe("rowwise"), MX], ids=["tensorwise", "rowwise", "mxfp8"]
+)
+def test_the_per_op_policy_recognises_float8_products(float8: Float8) -> None:
+    builder = SimpleNamespace(
+        linears=linears_of(SPEC, TINY), run=SimpleNamespace(compile=Compile()), compile_options={}
     )
+    feature = features_of(Config(float8=float8)).float8
+    assert feature is not None
+    model = SPEC.build_on_meta(TINY)
+    feature.convert(cast(ModelBuilder, builder), model)
+    assert sum(isinstance(module, FeatureLinear) for module in model.modules()) == LINEARS
     by_op = ActivationCheckpoint(selective_ac_option="op")
     stats = trace_block(
         model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16

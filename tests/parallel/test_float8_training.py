@@ -1,5 +1,5 @@
-"""Training in float8: as good as bf16, the same in every division of the work, resumable, and
-measured.
+"""Training in float8: as good as bf16, the same in every division of the work, and
+resumable.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from tests.support.float8_runs import (
     REAL,
     RECIPES,
     RUN,
+    WIDE,
     distance,
-    drift_of,
     recipe,
     resumed,
     spread,
 )
 from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
+from tests.support.mx_runs import FLOOR, MX
 from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
 from titanlite.models.deepseek_args import DeepSeekV3Args
@@ -64,13 +65,15 @@ def seeds(pool: Pools) -> list[list[float]]:
     return [pool(1).run(train, replace(long, seed=seed))[0].losses for seed in (7, 8, 9)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("float8", "most"), [*((recipe(name), 2) for name in RECIPES), (MX, 0.5), (FLOOR, 0.5)]
+)
 def test_losses_stay_within_the_spread_of_seeds(
-    pool: Pools, seeds: list[list[float]], name: str
+    pool: Pools, seeds: list[list[float]], float8: Float8, most: float
 ) -> None:
-    """Mean distance from bf16: at most twice that of another seed; and the model learns."""
-    ours = pool(1).run(train, replace(RUN, rates=RATES, float8=recipe(name)))[0].losses
-    assert 0 < distance(ours, seeds[0]) < 2 * spread(seeds[0], seeds[1:])
+    """Mean distance from bf16, as a share of that of another seed; and the model learns."""
+    ours = pool(1).run(train, replace(RUN, rates=RATES, float8=float8))[0].losses
+    assert 0 < distance(ours, seeds[0]) < most * spread(seeds[0], seeds[1:])
     assert ours[-1] < ours[0] - 1.0
 
 
@@ -92,6 +95,11 @@ def test_losses_stay_within_the_spread_of_seeds(
         pytest.param(
             PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=soak
         ),
+        pytest.param(MX, {}, 2, id="mx, fsdp 2"),
+        pytest.param(MX, {"context": 2}, 2, id="mx, cp 2"),
+        pytest.param(MX, {"tensor": 2}, 2, id="mx, tp 2, some kept"),
+        pytest.param(MX, {"tensor": 2, "args": WIDE}, 4, id="mx, tp 2, fsdp 2"),
+        pytest.param(MX, PP, 2, id="mx, pp 2"),
     ],
 )
 def test_the_losses_are_those_of_one_rank(
@@ -101,7 +109,9 @@ def test_the_losses_are_those_of_one_rank(
     run = replace(RUN, float8=float8, **changes)
     alone = pool(1).run(train, run.alone())[0].losses
     ours = pool(ranks).run(train, run)[0].losses
-    assert distance(ours, alone) < 0.02, (ours, alone)
+    assert distance(ours, alone) < (0.005 if float8.is_mx else 0.02), (ours, alone)
+    if float8.is_mx:
+        assert ours != pool(ranks).run(train, replace(run, float8=Float8()))[0].losses
 
 
 @pytest.mark.parametrize("float8", [GATHERED, PRECOMPUTED])
@@ -121,6 +131,8 @@ def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float
         (EMULATED, EVERY_2, 2, 4),
         (PRECOMPUTED, FULL, 2, 4),
         (PRECOMPUTED, OP, 2, 4),
+        (MX, FULL, 2, 4),
+        (MX, OP, 2, 4),
         *(
             pytest.param(recipe(name, REAL), s, 1, 2, marks=soak)
             for name in RECIPES
@@ -140,7 +152,7 @@ def test_recomputation_gives_the_same_numbers(
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
 
 
-@pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED], ids=["", "all-gather"])
+@pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED, MX], ids=["", "all-gather", "mx"])
 def test_resumed_steps_are_those_without_a_break_bit_for_bit(
     pool: Pools, tmp_path: Path, float8: Float8
 ) -> None:
@@ -149,24 +161,3 @@ def test_resumed_steps_are_those_without_a_break_bit_for_bit(
     straight, losses = pool(2).run(resumed, run, str(tmp_path))[0]
     assert losses == straight["losses"]
     assert len(set(losses)) == 6
-
-
-@pytest.mark.parametrize(
-    ("float8", "changes", "ranks"),
-    [
-        pytest.param(EMULATED, {}, 1, id="1 rank"),
-        pytest.param(PRECOMPUTED, {}, 2, id="all-gather"),
-        pytest.param(recipe("rowwise"), {}, 1, id="rowwise"),
-        pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2"),
-        pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, all-gather", marks=soak),
-        pytest.param(PRECOMPUTED, PP, 2, id="pp 2, all-gather"),
-    ],
-)
-def test_the_error_is_measured_against_the_model_without_float8(
-    pool: Pools, float8: Float8, changes: dict[str, Any], ranks: int
-) -> None:
-    drift, exact, *repeated = pool(ranks).run(drift_of, replace(RUN, float8=float8, **changes))[0]
-    assert drift.exact == exact, "bit for bit"
-    assert 0 < abs(drift.difference) < 0.05
-    assert drift.relative == pytest.approx(drift.difference / drift.exact)
-    assert repeated[0] == repeated[1], "measuring leaves nothing behind"

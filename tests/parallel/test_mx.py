@@ -1,10 +1,7 @@
-"""MXFP8 products: numbers as the OCP specification gives them; weights and checkpoints stay
-plain.
-"""
+"""MXFP8 products: numbers as the OCP specification gives them."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -19,21 +16,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.block_trace import trace_block
 from tests.support.float8_runs import LINEARS, RUN
-from tests.support.harness import TINY, Run, build_tiny, full, initial_weights, stepper
+from tests.support.harness import Run, full, stepper
 from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from tests.support.watch import Watch
-from titanlite.checkpoint.storage import gather
-from titanlite.config.sections import ActivationCheckpoint
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.float8.choice import choose_linears, converted_names
-from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.features.mx.convert import apply_mx
-from titanlite.models import get_spec
-from titanlite.models.linears import linears_of
 
 RECIPES = ("mxfp8", "mxfp8_floor")
 BLOCK = 32
@@ -123,27 +113,6 @@ def test_the_three_products_are_those_of_the_specification(recipe: str) -> None:
     assert all(relative(one.double(), two) > 1e-3 for one, two in zip(found, other, strict=True))
 
 
-#: Scales that are rounded down cut the largest number of a block off, where that is above 448.
-@pytest.mark.parametrize(("recipe", "saturation"), [("mxfp8", 1.0), ("mxfp8_floor", 1.12)])
-def test_products_differ_from_exact_ones_as_three_bits_of_fraction_predict(
-    recipe: str, saturation: float
-) -> None:
-    """A rounding is off by up to half a unit: 2^-4 of a power of two, evenly spread. For normal
-    numbers that is 2.6 % of their size; two factors add in squares.
-    """
-    generator = torch.Generator().manual_seed(0)
-    linear = converted(512, 256, recipe)
-    linear.weight.data = torch.randn(256, 512, generator=generator)
-    x = torch.randn(512, 512, generator=generator)
-    gradient = torch.randn(512, 256, generator=generator)
-    found = products(linear, x, gradient)
-    weight = linear.weight.detach()
-    exact = [x @ weight.T, gradient @ weight, gradient.T @ x]
-    predicted = 0.026 * math.sqrt(2) * saturation
-    for ours, theirs in zip(found, exact, strict=True):
-        assert relative(ours, theirs) == pytest.approx(predicted, rel=0.04)
-
-
 def test_a_bias_is_added_after_the_product() -> None:
     linear = converted(64, 32, "mxfp8", bias=True)
     x = wide(32, 64, 4)
@@ -205,29 +174,6 @@ def test_all_products_but_the_heads_are_in_mxfp8(pool: Pools) -> None:
     assert pool(1).run(_watched, RUN)[0] == {plain: 3 * LINEARS + 3}
 
 
-def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, str, Tensor]]:
-    """A checkpoint's tensors before the first step: types, inside and out, dtypes and values."""
-    model, optimizer, _ = build_tiny(world, run)
-    found = {}
-    for name, tensor in gather(model, optimizer).items():
-        inside = getattr(tensor, "_local_tensor", tensor)
-        types = type(tensor).__name__, type(inside).__name__
-        found[name] = (*types, str(tensor.dtype), full(tensor))
-    return found
-
-
-def test_initial_weights_and_checkpoints_are_those_without_mxfp8(pool: Pools) -> None:
-    run = replace(RUN, float8=MX)
-    wanted, found = (pool(2).run(_state, one)[0] for one in (RUN, run))
-    assert list(found) == list(wanted)
-    for name, (*types, value) in wanted.items():
-        assert found[name][:3] == tuple(types), name
-        assert torch.equal(found[name][3], value), name
-    weights = pool(2).run(initial_weights, RUN)[0]
-    ours = pool(2).run(initial_weights, run)[0]
-    assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
-
-
 class _Divided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,18 +208,3 @@ def test_ranks_that_divide_a_product_round_as_one_rank_does(pool: Pools, recipe:
             assert relative(ours[name], wanted) < 1e-6, name
         for name in ("down.weight", "up.weight", "up.bias"):
             assert torch.equal(ours[name], alone[name]), name
-
-
-@pytest.mark.slow
-def test_the_per_op_policy_recognises_mx_products() -> None:
-    spec = get_spec("llama3")
-    model = spec.build_on_meta(TINY)
-    names = converted_names(choose_linears(linears_of(spec, TINY), MX, BLOCK))
-    assert len(apply_mx(model, names, "mxfp8", emulate=True)) == LINEARS
-    assert sum(isinstance(module, RoundedLinear) for module in model.modules()) == LINEARS
-    by_op = ActivationCheckpoint(selective_ac_option="op")
-    stats = trace_block(
-        model, spec.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16
-    )
-    assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
-    assert 0 < stats.block_bytes < stats.plain_bytes

@@ -33,7 +33,7 @@ from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters, flops_per_token, pipeline_costs
-from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.llama import LLAMA3
 from titanlite.models.spec import Cost
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
@@ -157,9 +157,9 @@ COSTS = pipeline_costs(ARGS, SEQ)
 @pytest.mark.parametrize(
     ("args", "stages", "blocks"),
     [
-        (SHAPES["llama3"]["8B"], 2, [17, 15]),
-        (SHAPES["llama3"]["8B"], 4, [7, 9, 9, 7]),
-        (SHAPES["llama3"]["3.1-405B"], 16, [7, *[8] * 14, 7]),
+        (LLAMA3.flavors["8B"], 2, [17, 15]),
+        (LLAMA3.flavors["8B"], 4, [7, 9, 9, 7]),
+        (LLAMA3.flavors["3.1-405B"], 16, [7, *[8] * 14, 7]),
         (ARGS, 4, [1, 1, 1, 1]),
     ],
     ids=["8B on 2", "8B on 4", "405B on 16", "a block each"],
@@ -177,7 +177,7 @@ def test_stages_cost_as_evenly_as_blocks_allow(
 
 
 def test_costs_are_those_of_the_whole_model() -> None:
-    args = SHAPES["llama3"]["3.1-70B"]
+    args = LLAMA3.flavors["3.1-70B"]
     costs = pipeline_costs(args, 8192).values()
     assert sum(cost.parameters for cost in costs) == count_parameters(args) == 70_553_706_496
     assert sum(cost.flops for cost in costs) == flops_per_token(args, 8192)

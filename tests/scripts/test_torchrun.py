@@ -392,19 +392,6 @@ def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
     assert python("-c", late).returncode == -9
 
 
-WORKER = """
-import signal, sys, time
-def stop(*_):
-    time.sleep(1)
-    print("stopped", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGINT, stop)
-print("working", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-
-
 @pytest.mark.slow
 def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path: Path) -> None:
     """Where Python ends such a thread, torch aborts the process, with code 134."""

@@ -21,7 +21,6 @@ from titanlite.parallel.activation_checkpoint import (
     kind_of,
     recomputed_blocks,
 )
-from titanlite.parallel.policy_check import arguments_of
 
 
 @dataclass(frozen=True)
@@ -149,3 +148,34 @@ class _Recorder(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
         return out
+
+
+class _Found(Exception):
+    pass
+
+
+def arguments_of(
+    block: nn.Module, model: nn.Module, tokens: Tensor, **more: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which the model calls that block."""
+    caught: list[Any] = []
+
+    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
+        caught.append((args, kwargs))
+        raise _Found
+
+    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        model(tokens, **more)
+    except _Found:
+        pass
+    finally:
+        handle.remove()
+    args, kwargs = caught[0]
+    return tuple(_leaf(value) for value in args), kwargs
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)

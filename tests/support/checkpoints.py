@@ -52,6 +52,16 @@ def write(root: AnyPath, *steps: int, **fields: Any) -> None:
         publish(folder, replace(MANIFEST, step=step, **fields))
 
 
+def write_weights(root: Path, model: torch.nn.Module, about: dict[str, Any]) -> Path:
+    """Write a model's weights as step 3, in this process; about: as for `Checkpointer`."""
+    with DistEnv.open("cpu") as world:
+        saver = Checkpointer(options(root), world, {}, about)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        saver.save(3, model, optimizer, {}, weights_only="float32")
+        saver.close()
+    return root / "step-3"
+
+
 def names(root: AnyPath) -> list[str]:
     return sorted(entries(root))
 

@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.checkpoints import train as train_and_save
-from tests.support.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
+from tests.support.harness import TINY, Run, changed, stepper
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
-from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.float8.error import Float8Error, measure_float8_error
 from titanlite.features.float8.gathered import ScalePrecompute
-from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REAL = Float8(enable_float8_linear=True)
@@ -31,6 +28,8 @@ PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 LINEARS = 14
 CONVERTED = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
 TOTAL = 123_200
+#: Two ranks' parts of each weight have whole blocks of MX.
+WIDE = replace(TINY, n_kv_heads=4)
 
 
 def recipe(name: str, float8: Float8 = EMULATED) -> Float8:
@@ -119,29 +118,6 @@ def spread(plain: list[float], others: list[list[float]]) -> float:
 def distance(a: list[float], b: list[float]) -> float:
     """Mean over steps."""
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
-
-
-def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
-    """The measurement on the initial weights, their loss without float8, and the losses measured
-    first and again.
-    """
-    plan = run.mesh(world.size)
-    duplicates = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
-
-    def measure(run: Run, times: int) -> list[Float8Error]:
-        model, _, rank = build_tiny(world, run)
-        loss = run.builder(world).loss()
-        data = to_device(micro_batches(run, 0, rank, plan.dp_degree), world.device)
-        runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
-        common = (data, world.device, torch.bfloat16, runner, duplicates)
-        return [measure_float8_error(model, *common) for _ in range(times)]
-
-    # Not converted, both passes are the same, and its initial weights are those of the converted
-    # one.
-    (exact,) = measure(replace(run, float8=Float8()), 1)
-    assert exact.difference == 0
-    first, again = measure(run, 2)
-    return first, exact.exact, [first.float8], [again.float8]
 
 
 def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:

@@ -144,7 +144,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "whole logits": {"training.enable_loss_parallel": "false"},
     "tied": overrides(tied="true"),
     "untied": overrides(tied="false"),
-    "units by size": {UNITS: "size", "training.fsdp_min_params": 30_000, PREFETCH: 1},
+    "units of blocks": {UNITS: '["Block"]', PREFETCH: 1},
     "units of classes": {UNITS: '["Block","Embedding"]', PREFETCH: 2},
     "units in blocks": {UNITS: '["Block","Attention"]'},
     "one unit": {UNITS: "root"},
@@ -231,21 +231,21 @@ QUICK = {
     ("pp 2, 1F1B", "at once"),
     ("pp 2, ZBVZeroBubble", "accumulated"),
 }
-#: Columns that `--full` has of all rows: SGD, AdamW over recomputed micro-batches, a graph. The
-#: whole table is in `--soak`.
+#: Columns that `--full` has of all rows: SGD, AdamW over recomputed micro-batches, and on two ranks
+#: a graph. The whole table is in `--soak`.
 FULL = ("at once", "recomputed", "compiled, by operation")
 
 #: Rows beside the product, of one micro-batch or two. Those of `./run_tests.sh` come first.
 QUICK_MORE = {
     "1 rank": 1,
-    "fsdp 2, units by size": 2,
+    "fsdp 2, units of blocks": 2,
     "many chunks, fsdp 2, gathered again, tied": 1,
     "chunks, tp 2": 1,
     "mistral, cp 2": 1,
     "gpt_oss, ep 2, fsdp 2": 2,
     "llama4, cp 2": 1,
     "olmo3, cp 2": 1,
-    "deepseek_v3, 1 rank": 2,
+    "deepseek_v3, tp 2": 2,
     "qwen3_moe, 1 rank, a dense block": 2,
 }
 MORE = {
@@ -295,14 +295,14 @@ MORE = {
     "gpt_oss, 1 rank": 2,
     "gpt_oss, fsdp 2, by operation, compiled": 1,
     "gpt_oss, cp 2": 1,
-    "gpt_oss, cp 2, fsdp 2, recomputed, compiled": 1,
+    "gpt_oss, cp 2, fsdp 2, recomputed": 1,
     "gpt_oss, pp 2, fsdp 2, chunks": 2,
-    "gpt_oss, cp 2, tp 2, by operation, compiled": 1,
+    "gpt_oss, cp 2, tp 2, by operation": 1,
     "gpt_oss, ep 2, tp 2": 2,
-    "gpt_oss, ep 2, tp 2, ddp 2, by operation, compiled": 1,
+    "gpt_oss, ep 2, tp 2, ddp 2, by operation": 1,
     "llama4, 1 rank": 2,
     "llama4, fsdp 2, by operation, compiled": 1,
-    "llama4, cp 2, tp 2, by operation, compiled": 1,
+    "llama4, cp 2, tp 2, by operation": 1,
     "llama4, pp 2, chunks": 2,
     "llama4, tp 2": 2,
     "llama4, ep 2, fsdp 2": 2,
@@ -312,13 +312,12 @@ MORE = {
     "olmo2, pp 2, tp 2": 2,
     "olmo3, tp 2, by operation": 1,
     "olmo3, pp 2": 2,
-    "olmo3, cp 2, tp 2, by operation, compiled": 1,
+    "olmo3, cp 2, tp 2, by operation": 1,
     "gemma3, fsdp 2, recomputed, compiled": 2,
     "gemma3, cp 2": 2,
     "gemma3, pp 2, untied": 2,
     "chunks, gemma3, tp 2": 1,
     "deepseek_v3, fsdp 2, by operation, compiled": 1,
-    "deepseek_v3, tp 2": 2,
     "deepseek_v3, tp 2, no latent of queries, recomputed, compiled": 1,
     "deepseek_v3, cp 2, no latent of queries": 1,
     "deepseek_v3, pp 2, tp 2": 2,
@@ -329,7 +328,7 @@ MORE = {
     "qwen3_moe, fsdp 2": 2,
     "qwen3_moe, cp 2, a dense block": 1,
     "qwen3_moe, tp 2, fsdp 2, recomputed, a dense block": 1,
-    "qwen3_moe, pp 2, tp 2, by operation, compiled": 2,
+    "qwen3_moe, pp 2, tp 2, by operation": 2,
     "qwen3_moe, cp 2, tp 2": 1,
     "qwen3_moe, ep 2, fsdp 2": 2,
     "qwen3_moe, ep 2, tp 2, fsdp 2": 2,
@@ -419,20 +418,18 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     """
     assert {ranks_of(row) for row in (*ROWS, *MORE)} <= {1, 2, 4, 8}, "no file would run the others"
 
-    def some(rows: Any, quick: Any = ()) -> Any:
-        return pytest.mark.parametrize(
-            "row",
-            [
-                pytest.param(row, marks=[] if row in quick else pytest.mark.slow)
-                for row in rows
-                if ranks_of(row) in ranks
-            ],
-        )
+    def some(rows: Any, quick: Any = (), most: int = 4) -> Any:
+        """Rows; those on more than `most` ranks are of `--soak`."""
+        here = [row for row in rows if ranks_of(row) in ranks]
+        slow = {row: "soak" if ranks_of(row) > most else "slow" for row in here}
+        marks = {row: [] if row in quick else [getattr(pytest.mark, slow[row])] for row in here}
+        return pytest.mark.parametrize("row", [pytest.param(r, marks=marks[r]) for r in here])
 
     def tier(row: str, column: str) -> list[pytest.MarkDecorator]:
         if (row, column) in QUICK:
             return []
-        return [pytest.mark.slow if column in FULL else pytest.mark.soak]
+        seldom = column not in FULL or ("compiled" in column and ranks_of(row) == 4)
+        return [pytest.mark.soak if seldom else pytest.mark.slow]
 
     @pytest.mark.parametrize(
         ("row", "column"),
@@ -465,7 +462,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         run = run_of(config_of(row, column), column.optimizer)
         references.compare(replace(run, documents=DOCUMENTS), ranks_of(row))
 
-    @some(ROWS)
+    @some(ROWS, most=2)
     def bf16(references: References, row: str) -> None:
         """Mean distance of the losses from those on one rank: at most twice what another seed makes
         of them.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from titanlite.models import LlamaArgs
 from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.run.config import MeshSizes
+from titanlite.run.config import BatchSizes, MeshSizes
 from titanlite.step import ReplicationFactors, StepResult
 
 TINY = LlamaArgs(
@@ -254,9 +254,11 @@ def run_stages(
         return None
     _, sequences, seq_len = run.tokens.shape
     rows = sequences // run.mesh(world.size).dp_degree // run.accumulation
-    return run.builder(world).pipeline(
-        model, loss, batch_size=rows, seq_len=seq_len, accumulation=run.accumulation
-    )
+    builder = run.builder(world)
+    pipeline = builder.run.features.pipeline
+    assert pipeline is not None
+    batch = BatchSizes(rows, run.accumulation, sequences, seq_len, sequences * seq_len)
+    return pipeline.runner(replace(builder, run=changed(builder.run, batch=batch)), model, loss)
 
 
 def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,8 +11,7 @@ import fnmatch
 import hashlib
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -24,21 +23,12 @@ _ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 _LARGE = (".safetensors", ".bin")
 
 
-#: Token of the store of Xet, which the hub gives to those who may write.
-_XET = "xet-token"
-
-
 @dataclass
 class User:
     """Whom a token is of. role: read or write."""
 
     name: str
-    orgs: tuple[str, ...] = ()
     role: str = "write"
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        return (self.name, *self.orgs)
 
 
 @dataclass
@@ -60,14 +50,12 @@ class Repository:
 
 @dataclass
 class Uploads:
-    """What uploads have left. users: token → user. part: bytes of a part of a large file."""
+    """What uploads have left. users: token → user."""
 
     users: Mapping[str, User]
-    part: int = 1 << 30
     repositories: dict[str, Repository] = field(default_factory=dict)
     #: SHA-256 → content of each large file that is there in whole.
     objects: dict[str, bytes] = field(default_factory=dict)
-    parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
     #: Name of each large file whose bytes came, by their hash, in order.
     puts: list[str] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -125,8 +113,6 @@ class UploadRoutes:
             self._batch(path.strip("/").partition(".git/")[0], json.loads(body))
         elif parts[0] == "lfs":
             self._large_file(parts[1:], body)
-        elif parts[0] == "cas":
-            self._xet(parts[2:], body)
         elif "resolve" in parts and "/".join(parts[:2]) in self._uploads.repositories:
             self._resolve("/".join(parts[:2]), unquote(parts[3]), "/".join(parts[4:]))
         else:
@@ -152,15 +138,14 @@ class UploadRoutes:
     def _may_write(self, repository: str) -> bool:
         user = self._user()
         owner = repository.partition("/")[0]
-        return user is not None and user.role == "write" and owner in user.owners
+        return user is not None and user.role == "write" and owner == user.name
 
     def _whoami(self) -> None:
         user = self._user()
         if user is None:
             return self._error("", 401)
-        orgs = [{"name": name} for name in user.orgs]
         token = {"accessToken": {"displayName": "token", "role": user.role}}
-        return self._say({"type": "user", "name": user.name, "orgs": orgs, "auth": token})
+        return self._say({"type": "user", "name": user.name, "orgs": [], "auth": token})
 
     def _create(self, asked: Mapping[str, Any]) -> None:
         owner = asked.get("organization")
@@ -187,20 +172,11 @@ class UploadRoutes:
         revision = unquote(verb[1]) if len(verb) > 1 else "main"
         if verb and verb[0] == "branch":
             return self._branch(known, revision, json.loads(body or b"{}"))
-        if verb and verb[0] == "refs":
-            heads = known.branches.items()
-            found = [self._ref(name, commits[-1]) for name, commits in heads]
-            return self._say({"branches": found, "tags": [], "converts": []})
         if revision not in known.branches:
             return self._error("RevisionNotFound", 404)
         commits = known.branches[revision]
-        if verb and verb[0] == "xet-write-token":
-            token = {"accessToken": _XET, "exp": 1 << 40, "casUrl": f"{self.hub.url}/cas"}
-            return self._say(token) if self._may_write(repository) else self._error("", 403)
         if verb and verb[0] == "preupload":
             return self._preupload(commits[-1], json.loads(body))
-        if verb and verb[0] == "commits":
-            return self._say([_commit_of(one) for one in reversed(commits)])
         if verb and verb[0] == "commit":
             return self._commit(repository, commits, body)
         if verb and verb[0] == "tree":
@@ -218,9 +194,6 @@ class UploadRoutes:
         except ValueError:
             pairs = [part.partition(b"=") for part in body.split(b"&")]
             return [unquote(value.decode()) for name, _, value in pairs if name == b"paths"]
-
-    def _ref(self, name: str, head: Commit) -> dict[str, str]:
-        return {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
 
     def _branch(self, known: Repository, name: str, asked: Mapping[str, Any]) -> None:
         if name in known.branches:
@@ -253,61 +226,26 @@ class UploadRoutes:
             oid, size = one["oid"], one["size"]
             found: dict[str, Any] = {"oid": oid, "size": size}
             if oid not in self._uploads.objects:
-                found["actions"] = self._actions(oid, size)
+                # Signed, as those of a store are.
+                whole = f"{self.hub.url}/lfs/whole/{oid}?X-Amz-Signature=f00"
+                verify = f"{self.hub.url}/lfs/verify"
+                found["actions"] = {"upload": {"href": whole}, "verify": {"href": verify}}
             objects.append(found)
         return self._say({"transfer": "basic", "objects": objects})
 
-    def _actions(self, oid: str, size: int) -> dict[str, Any]:
-        url = f"{self.hub.url}/lfs"
-        verify = {"href": f"{url}/verify"}
-        if size <= self._uploads.part:
-            # Signed, as those of a store are.
-            return {"upload": {"href": f"{url}/whole/{oid}?X-Amz-Signature=f00"}, "verify": verify}
-        header = {"chunk_size": str(self._uploads.part)}
-        for number in range(1, math.ceil(size / self._uploads.part) + 1):
-            header[f"{number:05}"] = f"{url}/part/{oid}/{number}?X-Amz-Signature=f00"
-        return {"upload": {"href": f"{url}/complete", "header": header}, "verify": verify}
-
     def _large_file(self, parts: list[str], body: bytes) -> None:
+        """Keep a large file, if it is what it says, or tell whether it is there."""
         uploads = self._uploads
         if parts[0] == "whole":
             uploads.puts.append(parts[1])
-            self._keep(parts[1], body)
-        elif parts[0] == "part":
-            uploads.puts.append(f"{parts[1]}/{parts[2]}")
-            uploads.parts[parts[1], int(parts[2])] = body
-            self.answer(b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, 200)
-        elif parts[0] == "complete":
-            asked = json.loads(body)
-            numbers = [part["partNumber"] for part in asked["parts"]]
-            whole = b"".join(uploads.parts[asked["oid"], number] for number in numbers)
-            self._keep(asked["oid"], whole)
-        else:
-            asked = json.loads(body)
-            content = uploads.objects.get(asked["oid"])
-            right = content is not None and len(content) == asked["size"]
-            self._say({}, 200 if right else 404)
-
-    def _xet(self, parts: list[str], body: bytes) -> None:
-        """Answer the store of Xet, which has no chunk yet: each xorb is one file here."""
-        if self.headers.get("Authorization") != f"Bearer {_XET}":
-            return self._error("", 401)
-        if parts[0] == "xorbs":
-            content = b"".join(_chunks(body))
-            oid = hashlib.sha256(content).hexdigest()
-            self._uploads.puts.append(oid)
-            self._uploads.objects[oid] = content
-            return self._say({"was_inserted": True})
-        if parts[0] == "shards":
-            return self.answer(b'{"type": "result", "result": 1}\n', {}, 200)
-        return self._error("", 404)
-
-    def _keep(self, oid: str, content: bytes) -> None:
-        """Keep a large file, if it is what it says."""
-        if hashlib.sha256(content).hexdigest() != oid:
-            return self._say({"error": "wrong content"}, 400)
-        self._uploads.objects[oid] = content
-        return self._say({})
+            if hashlib.sha256(body).hexdigest() != parts[1]:
+                return self._say({"error": "wrong content"}, 400)
+            uploads.objects[parts[1]] = body
+            return self._say({})
+        asked = json.loads(body)
+        content = uploads.objects.get(asked["oid"])
+        right = content is not None and len(content) == asked["size"]
+        return self._say({}, 200 if right else 404)
 
     def _commit(self, repository: str, commits: list[Commit], body: bytes) -> None:
         files = dict(commits[-1].files)
@@ -347,24 +285,6 @@ class UploadRoutes:
         content = head.files[name]
         oid = hashlib.sha256(content).hexdigest() if is_large(name) else git_hash(content)
         return self.file_content(BytesIO(content), {"X-Repo-Commit": head.oid, "ETag": f'"{oid}"'})
-
-
-def _chunks(xorb: bytes) -> Iterator[bytes]:
-    """Yield the content of the chunks of a xorb; those that are not compressed alone.
-
-    A chunk has a head of 8 bytes: version, length, kind of compression, length without it.
-    """
-    place = 0
-    while place < len(xorb):
-        assert xorb[place + 4] == 0, "a test of Xet takes random bytes"
-        length = int.from_bytes(xorb[place + 1 : place + 4], "little")
-        yield xorb[place + 8 : place + 8 + length]
-        place += 8 + length
-
-
-def _commit_of(commit: Commit) -> dict[str, Any]:
-    date = "2026-01-01T00:00:00.000Z"
-    return {"id": commit.oid, "authors": [], "date": date, "title": commit.message, "message": ""}
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from tests.support import logged
 from titanlite.checkpoint.async_save import AsyncSave
-from titanlite.features.local_saves import copies, manager
+from titanlite.contrib.resilience import copies, manager
 
 
 def main() -> NoReturn:

@@ -13,8 +13,8 @@ from tests.support.harness import Run, full, stepper
 from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.contrib.resilience.manager import TieredCheckpointer
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.local_saves.manager import TieredCheckpointer
 
 #: Shared checkpoints come after these steps, local saves after all others.
 SHARED = 4

@@ -5,10 +5,9 @@ milliseconds.
 
 `function` is a top-level function of a test module. A job that fails on any rank raises here with
 every rank's traceback and ends that pool's processes, since a rank left inside a collective is of
-no further use. When a process dies, its signal, the stacks of its threads in C and in Python, and
-the jobs that it has done are told: memory may have been corrupted by any of them. A process that
-gives no answer tells its stacks too, and for each thread the kernel's view: whether it waits, and
-in which call.
+no further use. When a process dies or gives no answer, its signal, the stacks of its threads in C
+and in Python, and the jobs that it has done are told: memory may have been corrupted by any of
+them.
 
 Before each job `tests.support.process_state` puts back what an earlier one may have changed.
 Between two jobs the processes are stopped: each process group has threads of gloo's that wake a
@@ -29,11 +28,9 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
-from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -47,11 +44,6 @@ _WAIT = 1.0
 _AFTER_A_FAILURE = 10
 #: Seconds in which the other ranks may answer when one has succeeded: jobs end together.
 _AFTER_AN_ANSWER = 180
-#: A process writes the Python stacks of its threads when it gets this signal, also inside a call of
-#: C. torch and titanlite use it for nothing.
-_TELL = signal.SIGQUIT
-#: Seconds in which it does.
-_LOOK = 1.0
 
 
 class RankFailure(AssertionError):
@@ -131,8 +123,7 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _write_stacks(path: Path) -> int:
-    """Let this process write its stacks into a file: those of Python when it gets `_TELL`, those of
-    C too when it dies.
+    """Let this process write its stacks into a file when it dies, those of Python and of C.
 
     What C writes as an error goes there too, as the C library's last words about a damaged heap.
     """
@@ -142,7 +133,6 @@ def _write_stacks(path: Path) -> int:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(file, 2)
     faulthandler.enable(file)
-    faulthandler.register(_TELL, file)
     # After Python's, since it calls the handlers before it.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     # It takes Ctrl-C for fatal.
@@ -150,33 +140,11 @@ def _write_stacks(path: Path) -> int:
     return file
 
 
-def _threads(process: int) -> str:
-    """Return what the kernel tells of each thread of a process: its name, its state, the processor
-    time in ticks that it has used, where it waits, and the number and arguments of its call.
-    """
-    rows = ["threads, as the kernel sees them:"]
-    for folder in sorted(Path(f"/proc/{process}/task").glob("*")):
-        with contextlib.suppress(OSError):
-            # After the name in brackets: the state, and ten fields later the times.
-            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-            fields = rest.split()
-            words = [folder.name, name, fields[0], f"{fields[11]}+{fields[12]} ticks"]
-            for file in ("wchan", "syscall"):
-                with contextlib.suppress(PermissionError):
-                    words.append((folder / file).read_text().strip())
-            rows.append("  " + " ".join(words))
-    return "\n".join(rows)
-
-
 class RankPool:
-    """`size` processes in one gloo world.
+    """`size` processes in one gloo world."""
 
-    after_an_answer: seconds in which the others may answer when one has.
-    """
-
-    def __init__(self, size: int, after_an_answer: float = _AFTER_AN_ANSWER) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.after_an_answer = after_an_answer
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         #: The jobs of these processes, each with its test.
@@ -226,14 +194,12 @@ class RankPool:
                     answers[ranks[pipe]] = (False, self._death(ranks[pipe]))
                 # The others may be stuck, perhaps waiting for this one, which has failed.
                 fine = answers[ranks[pipe]][0]
-                patience = min(patience, self.after_an_answer if fine else _AFTER_A_FAILURE)
+                patience = min(patience, _AFTER_AN_ANSWER if fine else _AFTER_A_FAILURE)
         silent = [rank for rank in range(self.size) if rank not in answers]
         problems = [
             f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine
         ]
-        # Where a rank has failed, the others only wait for it.
-        tell = self._waiting if problems else self._silence
-        problems += [tell(rank) for rank in silent]
+        problems += [self._silence(rank) for rank in silent]
         if problems:
             self.close()
             raise RankFailure("\n".join(problems))
@@ -254,22 +220,11 @@ class RankPool:
             how = signal.Signals(-code).name
         return f"the process died: {how}\n{self._told(rank)}\n{self._past()}"
 
-    def _waiting(self, rank: int) -> str:
-        """Return where a process stands that waits for one that has failed."""
-        return f"rank {rank}: no answer\n{self._look(rank)}\n{self._told(rank)}"
-
     def _silence(self, rank: int) -> str:
-        """Return all that is known of a process that stands still, and end it."""
-        looks = [self._look(rank) for _ in range(2)]  # what moved meanwhile is not stuck
+        """End a process that gives no answer; return all that is known of it."""
         self._signal(signal.SIGABRT, rank)
         self._processes[rank].join(_AFTER_A_FAILURE)
-        return "\n".join([f"rank {rank}: no answer", *looks, self._told(rank), self._past()])
-
-    def _look(self, rank: int) -> str:
-        """Let a process write its Python stacks; return what the kernel tells of its threads."""
-        self._signal(_TELL, rank)
-        time.sleep(_LOOK)
-        return _threads(self._processes[rank].pid)
+        return f"rank {rank}: no answer\n{self._told(rank)}\n{self._past()}"
 
     def _told(self, rank: int) -> str:
         """Return what a process has written of its stacks, without addresses and folders."""
@@ -277,11 +232,7 @@ class RankPool:
 
     def _past(self) -> str:
         """Return the jobs that these processes have had."""
-        jobs = []
-        for job, repeated in groupby(self._jobs):
-            times = len(list(repeated))
-            jobs.append(f"  {job}" if times == 1 else f"  {job}, {times} times")
-        return "\n".join(["its jobs, the last one unfinished:", *jobs])
+        return "\n  ".join(["its jobs, the last one unfinished:", *self._jobs])
 
     def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
         """Send a signal to one process, or to all."""

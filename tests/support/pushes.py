@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from tests.support.hub_server import HubServer
 from tests.support.hub_uploads import Uploads, User
@@ -12,17 +11,17 @@ from tests.support.processes import titanlite
 
 #: Tokens of the users that the tests know. No file may hold one.
 TOKENS = {
-    "hf_planted_ada": User("ada", ("lab",)),
+    "hf_planted_ada": User("ada"),
     "hf_planted_bob": User("bob"),
     "hf_planted_eve": User("eve", role="read"),
 }
 ADA = "hf_planted_ada"
 
 
-def make_hub(folder: Path, **fields: Any) -> HubServer:
+def make_hub(folder: Path) -> HubServer:
     """Return a hub with these users, and no repository. folder: of nothing."""
     folder.mkdir(exist_ok=True)
-    return HubServer(folder, uploads=Uploads(TOKENS, **fields))
+    return HubServer(folder, uploads=Uploads(TOKENS))
 
 
 def variables(hub: HubServer, home: Path, token: str = ADA) -> dict[str, str]:

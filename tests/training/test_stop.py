@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, environment, python
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
-from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.cli.hub.tensors import Contents
 from titanlite.dist import signals
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import SIGNALS, StopRequested, StopSignal
@@ -220,56 +217,7 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     assert read_entries(tmp_path)[-1]["state"] == "done"
 
 
-@pytest.mark.slow
-def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
-    pool: Pools, tmp_path: Path
-) -> None:
-    flags = [EIGHT, "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    fresh = "--checkpoint.start=fresh"
-    stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags, fresh)[0]
-    assert (stopped["code"], stopped["step"]) == (exit_codes.PREEMPTED, 8)
-    assert stopped["error"].endswith(
-        'the same command without checkpoint.start = "fresh" continues from there'
-    )
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], (
-        "a save because of a stop is full"
-    )
-    ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
-    assert ended["code"] == exit_codes.DONE
-    assert (8, "validation_loss") in _losses(tmp_path)
-    assert not [line for line in ended["said"] if "nothing to do" in line]
-    again = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
-    assert again["code"] == exit_codes.CHECKPOINT
-    assert "this run has ended there" in again["error"]
-    full = Contents(tmp_path / "checkpoint" / "step-8")
-    weights = open_weights(tmp_path / "checkpoint" / "step-8-hf")
-    assert all(
-        torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts
-    )
-
-
 # StopSignal alone
-
-
-def test_blocks_may_be_nested_and_handlers_are_as_before() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    try:
-        with StopSignal() as outer:
-            with StopSignal() as inner, inner:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert inner.requested
-                assert inner.reason == "SIGTERM"
-                assert not outer.requested
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert outer.reason == "SIGUSR1"
-            assert seen == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert seen == [signal.SIGTERM]
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_before_the_first_step_a_signal_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,29 +244,6 @@ def test_a_second_ctrl_c_ends_but_not_its_echo(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(signals, "_APART_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
-
-
-def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
-    found: list[Any] = []
-
-    def work() -> None:
-        handler = signal.getsignal(signal.SIGTERM)
-        with StopSignal() as stop:
-            found.append(signal.getsignal(signal.SIGTERM) is handler)
-            stop.request("the budget is used up")
-            found.extend(
-                [
-                    stop.requested_anywhere(),
-                    stop.describe(),
-                    list(stop.interruptible("abc")),
-                    stop.interrupted,
-                ]
-            )
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [True, True, "the budget is used up", ["a"], True]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.texts import make_corpus, write_texts
 from tests.support.whole_runs import make_trainer, outcome_of, train_run
-from titanlite import validation
 from titanlite.assembly.datasets import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
@@ -207,50 +206,3 @@ def test_figures_at_the_limits() -> None:
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
     assert result.all.loss == 2.0
     assert str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
-
-
-def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer = make_trainer(world, folder, *flags)
-    fetch = trainer.parts.loader.next_step
-
-    def next_step() -> Any:
-        if trainer.step == 4:
-            trainer.stop.request("a test")
-        return fetch()
-
-    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
-    return outcome_of(trainer, folder)
-
-
-@pytest.mark.slow
-def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(
-    pool: Pools, tmp_path: Path
-) -> None:
-    """Else the last save would be a full one."""
-    flags = ["--validation.freq=4", "--checkpoint.model_weights_only"]
-    pool(1).run(_stop_in_step_4, str(tmp_path), *flags, "--training.steps=8")
-    assert read_manifest(tmp_path / "checkpoint" / "step-4").train["validation_owed"]
-    pool(1).run(train_run, str(tmp_path), *flags, "--training.steps=6", "--no-validation.enable")
-    assert read_manifest(tmp_path / "checkpoint" / "step-6").weights_only
-
-
-def test_a_long_validation_tells_how_long_it_takes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each batch takes 3 seconds: the first line comes with the second batch, further ones every 10
-    seconds.
-    """
-    now = 100.0
-    monkeypatch.setattr(validation.time, "monotonic", lambda: now)
-    texts: Any = validation.ValidationSet({"a": [1, 2, 3], "b": [4, 5, 6, 7]})  # type: ignore[dict-item,list-item]
-    read = []
-    with caplog.at_level("INFO", "titanlite"):
-        for item in validation._reported(texts):
-            read.append(item)
-            now += 3.0
-    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
-    assert len(texts) == 7
-    assert caplog.messages == [
-        "validating: 1 of 7 batches, about 14%, 18.0s left",
-        "validating: 5 of 7 batches, about 71%, 6.0s left",
-    ]

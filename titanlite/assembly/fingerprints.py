@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from titanlite.assembly.datasets import Datasets
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.fields import is_of_training
 from titanlite.utils import is_dotted
 
 
@@ -29,11 +30,9 @@ def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
 def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
-    # The length of the RoPE tables changes no weight.
-    shape.pop("max_seq_len")
-    # Of an MoE layer's router, they change no output.
-    for name in ("aux_loss", "z_loss"):
-        shape.pop(name, None)
+    for one in fields(args):
+        if is_of_training(type(args), one.name):
+            del shape[one.name]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()

@@ -64,11 +64,7 @@ def build_model(
     async_tp = run.features.async_tp
     if async_tp is not None:
         async_tp.enable(mesh)
-    if make is None:
-        _check_policy(run, builder)
-        model = builder.build(run.training.seed)
-    else:
-        model = make(builder)
+    model = builder.build(run.training.seed) if make is None else make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
     # Of torch's own generators: the weights and the data order have their own.
@@ -99,32 +95,11 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
     return RowLosses(loss, run.rank_len)
 
 
-def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
-    """Check that the per-op policy saves something in a block of a model that is not our own.
-
-    Raises ParallelismError.
-    """
-    is_known = not is_dotted(run.model.name) and run.model.name != "hf"
-    if is_known or not run.activation_checkpoint.by_op:
-        return
-    from titanlite.parallel.policy_check import check_policy
-
-    names = run.spec.block_names(builder.args)
-    size = run.sequences_at_once, run.batch.seq_len
-    model = run.spec.build_on_meta(builder.args)
-    check_policy(model, names, size, builder.device)
-
-
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
-    if run.mesh.pipeline == 1:
-        return PlainRunner(model, loss, run.training.gradient_sync == "every")
-    return builder.pipeline(
-        model,
-        loss,
-        accumulation=run.batch.accumulation,
-        batch_size=run.batch.micro_batch_size,
-        seq_len=run.batch.seq_len,
-    )
+    pipeline = run.features.pipeline
+    if pipeline is not None:
+        return pipeline.runner(builder, model, loss)
+    return PlainRunner(model, loss, run.training.gradient_sync == "every")
 
 
 def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:

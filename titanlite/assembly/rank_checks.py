@@ -18,12 +18,13 @@ import socket
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,11 @@ class RankCheckError(RuntimeError):
     together = True
 
 
-class Rank(NamedTuple):
-    """What is known of a rank before the measurements."""
+@dataclass(frozen=True)
+class Rank:
+    """What is known of a rank, and what it has measured; times in seconds, each the shortest of
+    several.
+    """
 
     number: int
     host: str
@@ -78,23 +82,18 @@ class Rank(NamedTuple):
     #: How its config differs from that of rank 0: in paths and [launch], and in other keys.
     local_keys: str
     other_keys: str
+    #: Whether each element of the all-reduce was right.
+    sum_is_right: bool = True
+    sum_seconds: float = 0.0
+    product_seconds: float = 0.0
+    #: Of the bits of products that should be equal; empty: other ranks may have other bits.
+    digests: tuple[int, ...] = ()
+    sees_folder: bool = True
+    #: Bytes of its GPU's memory that another process uses.
+    used: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.device})"
-
-
-class Measured(NamedTuple):
-    """Results of a rank; times in seconds, each the shortest of several."""
-
-    #: Whether each element of the all-reduce was right.
-    sum_is_right: bool
-    sum_seconds: float
-    product_seconds: float
-    #: Of the bits of products that should be equal; empty: other ranks may have other bits.
-    digests: tuple[int, ...]
-    sees_folder: bool
-    #: Bytes of its GPU's memory that another process uses.
-    used: int
 
 
 def compare_ranks(run: RunConfig, world: DistEnv, datasets: Datasets) -> None:
@@ -138,63 +137,53 @@ def check_ranks(
         probe = _write_probe(folder)
     mine = provenance.public_config(config)
     try:
-        first: str = world.broadcast(mine)
-        written: Path | None = world.broadcast(probe)
-        keys = _other_keys(first, mine)
-        ranks = gather_objects(_describe(world, texts or {}, keys))
-        _refuse(_differences(ranks))
-        is_near = ranks[world.rank].host == ranks[0].host
-        sees_folder = is_near or folder is None or written is None or _sees(folder / written.name)
-        found = gather_objects(_measure(world, sees_folder))
+        first, written = world.broadcast((mine, probe))
+        rank = _describe(world, texts or {}, first, mine)
+        _refuse(_differences(gather_objects(rank)))
+        sees_folder = folder is None or written is None or _sees(folder / written.name)
+        ranks = gather_objects(_measured(rank, world, sees_folder))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
-    problems = _wrong_results(ranks, found)
-    warnings = _warnings(ranks, found, SLOW_FACTOR[world.device.type])
-    blind = sorted({rank.host for rank in ranks if not found[rank.number].sees_folder})
+    problems = [*_wrong_results(ranks)]
+    warnings = [*_odd_ranks(ranks, SLOW_FACTOR[world.device.type])]
+    blind = [rank for rank in ranks if not rank.sees_folder]
     if written is not None and blind:
         (problems if needs_folder else warnings).append(
-            f"the folder {str(written.parent)!r} is not shared: {ranks[0].host} writes there, and "
-            f"{', '.join(blind[:_MOST_NAMED])} cannot see its files. Each host would keep its own "
-            "part of a checkpoint: set job.dump_folder or checkpoint.folder to a folder of a file "
-            "system that all hosts mount, or checkpoint.folder to an s3:// URL"
+            f"the folder {str(written.parent)!r} is not shared: {_named(ranks[:1])} writes there, "
+            f"and {_named(blind)} cannot see its files. Each host would keep its own part of a "
+            "checkpoint: set job.dump_folder or checkpoint.folder to a folder of a file system "
+            "that all hosts mount, or checkpoint.folder to an s3:// URL"
         )
     _refuse(problems)
     if world.rank == 0:
         for warning in warnings:
             logger.warning(warning)
-        seconds = time.perf_counter() - began
-        logger.info(_summary(ranks, found, world.device.type, seconds))
+        size = 4 * _ELEMENTS[world.device.type]
+        slowest = max(rank.sum_seconds for rank in ranks)
+        product = median(rank.product_seconds for rank in ranks)
+        logger.info(
+            f"{len(ranks)} ranks on {counted(len({rank.host for rank in ranks}), 'hosts')} agree, "
+            f"checked in {human_time(time.perf_counter() - began)}: all-reduce of "
+            f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
+            f"{2 * _ROWS[world.device.type] ** 3 / product / 1e12:.3g} TFLOPS"
+        )
     return warnings
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _refuse(problems: Iterable[str]) -> None:
     """Raise RankCheckError if there are problems."""
-    if problems:
-        raise RankCheckError("\n".join(problems))
-
-
-def _summary(
-    ranks: Sequence[Rank], found: Sequence[Measured], device_type: str, seconds: float
-) -> str:
-    """Return the line about ranks that agree."""
-    size = 4 * _ELEMENTS[device_type]
-    slowest = max(result.sum_seconds for result in found)
-    product = median(result.product_seconds for result in found)
-    operations = 2 * _ROWS[device_type] ** 3
-    hosts = counted(len({rank.host for rank in ranks}), "hosts")
-    return (
-        f"{len(found)} ranks on {hosts} agree, checked in {human_time(seconds)}: all-reduce of "
-        f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
-        f"{operations / product / 1e12:.3g} TFLOPS"
-    )
+    text = "\n".join(problems)
+    if text:
+        raise RankCheckError(text)
 
 
 # What must be equal
 
 
-def _describe(world: DistEnv, texts: Mapping[str, str], keys: tuple[str, str]) -> Rank:
+def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
+    """Return what is known of this rank. first, mine: configs of rank 0 and of this rank."""
     facts = {
         **provenance.versions(),
         "torch": torch.__version__,
@@ -209,8 +198,23 @@ def _describe(world: DistEnv, texts: Mapping[str, str], keys: tuple[str, str]) -
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         device = f"{device}, {human_bytes(about.total_memory)}"
         kind = f"{device}, {about.major}.{about.minor}, {about.multi_processor_count}"
-    host = socket.gethostname()
-    return Rank(world.rank, host, world.local_rank, device, kind, facts, *keys)
+    local: list[str] = []
+    other: list[str] = []
+    for key, change in provenance.config_changes(first, mine).items():
+        # Hosts may have other paths and another [launch].
+        before, _, now = _PATH.sub("path", change).partition(" -> ")
+        is_local = before == now or key.startswith("launch.")
+        (local if is_local else other).append(f"{key} {change}")
+    return Rank(
+        number=world.rank,
+        host=socket.gethostname(),
+        local_rank=world.local_rank,
+        device=device,
+        kind=kind,
+        facts=facts,
+        local_keys=", ".join(local[:_MOST_NAMED]),
+        other_keys=", ".join(other[:_MOST_NAMED]),
+    )
 
 
 def _code_hash() -> str:
@@ -223,65 +227,60 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-def _other_keys(first: str, mine: str) -> tuple[str, str]:
-    """Return the keys in which a config differs from that of rank 0: those that hosts may have for
-    themselves, which are paths and [launch], and all others.
-    """
-    local: list[str] = []
-    other: list[str] = []
-    for key, change in provenance.config_changes(first, mine).items():
-        before, _, now = _PATH.sub("path", change).partition(" -> ")
-        is_local = before == now or key.startswith("launch.")
-        (local if is_local else other).append(f"{key} {change}")
-    return ", ".join(local[:_MOST_NAMED]), ", ".join(other[:_MOST_NAMED])
-
-
-def _differences(ranks: Sequence[Rank]) -> list[str]:
-    """Return what must be equal on all ranks and is not."""
-    problems = []
+def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
+    """Yield what must be equal on all ranks and is not."""
     for name in dict.fromkeys(name for rank in ranks for name in rank.facts):
-        groups = _by_value(ranks, [rank.facts.get(name, "none") for rank in ranks])
+        groups = _groups(ranks, [rank.facts.get(name, "none") for rank in ranks])
         if len(groups) > 1:
-            problems.append(f"the ranks differ in {name}: {_shares(groups)}")
-    if problems:
-        problems[-1] += ". Give all hosts the same packages, files and order of files"
-    groups = _by_value(ranks, [rank.other_keys for rank in ranks])
-    for keys, group in groups.items():
+            yield (
+                f"the ranks differ in {name}: {_shares(groups)}. Give all hosts the same packages, "
+                "files and order of files"
+            )
+    for keys, group in _groups(ranks, [rank.other_keys for rank in ranks]).items():
         if keys:
-            problems.append(
+            yield (
                 f"rank 0 has another config than {_named(group)}: {keys}. Start all ranks with one "
                 "file"
             )
-    return problems
 
 
 # What is measured
 
 
-def _measure(world: DistEnv, sees_folder: bool) -> Measured:
+def _measured(rank: Rank, world: DistEnv, sees_folder: bool) -> Rank:
     kind = world.device.type
     used = 0
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         used = max(total - free - _CONTEXT_BYTES - int(_USED_SHARE * total), 0) and total - free
     base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
-    sums = []
+    wanted = world.size * base + sum(rank % 64 for rank in range(world.size))
+    seconds = []
     right = True
     for _ in range(3):
-        reduced = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
-        sums.append(_timed(world.device, partial(dist.all_reduce, reduced)))
-        right &= bool(
-            (reduced == world.size * base + sum(rank % 64 for rank in range(world.size))).all()
-        )
-    del base, reduced
-    seconds, digests = products(world.device)
+        # Whole numbers below 2^24: their sum in float32 is exact.
+        reduced = base + world.rank % 64
+        seconds.append(_timed(world.device, partial(dist.all_reduce, reduced)))
+        right &= torch.equal(reduced, wanted)
+    del base, reduced, wanted
+    product_seconds, digests = products(world.device)
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(digests) == 1:
-        digests = ()  # each rank chooses its kernels by time: their bits may differ
-    if kind == "cuda":  # the run's own peaks begin with the model
+        # Each rank chooses its kernels by time: their bits may differ.
+        digests = ()
+    if kind == "cuda":
+        # The run's own peaks begin with the model.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return Measured(right, min(sums), seconds, digests, sees_folder, used)
+    return replace(
+        rank,
+        sum_is_right=right,
+        sum_seconds=min(seconds),
+        product_seconds=product_seconds,
+        digests=digests,
+        sees_folder=sees_folder,
+        used=used,
+    )
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
@@ -314,68 +313,60 @@ def _timed(device: torch.device, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _wrong_results(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
-    problems = []
-    wrong = [rank for rank in ranks if not found[rank.number].sum_is_right]
+def _wrong_results(ranks: Sequence[Rank]) -> Iterator[str]:
+    wrong = [rank for rank in ranks if not rank.sum_is_right]
     if wrong:
-        problems.append(
+        yield (
             f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and "
             "test them"
         )
-    compared = [rank for rank in ranks if found[rank.number].digests]
-    for group in _by_value(compared, [rank.kind for rank in compared]).values():
-        common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
+    compared = [rank for rank in ranks if rank.digests]
+    for group in _groups(compared, [rank.kind for rank in compared]).values():
+        common, votes = Counter(rank.digests for rank in group).most_common(1)[0]
         # Their own products differ, or else those of a minority.
-        odd = [rank for rank in group if len(found[rank.number].digests) > 1]
-        if not odd and votes < len(group):
-            odd = [rank for rank in group if found[rank.number].digests != common]
-            if 2 * votes <= len(group):
-                odd = list(group)
+        odd = [rank for rank in group if len(rank.digests) > 1]
+        if not odd and 2 * votes > len(group):
+            odd = [rank for rank in group if rank.digests != common]
+        elif not odd:
+            odd = group
         if odd:
             which = "wrong numbers are computed"
             if len(odd) == len(group):
                 which = "one of these computes wrong numbers"
             names = ", ".join(map(str, odd[:_MOST_NAMED]))
-            problems.append(
+            yield (
                 f"the same matrix product has other bits: {which}: {names}. Leave the host out, "
                 "and test it"
             )
-    return problems
 
 
-def _warnings(ranks: Sequence[Rank], found: Sequence[Measured], slow_factor: float) -> list[str]:
-    """Return warnings about differences that do not end the run."""
-    warnings = []
-    for keys, group in _by_value(ranks, [rank.local_keys for rank in ranks]).items():
+def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
+    """Yield warnings about differences that do not end the run."""
+    for keys, group in _groups(ranks, [rank.local_keys for rank in ranks]).items():
         if keys:
-            warnings.append(
+            yield (
                 f"rank 0 has another config than {_named(group)}: {keys}. These may differ if all "
                 "hosts find the same there"
             )
-    devices = _by_value(ranks, [rank.device for rank in ranks])
+    devices = _groups(ranks, [rank.device for rank in ranks])
     if len(devices) > 1:
-        warnings.append(
-            f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
-        )
-    for rank in ranks:
-        if found[rank.number].used:
-            warnings.append(
-                f"{rank}: {human_bytes(found[rank.number].used)} of its memory are used before the "
-                "run. Another process uses this GPU, see nvidia-smi there"
-            )
-    for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
+        yield f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
+    for group in _groups(ranks, [rank.kind for rank in ranks]).values():
         # Of two the faster one.
-        middle = median_low(found[rank.number].product_seconds for rank in group)
+        middle = median_low(rank.product_seconds for rank in group)
         for rank in group:
-            seconds = found[rank.number].product_seconds
-            if seconds > slow_factor * middle:
-                warnings.append(
-                    f"{rank} is slow: a matrix product takes {seconds * 1e3:.2f} ms, "
-                    f"{seconds / middle:.1f} times as long as on the others. The others will wait "
-                    "for it at every step: look for other programs there and for a low clock "
-                    "(nvidia-smi -q -d PERFORMANCE), or leave the host out"
+            if rank.used:
+                yield (
+                    f"{rank}: {human_bytes(rank.used)} of its memory are used before the run. "
+                    "Another process uses this GPU, see nvidia-smi there"
                 )
-    return warnings
+            if rank.product_seconds > slow_factor * middle:
+                yield (
+                    f"{rank} is slow: a matrix product takes {rank.product_seconds * 1e3:.2f} ms, "
+                    f"{rank.product_seconds / middle:.1f} times as long as on the others. The "
+                    "others will wait for it at every step: look for other programs there and for "
+                    "a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
+                )
 
 
 # The folder
@@ -409,11 +400,12 @@ def _sees(probe: Path) -> bool:
 # Words
 
 
-def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
-    groups: dict[str, list[Rank]] = defaultdict(list)
+def _groups(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
+    """Return value → the ranks that have it."""
+    found: dict[str, list[Rank]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
-        groups[value].append(rank)
-    return groups
+        found[value].append(rank)
+    return found
 
 
 def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:
@@ -423,10 +415,11 @@ def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:
 def _named(ranks: Sequence[Rank]) -> str:
     """Return `ranks 0-3, 6 (host-1, host-2)`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1].number - pair[0])
-    spans = [[rank.number for _, rank in span] for _, span in runs][:_MOST_NAMED]
-    numbers = ", ".join(
-        f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans
-    )
+    numbers = []
+    for _, run in runs:
+        first, *rest = [str(rank.number) for _, rank in run]
+        numbers.append(f"{first}-{rest[-1]}" if rest else first)
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
-    more = f" and {len(hosts) - _MOST_NAMED} more" if len(hosts) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {numbers} ({', '.join(hosts[:_MOST_NAMED])}{more})"
+    more = ", …" if len(hosts) > _MOST_NAMED else ""
+    names = f"{', '.join(numbers[:_MOST_NAMED])} ({', '.join(hosts[:_MOST_NAMED])}{more})"
+    return f"rank{'s' * (len(ranks) > 1)} {names}"

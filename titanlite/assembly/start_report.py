@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from titanlite.assembly.report_rows import WARNING, report_lines
@@ -133,28 +134,25 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
     """Return how learning rates differ from those of the run that wrote the checkpoint; None if
     they do not.
     """
-    before = loaded.train.get("schedule")
-    now = {**_PLAIN, **rate.record()}
-    if (
-        loaded.origin != "resume"
-        or "lr_scheduler" in loaded.left_out
-        or not isinstance(before, dict)
-    ):
+    saved = loaded.train.get("schedule")
+    if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or type(saved) is not dict:
         return None
-    before = {**_PLAIN, **before}
+    now = {**_PLAIN, **rate.record()}
+    before = {**_PLAIN, **saved}
     changed = {}
     for name, value in now.items():
-        if name in before and before[name] != value:
+        if before.get(name, value) != value:
             changed[name] = before[name]
     first = loaded.step + 1
     coming = range(first, steps + 1)
-    earlier = rate.with_record({**now, **changed})
-    if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
-        return None
+    rates = ""
+    # Another version may have schedules that are not known here.
+    with suppress(TypeError, ValueError, KeyError, ArithmeticError):
+        earlier = rate.with_record({**now, **changed})
+        if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
+            return None
+        rates = f"; learning rate of step {first}: {earlier(first):.3g} -> {rate(first):.3g}"
     words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
     total = changed.get("total_steps")
     keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
-    return (
-        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of "
-        f"step {first}: {earlier(first):.3g} -> {rate(first):.3g}{keep}"
-    )
+    return f"the learning-rate schedule changed since step {loaded.step}: {words}{rates}{keep}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, in_words, new_group
-from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local import plain_local
 from titanlite.optim.bad_steps import WeightsError
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)
@@ -206,6 +209,13 @@ class AsyncSave:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
+    """Return what saves in the background, if `config` asks for it. All ranks call it together."""
+    if config.async_mode == "disabled":
+        return None
+    return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
 
 
 def _like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

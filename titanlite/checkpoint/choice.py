@@ -282,9 +282,8 @@ class Chooser:
         folder = step_folder(root, manifest.step)
         if "lora" in manifest.fingerprints and "lora" not in self.run_config:
             raise CheckpointError(
-                f"{folder} holds adapters alone: `titanlite checkpoint convert --to checkpoint` "
-                "merges them into their weights. To train them on, set lora.rank, and name it as "
-                "lora.adapter"
+                f"{folder} holds adapters alone: `titanlite export` merges them into their "
+                "weights. To train them on, set lora.rank, and name it as lora.adapter"
             )
         if manifest.weights_only and not self.config.initial_load_model_only:
             way = "set checkpoint.initial_load_model_only = true"

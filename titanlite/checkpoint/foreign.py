@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.hf_files import holds_adapters, holds_meta, is_torchtitan
+from titanlite.checkpoint.hf_files import holds_adapters, is_torchtitan
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.source_model import differences, read_model, remedy
@@ -35,7 +35,6 @@ from titanlite.models.spec import ModelSpec
 #: Function that recognizes a format by its files → function that opens its weights.
 _FORMATS: dict[Callable[[Path], bool], str] = {
     holds_adapters: "titanlite.features.lora.peft:open_peft",
-    holds_meta: "titanlite.checkpoint.meta:open_meta",
     is_torchtitan: "titanlite.checkpoint.torchtitan:open_torchtitan",
     lambda path: True: "titanlite.checkpoint.hf:open_hf",
 }
@@ -44,8 +43,8 @@ _FORMATS: dict[Callable[[Path], bool], str] = {
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
-    path: a folder with config.json and safetensors files, one such file, Meta's consolidated.*.pth
-    with params.json, a checkpoint of torchtitan, or a folder of PEFT's. spec, args: the model that
+    path: a folder with config.json and safetensors files, one such file, a checkpoint of
+    torchtitan, or a folder of PEFT's. spec, args: the model that
     shall take them; None: the one that config.json describes.
 
     Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the

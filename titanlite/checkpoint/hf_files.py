@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 HF_CONFIG = "config.json"
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
-META_CONFIG = "params.json"
-META_FILES = "consolidated.*.pth"
 #: Of torch.distributed.checkpoint.
 DCP_INDEX = ".metadata"
 #: Of PEFT: low-rank adapters without the weights beside them.
@@ -41,11 +39,6 @@ def holds_adapters(path: AnyPath) -> bool:
     return (path / PEFT_CONFIG).is_file()
 
 
-def holds_meta(path: Path) -> bool:
-    """Return whether a path is a folder of Meta's."""
-    return (path / META_CONFIG).is_file() and any(path.glob(META_FILES))
-
-
 def holds_weights(path: AnyPath) -> bool:
     """Return whether a path is a folder or file of weights of another program, by its content."""
     if isinstance(path, StorePath):
@@ -55,8 +48,7 @@ def holds_weights(path: AnyPath) -> bool:
             return re.fullmatch(rb".{8}\{\s*\"", stream.read(10), re.DOTALL) is not None
     if holds_adapters(path):
         return False
-    names = (HF_CONFIG, HF_INDEX, META_CONFIG)
-    has_config = any((path / name).is_file() for name in names)
+    has_config = any((path / name).is_file() for name in (HF_CONFIG, HF_INDEX))
     return has_config or any(path.glob("*.safetensors")) or is_torchtitan(path)
 
 

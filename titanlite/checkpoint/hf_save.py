@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
-from titanlite.checkpoint.loaded import EXPERT_BIAS
+from titanlite.checkpoint.loaded import EXPERT_BIAS, WEIGHT
 from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
+from titanlite.checkpoint.storage import Save
 from titanlite.checkpoint.weights import total_bytes
 from titanlite.dist.dist_env import gather_objects
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
@@ -264,44 +265,38 @@ def refuse_existing(path: AnyPath) -> None:
         raise CheckpointError(f"{path} is there already; it is not overwritten")
 
 
-@dataclass(frozen=True)
-class HFWeights:
-    """The weights of a model, as one rank has them."""
-
-    spec: ModelSpec
-    args: Any
-    #: This rank's tensors, by our names.
-    tensors: Mapping[str, torch.Tensor]
-    #: Of the tensors of all ranks.
-    entries: Entries
-    #: Gives name → content of the tokenizer's files.
-    beside: Callable[[], Mapping[str, bytes]]
-
-
 def save_hf(
-    final: AnyPath,
-    weights: HFWeights,
+    save: Save,
+    model: tuple[ModelSpec, Any],
+    tokenizer_files: Callable[[], Mapping[str, bytes]],
     group: dist.ProcessGroup,
     on_rank_0: Callable[[Callable[[], Any]], Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights of a sharded model to the folder `final`; all ranks call it together.
+    """Write the weights of a sharded model to a new folder; all ranks call it together.
 
     Raises CheckpointError, on all ranks; then there is no such folder.
     """
+    final = save.folder
+    spec, args = model
+    entries = {name.removeprefix(WEIGHT): one for name, one in save.draft.tensors.items()}
+    tensors = {name.removeprefix(WEIGHT): one for name, one in save.tensors.items()}
     rank = dist.get_rank(group)
     aside: AnyPath = on_rank_0(lambda: begin_folder(final))
     try:
-        files = _agree_on_files(weights, group, shard_bytes)
-        tensors, entries = weights.tensors, weights.entries
+        names = spec.hf_names(args)
+        sets = gather_objects(set(tensors), group)
+        holders = {}
+        for name in names:
+            holders[name] = tuple(rank for rank, one in enumerate(sets) if name in one)
+        files = plan_files(names, entries, holders, shard_bytes)
         problem = write_files(aside, files, lambda name: whole(tensors[name]), rank)
         problems = gather_objects(problem and f"rank {rank}: {problem}", group)
         if any(problems):
             raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")
 
         def finish() -> None:
-            config = weights.spec.hf_config(weights.args)
-            write_configs(aside, config, files, entries, weights.beside())
+            write_configs(aside, spec.hf_config(args), files, entries, tokenizer_files())
             publish_folder(aside, final)
 
         on_rank_0(finish)
@@ -310,13 +305,3 @@ def save_hf(
             with contextlib.suppress(OSError):
                 remove_folder(aside)
         raise
-
-
-def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: int) -> list[File]:
-    """Return the files, and who writes them, by the ranks that hold each tensor."""
-    sets = gather_objects(set(weights.tensors), group)
-    names = weights.spec.hf_names(weights.args)
-    holders = {}
-    for name in names:
-        holders[name] = tuple(rank for rank, one in enumerate(sets) if name in one)
-    return plan_files(names, weights.entries, holders, shard_bytes)

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.choice import Candidate, Chooser
+from titanlite.checkpoint.dcp_files import CheckedReader, share, verify_files
 from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of, weight_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.selection import Selection, select
 from titanlite.checkpoint.storage import (
     PLACES,
     RNG,
-    CheckedReader,
     Tensors,
     dcp_errors,
     describe,
@@ -31,8 +31,6 @@ from titanlite.checkpoint.storage import (
     rng_state,
     scatter,
     set_rng_state,
-    share,
-    verify_files,
 )
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import ModelSpec

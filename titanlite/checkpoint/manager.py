@@ -1,4 +1,18 @@
-"""Save and load checkpoints, on all ranks together."""
+"""The checkpoints of one run, on all ranks together.
+
+When: `Trainer.save` asks `SaveSchedule` after each step, and saves at the end and at a stop.
+
+What: this rank's parts of weights, optimizer state and averages, all ranks' random generators, and
+the train state: place in the text, tokens seen, what callbacks add.
+
+How: a mark beside the folder `step-N` says that a save is under way. Each rank writes and hashes
+its shards, then another rank reads them back. The manifest comes last, by an atomic rename. It
+makes the folder a checkpoint, and only then older ones go. So a process killed at any moment leaves
+a whole checkpoint, or a leftover that the next start deletes.
+
+A resume: `Chooser` takes the newest checkpoint whose manifest and sizes are right, and refuses one
+of another run. `Loader` compares its hashes, and passes over one that is damaged or not finite.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,11 +31,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from titanlite.checkpoint.dcp_files import HashingWriter, read_back, with_files
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
-from titanlite.checkpoint.loaded import WEIGHT, LoadedState, weight_of
-from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, hf_folder, step_folder
-from titanlite.checkpoint.paths import AnyPath, files_in, to_path, write_whole
+from titanlite.checkpoint.loaded import LoadedState, weight_of
+from titanlite.checkpoint.manifest import Manifest, hf_folder, step_folder
+from titanlite.checkpoint.paths import AnyPath, to_path, write_whole
 from titanlite.checkpoint.retention import (
     Deleter,
     begin,
@@ -34,24 +49,19 @@ from titanlite.checkpoint.retention import (
 from titanlite.checkpoint.storage import (
     PLACES,
     RNG,
-    CheckedReader,
-    HashingWriter,
+    Save,
     Tensors,
-    Written,
+    check_finite,
     converted,
     dcp_errors,
     describe,
-    find_nonfinite,
     gather,
     new_group,
     on_each_rank,
     on_rank_0,
-    reader_of,
     rng_state,
-    verify_files,
 )
 from titanlite.dist.dist_env import DistEnv
-from titanlite.optim.bad_steps import WeightsError
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger
@@ -60,26 +70,14 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
     from titanlite.config.sections import Checkpoint
 
-#: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start
-#: continues it.
-_DELETE_SECONDS = 3.0
+#: Seconds that rank 0 waits for the deletion of old checkpoints, before the others go on and at the
+#: end; the next start continues it.
+_WAIT_SECONDS, _END_SECONDS = 60.0, 3.0
 #: Ranks wait so long for each other in a save that blocks training.
 SAVE_TIMEOUT = timedelta(minutes=30)
 #: File with what local saves may come back.
 LOCAL_PAST = "local-saves.past"
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Save:
-    """One save under way."""
-
-    folder: AnyPath
-    tensors: Tensors
-    #: As it will be published, but for the files, which are not written yet.
-    draft: Manifest
-    #: Steps since the save before have shown its weights to be good.
-    proven: bool
 
 
 class Checkpointer:
@@ -91,6 +89,9 @@ class Checkpointer:
     `checkpoint.last_save_in_hf` adds. averages: of the weights (`WeightAverage.tensors`), in all
     checkpoints but those of weights only. base: loads weights that no checkpoint of the run holds,
     before one is looked for. It may add to `fingerprints` and `run_config`.
+
+    A run with a second tier of saves, such as the disks of its nodes, has a subclass of this class
+    with a `loader_class` of its own, and one of `SaveSchedule` (`titanlite.contrib.resilience`).
     """
 
     loader_class = Loader
@@ -106,31 +107,35 @@ class Checkpointer:
         base: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.config = config
-        self._base = base
         self.root = to_path(config.folder)
         self._world = world
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
         self._tokenizer_files = tokenizer_files
+        self._averages = averages or {}
+        self._base = base
         # Rank 0 writes the manifest.
         self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}
-        #: Why → step; checkpoints that stay at any age.
-        self._stay: dict[str, int] = {}
-        self._deleter = Deleter()
-        self._owner = OwnershipCheck(self.root)
-        self._averages = averages or {}
         self._loader = self.loader_class(
             config, world, fingerprints, self._run_config, self._averages
         )
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.chooser.bad
-        #: Start of the latest save, by `time.perf_counter`.
-        self._began = 0.0
+        #: Step of the checkpoint that the run began with, which stays at any age.
+        self._resumed: set[int] = set()
+        self._owner = OwnershipCheck(self.root)
+        self._deleter = Deleter()
         #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made
         #: now, because a save must succeed also when torchrun has been killed, whose store a new
         #: group needs.
         self._group: dist.ProcessGroup | None = new_group(SAVE_TIMEOUT)
-        self._async = async_save(config, world)
+        self._async: AsyncSave | None = None
+        if config.async_mode != "disabled":
+            from titanlite.checkpoint.async_save import async_save
+
+            self._async = async_save(config, world)
+
+    # Loading
 
     def load(
         self,
@@ -154,14 +159,8 @@ class Checkpointer:
         loaded = self._loader.load(model, optimizer, expected)
         self._on_rank_0(self._clean_up)
         if loaded is not None and loaded.origin == "resume":
-            self._stay["resumed"] = loaded.step
+            self._resumed = {loaded.step}
         return loaded
-
-    def _clean_up(self) -> None:
-        """On rank 0: delete leftovers, and let no local save from before this start come back."""
-        self._deleter.delete(leftovers(self.root))
-        if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
-            write_whole(self.root / LOCAL_PAST, b"")
 
     def load_newest(
         self,
@@ -169,9 +168,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         suspect: Callable[[int], str] = lambda step: "",
     ) -> LoadedState:
-        """Go back to the newest good checkpoint of this run.
-
-        The start in `config` has no effect.
+        """Go back to the newest good checkpoint of this run, whatever `config.start` says.
 
         suspect: called on rank 0 with the step of the newest one; returns why it must not be used
         ("": it may). Then the one before is loaded, if possible, and the newest is quarantined with
@@ -180,8 +177,16 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, when there is none.
         """
         loaded = self._loader.load_newest(model, optimizer, suspect, self._on_rank_0)
-        self._stay["resumed"] = loaded.step
+        self._resumed = {loaded.step}
         return loaded
+
+    def _clean_up(self) -> None:
+        """On rank 0: delete leftovers, and let no local save from before this start come back."""
+        self._deleter.delete(leftovers(self.root))
+        if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
+            write_whole(self.root / LOCAL_PAST, b"")
+
+    # Saving
 
     def save(  # noqa: PLR0913
         self,
@@ -217,79 +222,29 @@ class Checkpointer:
         if self._async:
             self._async.wait()
             self._async.raise_bad()
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
+        loss = validation_loss
         draft = replace(
             self._draft(step, describe(tensors, model), train),
             weights_only=weights_only is not None,
             dtype=weights_only or "",
-            validation_loss=_finite(validation_loss),
+            validation_loss=loss if loss is not None and math.isfinite(loss) else None,
             trackers=dict(trackers or {}),
         )
         in_hf = weights_only is not None and self.config.last_save_in_hf
         folder = hf_folder(self.root, step) if in_hf else step_folder(self.root, step)
-        save = Save(folder, tensors, draft, proven)
+        save = Save(folder, tensors, draft, proven, began)
         if in_hf:
             self._write_hf(save, self._group)
             if self._async:
-                self._async.report(step, folder, time.perf_counter() - self._began)
+                self._async.report(step, folder, time.perf_counter() - began)
         elif self._async:
             self._async.prepare(self._group)
             self._async.start(step, folder, partial(self._write, save), optimizer)
         else:
             self._write(save, lambda tensors: tensors, self._group)
         return folder
-
-    def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
-        """Write one checkpoint by the protocol of docs/checkpoints.md.
-
-        All ranks call it together, in a thread where the save is asynchronous. Raises as `save`.
-        """
-        # Tensors that are good, and that stay as they are.
-        check_finite(save, group)
-        state = on_each_rank(lambda: copy(save.tensors), group)
-        # From here to the manifest the folder is a leftover, should a process end.
-        on_rank_0(self._world, lambda: self._mark(save.draft.step), group)
-        writer = HashingWriter(save.folder)
-        try:
-            # Shards and index, durable.
-            with dcp_errors(f"saving {save.folder}"):
-                dcp.save(state, storage_writer=writer, process_group=group)
-            written = on_rank_0(self._world, lambda: self._written(save.folder, writer), group)
-            manifest = with_files(save.draft, written)
-            if self.config.verify_saves:
-                self._read_back(save.folder, manifest, written, group)
-            # The manifest makes it a checkpoint. Only then older ones go.
-            on_rank_0(self._world, lambda: self._publish(save, manifest), group)
-        except BaseException:
-            self._discard(save.folder)
-            raise
-
-    def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
-        return Manifest(
-            step=step,
-            fingerprints=self._fingerprints,
-            tensors=tensors,
-            files={},
-            # A copy: the loop changes its state before an asynchronous save ends.
-            train=copy.deepcopy(train),
-            world_size=self._world.size,
-            created=time.time(),
-            config={**self._run_config, PLACES: dict(self._world.places)},
-            **self._origin,
-        )
-
-    def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
-        """Write the weights as a folder of Hugging Face's."""
-        from titanlite.checkpoint.hf_save import HFWeights, save_hf
-
-        check_finite(save, group)
-        spec, args = self._loader.model()
-        tensors = {name.removeprefix(WEIGHT): one for name, one in save.tensors.items()}
-        entries = {name.removeprefix(WEIGHT): one for name, one in save.draft.tensors.items()}
-        weights = HFWeights(spec, args, tensors, entries, self._tokenizer_files)
-        self._on_rank_0(self._owner.look)
-        save_hf(save.folder, weights, group, self._on_rank_0)
 
     def _tensors_to_save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
@@ -303,72 +258,92 @@ class Checkpointer:
             tensors |= {weight_of(name): average for name, average in self._averages.items()}
         return {name: converted(name, one, weights_only) for name, one in tensors.items()}
 
+    def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
+        """Return the manifest of a save, but for the files, which are not written yet."""
+        return Manifest(
+            step=step,
+            fingerprints=self._fingerprints,
+            tensors=tensors,
+            files={},
+            # A copy: the loop changes its state before an asynchronous save ends.
+            train=copy.deepcopy(train),
+            world_size=self._world.size,
+            created=time.time(),
+            config={**self._run_config, PLACES: dict(self._world.places)},
+            **self._origin,
+        )
+
+    def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
+        """Write one checkpoint. All ranks call it together, in a thread where the save is
+        asynchronous. Raises as `save`.
+        """
+        world, folder = self._world, save.folder
+        # Tensors that are good, and that stay as they are.
+        check_finite(save, group)
+        state = on_each_rank(lambda: copy(save.tensors), group)
+        # From here to the manifest the folder is a leftover, should a process end.
+        on_rank_0(world, lambda: self._mark(save.draft.step), group)
+        writer = HashingWriter(folder)
+        try:
+            # Shards and index, durable.
+            with dcp_errors(f"saving {folder}"):
+                dcp.save(state, storage_writer=writer, process_group=group)
+            written = on_rank_0(world, writer.all_files, group)
+            manifest = with_files(save.draft, written)
+            if self.config.verify_saves:
+                read_back(folder, manifest, written, world, group)
+            # The manifest makes it a checkpoint. Only then older ones go.
+            on_rank_0(world, lambda: self._publish(save, manifest), group)
+        except BaseException:
+            if world.rank == 0:
+                self._discard(folder)
+            raise
+
     def _mark(self, step: int) -> None:
         """On rank 0: mark the folder of a save, when what has its place is gone."""
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
         begin(self.root, step, self._bad)
 
-    def _discard(self, folder: AnyPath) -> None:
-        """Delete the files of a save that has failed: the run may need their space."""
-        if self._world.rank == 0:
-            with contextlib.suppress(OSError, RuntimeError):
-                # The folder may belong to another run by now.
-                self._owner.look()
-                self._deleter.delete(marks_of(folder))
-
-    def _read_back(
-        self,
-        folder: AnyPath,
-        manifest: Manifest,
-        written: Mapping[str, Written],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Compare what is in the folder with what was sent to it; each rank reads the files of
-        another one. Raises CheckpointError, on all ranks.
-        """
-        rank, size = self._world.rank, self._world.size
-        names = [name for name, file in written.items() if reader_of(file.rank, size) == rank]
-        reader = CheckedReader(folder, manifest)
-        problem = verify_files(reader, names, self._world, group, index=INDEX in names)
-        if problem:
-            raise CheckpointError(f"what was written could not be read back: {problem}")
-
-    def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
-        """On rank 0: return all files of a save by name.
-
-        Raises CheckpointError when the folder holds others.
-        """
-        written = writer.written
-        # A user may pin a checkpoint while it is being written.
-        found = {name: file.st_size for name, file in files_in(folder).items() if name != PIN}
-        files = {name: file.size for name, file in written.items()}
-        if found != files:
-            wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
-            raise CheckpointError(
-                f"{folder} does not hold what was written to it ({', '.join(wrong[:3])}): do all "
-                f"nodes see the same {self.root}? If not, name a shared folder or an s3:// URL as "
-                "checkpoint.folder"
-            )
-        return written
-
     def _publish(self, save: Save, manifest: Manifest) -> None:
         """On rank 0: write the manifest, then prune older checkpoints. Raises CheckpointError."""
         self._owner.look()
-        seconds = round(time.perf_counter() - self._began, 3)
+        seconds = round(time.perf_counter() - save.began, 3)
         publish(save.folder, replace(manifest, seconds=seconds))
         self._bad.pop(manifest.step, None)
-        if save.proven:
-            self._prune(manifest.step)
-
-    def _prune(self, step: int) -> None:
+        if not save.proven:
+            return
         try:
-            keep = self._stay.values()
-            marks = prune(self.root, step, self.config, keep, tuple(self._bad), self._fingerprints)
+            known = tuple(self._bad)
+            marks = prune(
+                self.root, manifest.step, self.config, self._resumed, known, self._fingerprints
+            )
             self._deleter.delete(marks)
         except (RuntimeError, OSError) as error:
             # Also where no thread can be started.
             logger.warning(f"older checkpoints were not deleted: {error}")
+
+    def _discard(self, folder: AnyPath) -> None:
+        """On rank 0: delete the files of a save that has failed: the run may need their space."""
+        with contextlib.suppress(OSError, RuntimeError):
+            # The folder may belong to another run by now.
+            self._owner.look()
+            self._deleter.delete(marks_of(folder))
+
+    def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
+        """Write the weights as a folder of Hugging Face's."""
+        from titanlite.checkpoint.hf_save import save_hf
+
+        check_finite(save, group)
+        self._on_rank_0(self._owner.look)
+        save_hf(save, self._loader.model(), self._tokenizer_files, group, self._on_rank_0)
+
+    # Saves in the background
+
+    @property
+    def is_async(self) -> bool:
+        """Whether saves are written during training."""
+        return self._async is not None
 
     def await_copy(self) -> None:
         """Wait for the copy of an asynchronous save; return at once if none is being made.
@@ -380,21 +355,9 @@ class Checkpointer:
             self._async.await_copy()
             self._async.raise_bad()
 
-    @property
-    def is_async(self) -> bool:
-        """Whether saves are written during training."""
-        return self._async is not None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether this rank is writing an asynchronous save."""
-        return self._async is not None and self._async.in_flight
-
     def poll(self) -> SaveOutcome | None:
         """Return the outcome of an ended asynchronous save, each once, on rank 0 (which publishes);
-        None otherwise.
-
-        It neither waits nor communicates, so a loop may call it in every step.
+        None otherwise. It neither waits nor communicates, so a loop may call it in every step.
         """
         if self._async is None or self._world.rank != 0:
             return None
@@ -406,18 +369,12 @@ class Checkpointer:
         Raises CheckpointError, on all of them, when the latest save failed, and WeightsError as
         `await_copy` does.
         """
-        outcome = None
-        if self._async:
-            outcome = self._async.wait()
-        patience = 60.0
-        if self._world.timeout is not None:
-            patience = self._world.timeout.total_seconds() / 2
+        outcome = self._async.wait() if self._async else None
 
         def ended() -> None:
             if outcome is not None and outcome.problem:
                 raise CheckpointError(outcome.problem)
-            # The other ranks wait in a collective: a longer deletion is left to the next start.
-            self._deleter.wait(patience)
+            self._deleter.wait(_WAIT_SECONDS)
 
         self._on_rank_0(ended)
         if self._async:
@@ -432,43 +389,7 @@ class Checkpointer:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-        self._deleter.wait(_DELETE_SECONDS)
+        self._deleter.wait(_END_SECONDS)
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         return on_rank_0(self._world, action, self._group)
-
-
-def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
-    """Return what saves in the background, if `config` asks for it. All ranks call it together."""
-    if config.async_mode == "disabled":
-        return None
-    from titanlite.checkpoint.async_save import AsyncSave
-
-    return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
-
-
-def check_finite(save: Save, group: dist.ProcessGroup) -> None:
-    """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
-    type may be why.
-    """
-    where = find_nonfinite(save.tensors, group)
-    if not where:
-        return
-    if save.draft.dtype == "float16":
-        raise CheckpointError(
-            f"{where} does not fit float16: choose another checkpoint.export_dtype"
-        )
-    raise WeightsError(save.draft.step, save.draft.step, where, "No checkpoint is written")
-
-
-def with_files(draft: Manifest, written: Mapping[str, Written]) -> Manifest:
-    """Return a manifest with bytes and hash of each file."""
-    return replace(
-        draft,
-        files={name: file.size for name, file in written.items()},
-        hashes={name: file.digest for name, file in written.items()},
-    )
-
-
-def _finite(loss: float | None) -> float | None:
-    return loss if loss is not None and math.isfinite(loss) else None

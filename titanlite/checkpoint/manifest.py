@@ -463,8 +463,8 @@ def root_of(path: AnyPath) -> AnyPath:
             return root
     if path.is_dir():
         raise CheckpointError(
-            f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
-            "folder"
+            f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it, and no weights as "
+            "safetensors: name a run or its folder"
         )
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name a run or its folder of checkpoints")

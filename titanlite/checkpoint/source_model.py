@@ -2,19 +2,19 @@
 
 No torch here.
 
-Only small JSON files are read: Hugging Face's config.json, Meta's params.json, or the manifest of a
-checkpoint. So a config is compared with its weights before any text is read. A run can also take
-its shape from a folder.
+Only small JSON files are read: Hugging Face's config.json, or the manifest of a checkpoint. So a
+config is compared with its weights before any text is read. A run can also take its shape from a
+folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES, is_torchtitan
+from titanlite.checkpoint.hf_files import HF_CONFIG, is_torchtitan
 from titanlite.checkpoint.manifest import FILE as MANIFEST
 from titanlite.checkpoint.manifest import (
     CheckpointError,
@@ -28,24 +28,11 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.config.toml import quote
 from titanlite.models.families import builtin_family
-from titanlite.models.fields import checked_fields
-from titanlite.models.hf_names import entry_of
-from titanlite.models.llama import LlamaArgs, RopeScaling
-from titanlite.models.llama_shapes import SHAPES
+from titanlite.models.fields import checked_fields, deciding
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json
 
-#: Names of Meta's params.json that are fields of `LlamaArgs`.
-META_NAMES = (
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "multiple_of",
-    "ffn_dim_multiplier",
-    "norm_eps",
-)
 #: Keys of `[model]` that are no entries of `model.overrides`.
 OWN_KEYS = ("vocab_size", "norm_type", "rope_scaling")
 
@@ -62,8 +49,6 @@ class SourceModel:
     args: Any = None
     #: Why `args` is None, if the family is the same.
     problem: str = ""
-    #: Fields that the file does not tell.
-    unknown: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> str:
@@ -81,12 +66,7 @@ def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     asked.
     """
     folder = path.parent if isinstance(path, Path) and path.is_file() else path
-    has_hf = (folder / HF_CONFIG).is_file()
-    if isinstance(folder, Path):
-        has_meta = (folder / META_CONFIG).is_file()
-        if has_meta and (any(folder.glob(META_FILES)) or not has_hf):
-            return from_meta(folder / META_CONFIG, read_json(folder / META_CONFIG), spec)
-    if has_hf:
+    if (folder / HF_CONFIG).is_file():
         return from_hf(folder / HF_CONFIG, read_json(folder / HF_CONFIG), spec)
     if isinstance(folder, Path) and (path != folder or any(folder.glob("*.safetensors"))):
         return None
@@ -119,57 +99,6 @@ def from_hf(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> Sourc
         return SourceModel(file, args=spec.args_from_hf(content))
     except ValueError as error:
         return SourceModel(file, problem=str(error))
-
-
-def from_meta(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> SourceModel:
-    """Return the model of Meta's params.json, which leaves some of it to the tensors."""
-    if spec.args_class is not LlamaArgs:
-        return SourceModel(file, "llama3")
-    try:
-        args = meta_args(content)
-    except ValueError as error:
-        return SourceModel(file, problem=str(error))
-    # Only the tensors tell whether the head is tied.
-    unknown = {"tied"}
-    if not {"multiple_of", "ffn_dim_multiplier"} & content.keys():
-        # Files that some programs write name no width.
-        unknown.add("ffn_dim")
-    return SourceModel(file, args=args, unknown=frozenset(unknown))
-
-
-def meta_args(content: Mapping[str, Any]) -> LlamaArgs:
-    """Return the arguments that Meta's params.json describes.
-
-    The vocabulary is None where the file leaves it to the tokenizer. Raises ValueError for a model
-    with experts or quantised weights, and for entries of a wrong type.
-    """
-    if unknown := sorted({"moe_args", "quantization_args", "vision_chunk_size"} & content.keys()):
-        raise ValueError(f"it has {unknown[0]}: such models are not read")
-    given = {name: content[name] for name in META_NAMES if content.get(name) is not None}
-    given = checked_fields(LlamaArgs, given, "")
-    if missing := [name for name in ("dim", "n_layers", "n_heads") if name not in given]:
-        raise ValueError(f"{missing[0]} is missing")
-    vocabulary = entry_of(content, "vocab_size", int, -1)
-    # params.json does not tell the RoPE and the tied head of Llama 3.2 from those of 3.1.
-    published = _published(given["dim"], given["n_layers"])
-    scaling = RopeScaling(factor=8.0)
-    if published is not None and isinstance(published.rope_scaling, RopeScaling):
-        scaling = published.rope_scaling
-    scaling = replace(scaling, factor=entry_of(content, "rope_scale_factor", float, scaling.factor))
-    return LlamaArgs(
-        **given,
-        vocab_size=vocabulary if vocabulary > 0 else None,
-        # Llama 2's does not say it.
-        rope_theta=entry_of(content, "rope_theta", float, 10000.0),
-        rope_scaling=scaling if entry_of(content, "use_scaled_rope", bool, False) else None,
-        tied=bool(published and published.tied),
-    )
-
-
-def _published(dim: int, n_layers: int) -> LlamaArgs | None:
-    """Return the Llama 3 of these sizes, with the RoPE of its latest version."""
-    known = {(one.dim, one.n_layers): one for one in SHAPES["llama3"].values()}
-    return known.get((dim, n_layers))
 
 
 def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
@@ -230,13 +159,13 @@ def differences(there: SourceModel, name: str, args: Any) -> list[str]:
         return [there.problem]
     theirs = deciding(there.args)
     ours = deciding(args)
-    skipped = set(there.unknown)
-    if theirs.get("vocab_size") is None or ours.get("vocab_size") is None:
-        skipped.add("vocab_size")
+    if ours.get("vocab_size") is None:
+        theirs.pop("vocab_size", None)
+        ours.pop("vocab_size", None)
     lines = []
     for field in {**ours, **theirs}:
         here, at_source = ours.get(field), theirs.get(field)
-        if field not in skipped and here != at_source:
+        if here != at_source:
             lines.append(f"{key_of(field)} is {_shown(here)} here, {_shown(at_source)} there")
     return lines
 
@@ -244,16 +173,6 @@ def differences(there: SourceModel, name: str, args: Any) -> list[str]:
 def key_of(field: str) -> str:
     """Return the key that sets a field of a model's arguments."""
     return f"model.{field}" if field in OWN_KEYS else f"model.overrides.{field}"
-
-
-def deciding(args: Any) -> dict[str, Any]:
-    """Return field → value of the arguments that decide tensors or logits, with defaults worked
-    out.
-    """
-    if hasattr(args, "deciding"):
-        return dict(args.deciding())
-    names = [field.name for field in fields(args)]
-    return {name: getattr(args, name) for name in names if name != "max_seq_len"}
 
 
 def remedy(there: SourceModel, spec: ModelSpec) -> str:

@@ -1,60 +1,29 @@
-"""Tensors by name, DCP's files (hashed on writing, checked on reading), and the steps that all
-ranks take together.
-
-Files lie in folders or in stores.
-"""
+"""The tensors of a run by name, and the steps of a save that all ranks take together."""
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
-from torch.futures import Future
-from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.dcp_index import read_index
 from titanlite.checkpoint.loaded import EXPERT_BIAS
-from titanlite.checkpoint.manifest import (
-    FAST_HASH,
-    INDEX,
-    SAFE_HASH,
-    CheckpointError,
-    Manifest,
-    check_files,
-    dtype_name,
-    new_hash,
-    progress,
-)
-from titanlite.checkpoint.paths import AnyPath, StoreError
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, dtype_name
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
 from titanlite.dist.local import local, plain
-from titanlite.optim.bad_steps import name_ranks
-from titanlite.parallel.own_linear import OwnLinear, weights_replaced
-from titanlite.utils import logger, note_progress
-
-if TYPE_CHECKING:
-    from titanlite.checkpoint.foreign import WeightsReader
+from titanlite.optim.bad_steps import WeightsError, name_ranks
+from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -98,7 +67,7 @@ def adapter_names(model: nn.Module) -> set[str]:
     """
     found = set[str]()
     for name, module in model.named_modules():
-        if isinstance(module, OwnLinear):
+        if isinstance(module, FeatureLinear):
             found.update(f"{name}.{leaf}" for leaf in module.adapters)
     return found
 
@@ -192,30 +161,45 @@ def find_nonfinite(
             part = local(tensor)
             devices.setdefault(part.device, {})[name] = part
     mine = ""
-    failed = None
-    try:
-        for parts in devices.values():
-            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
-            # tensor decides.
-            sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-            finite = sums.isfinite().tolist()
-            for (name, part), fine in zip(parts.items(), finite, strict=True):
-                if not mine and not fine and not part.isfinite().all():
-                    mine = name
-    except RuntimeError as error:
-        # The other ranks wait for an answer in any case.
-        failed = error
-    found = gather_objects((mine, failed is not None), group)
-    if failed is not None:
-        raise failed
-    if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
-        raise RuntimeError(
-            f"{name_ranks(broken)} could not search for numbers that are not finite; see its "
-            "message"
-        )
-    names = [name for name, _ in found]
+    for parts in devices.values():
+        # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
+        # tensor decides.
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+        finite = sums.isfinite().tolist()
+        for (name, part), fine in zip(parts.items(), finite, strict=True):
+            if not mine and not fine and not part.isfinite().all():
+                mine = name
+    names = gather_objects(mine, group)
     ranks = [rank for rank, name in enumerate(names) if name]
     return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save under way."""
+
+    folder: AnyPath
+    tensors: Tensors
+    #: As it will be published, but for the files, which are not written yet.
+    draft: Manifest
+    #: Steps since the save before have shown its weights to be good.
+    proven: bool = True
+    #: By `time.perf_counter`.
+    began: float = 0.0
+
+
+def check_finite(save: Save, group: dist.ProcessGroup) -> None:
+    """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
+    type may be why.
+    """
+    where = find_nonfinite(save.tensors, group)
+    if not where:
+        return
+    if save.draft.dtype == "float16":
+        raise CheckpointError(
+            f"{where} does not fit float16: choose another checkpoint.export_dtype"
+        )
+    raise WeightsError(save.draft.step, save.draft.step, where, "No checkpoint is written")
 
 
 def describe(
@@ -232,205 +216,6 @@ def describe(
     if group is None:
         return mine
     return {name: entry for part in gather_objects(mine, group) for name, entry in part.items()}
-
-
-class Written(NamedTuple):
-    """Size and hash of the bytes that a rank sent to a file; the disk may hold others."""
-
-    size: int
-    digest: str
-    rank: int = 0
-
-
-class _HashingStream:
-    """A file open for writing that hashes its bytes. DCP only ever appends."""
-
-    def __init__(self, stream: BinaryIO, algorithm: str) -> None:
-        self._stream = stream
-        self._algorithm = algorithm
-        self._hash = new_hash(algorithm)
-        self._size = 0
-        #: The error of the disk, if there was one.
-        self.failure: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._hash.update(data)
-        self._size += memoryview(data).nbytes
-        note_progress("save", "end")
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """For fsync, which is DCP's only use of it.
-
-        DCP does not flush before, so the end would not be synced.
-        """
-        self.flush()
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def written(self) -> Written:
-        return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
-
-
-class _Files(FileSystem):
-    """DCP's file-system interface for folders and stores. DCP takes paths as opaque values."""
-
-    def __init__(self) -> None:
-        #: Name in the folder → size and hash, of the files that this rank has written.
-        self.written: dict[str, Written] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        if mode == "rb":
-            with path.open(mode) as stream:
-                yield stream
-            return
-        hashing = None
-        # The index decides how the rest is read: its hash must hold against more than a bad disk.
-        algorithm = SAFE_HASH if path.name == INDEX else FAST_HASH
-        try:
-            with path.open(mode) as stream:
-                hashing = _HashingStream(stream, algorithm)
-                yield cast(io.IOBase, hashing)
-        except (OSError, RuntimeError) as error:
-            # torch.save complains of its position in the file, where the disk was the cause.
-            failure = (hashing and hashing.failure) or error
-            if isinstance(failure, OSError) and failure.errno is not None:
-                # Errors of writing do not name the file.
-                failure = OSError(failure.errno, failure.strerror, str(path))
-            raise failure from None
-        self.written[path.name] = hashing.written()
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
-    def mkdir(self, path: Any) -> None:
-        if isinstance(path, Path):
-            path.mkdir(parents=True, exist_ok=True)
-
-    def exists(self, path: Any) -> bool:
-        return bool(path.exists())
-
-
-class HashingWriter(FileSystemWriter):
-    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has `written` of all
-    ranks.
-    """
-
-    def __init__(self, folder: AnyPath) -> None:
-        super().__init__(str(folder), sync_files=isinstance(folder, Path))
-        #: By name in the folder.
-        self.written: dict[str, Written] = {}
-        self._files = _Files()
-        self.fs = cast(Any, self._files)
-        self.path = cast(Any, folder)
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """DCP pickles it into the index, which must not need our classes."""
-        return self.path if isinstance(self.path, Path) else str(self.path)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give files in a store new names each time: a client given up may still send its
-        requests.
-        """
-        plans = super().prepare_global_plan(plans)
-        if isinstance(self.path, Path):
-            return plans
-        attempt = uuid.uuid4().hex[:8]
-        renamed = []
-        for plan in plans:
-            prefix = f"{plan.storage_data.prefix}{attempt}_"
-            renamed.append(replace(plan, storage_data=replace(plan.storage_data, prefix=prefix)))
-        return renamed
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # Each file has a hash; torch's own checksums within it were a third of a save's computing.
-        with cast(Any, serialization).patch("save.compute_crc32", False):
-            results: list[Any] = super().write_data(plan, planner).value()
-        # DCP sends a rank's results to rank 0: the hashes travel as one entry more.
-        results = [*results, self._files.written]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for rank, result in enumerate(results):
-            files = cast("dict[str, Written]", result.pop())
-            for name, file in files.items():
-                self.written[name] = file._replace(rank=rank)
-        self._write_index(metadata, results)
-        # With the index.
-        self.written.update(self._files.written)
-
-    def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do the rest of what torch's `finish` does, but write the index under its own name at
-        once.
-
-        torch renames it at the end. A store does that by a copy and a deletion, which a run may
-        have no right to. The manifest alone makes files a checkpoint, so that the index needs no
-        other name before.
-        """
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {}
-        for result in results:
-            for one in result:
-                metadata.storage_data[one.index] = one.storage_data
-        metadata.storage_meta = self.storage_meta()
-        with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
-            pickle.dump(metadata, stream)
-            if self.sync_files:
-                os.fsync(stream.fileno())
-
-
-class CheckedReader(FileSystemReader):
-    """Reads a checkpoint whose index must fit the manifest, and is read as data, without running
-    any name in it.
-    """
-
-    def __init__(self, folder: AnyPath, manifest: Manifest) -> None:
-        super().__init__(str(folder))
-        self.fs = cast(Any, _Files())
-        self.path = cast(Any, folder)
-        self.folder = folder
-        self.manifest = manifest
-        self._metadata: Metadata | None = None
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """From a store, fetch a tensor's bytes at once: torch begins to read at their end."""
-        if isinstance(self.path, Path):
-            return super()._slice_file(file, sinfo)
-        file.seek(sinfo.offset)
-        return io.BytesIO(file.read(sinfo.length))
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises CheckpointError when the index is not the one that was written, or does not fit
-        the manifest.
-        """
-        path = self.folder / INDEX
-        if self._metadata is None:
-            if INDEX not in self.manifest.files:
-                raise CheckpointError(f"{path} is not in the manifest")
-            if problems := check_files(self.folder, self.manifest, [INDEX]):
-                raise CheckpointError(problems[0])
-            try:
-                self._metadata = read_index(path.read_bytes(), self.manifest)
-            except ValueError as error:
-                raise CheckpointError(f"{path} cannot be used: {error}") from None
-        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._metadata
 
 
 # Steps of all ranks together
@@ -507,60 +292,3 @@ def dcp_errors(action: str) -> Iterator[None]:
         for rank, (cause, _) in error.failures.items():
             causes.add(f"rank {rank}: {in_words(cause)}")
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
-
-
-def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """Return the files that this rank reads so that all are read once: about equal bytes each.
-
-    files: name → bytes.
-    """
-    return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
-
-
-def reader_of(writer: int, ranks: int) -> int:
-    """Return the rank that reads the files of `writer` back: on another host, if there is one.
-
-    The writer's host may still have in memory what its disk has lost.
-    """
-    return (writer + ranks // 2) % ranks
-
-
-def verify_files(
-    reader: CheckedReader | WeightsReader,
-    names: Sequence[str],
-    world: DistEnv,
-    group: dist.ProcessGroup | None = None,
-    index: bool = True,
-) -> str | None:
-    """Return the fault of a checkpoint's content, the same on all ranks; None for a good one.
-
-    names: files that this rank compares with their hashes. index: whether it reads the index too.
-    group: in which all ranks agree.
-
-    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the
-    checkpoint.
-    """
-    problems: list[str] = []
-    failure = ""
-    try:
-        tail = " of this rank's part" if world.size > 1 else ""
-        show = progress(logger.info, f"comparing {reader.folder} with its hashes: ", tail)
-        problems = check_files(reader.folder, reader.manifest, names, show)
-        if index:
-            reader.read_metadata()
-    except CheckpointError as error:
-        # Of the index.
-        problems = [*problems, str(error)]
-    except Exception as error:
-        # The others wait for this rank's answer in any case.
-        told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
-        failure = f"rank {world.rank} cannot read {told}"
-    found = gather_objects((problems, failure), group)
-    failures = sorted(text for _, text in found if text)
-    if failures:
-        raise CheckpointError("; ".join(failures))
-    every = sorted({problem for part, _ in found for problem in part})
-    if not every:
-        return None
-    more = f" (and {len(every) - 1} more of its files)" if len(every) > 1 else ""
-    return every[0] + more

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from titanlite.checkpoint.dcp_index import parse_index
+from titanlite.checkpoint.dcp_files import parse_index
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import DCP_INDEX
 from titanlite.checkpoint.weights import Part, Slices, Weights

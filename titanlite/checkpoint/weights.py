@@ -79,7 +79,7 @@ class Weights:
     args: Any
     #: Our name → its parts. Tensors that the model does not have are here under their own names.
     parts: dict[str, list[Part]]
-    #: The content of config.json, or of params.json.
+    #: The content of config.json.
     config: dict[str, Any] = field(default_factory=dict)
     #: A head in the file of a model that ties it to the embedding, and our name of that.
     spare_head: Part | None = None

@@ -5,11 +5,10 @@ A command's module is imported only when that command runs, or for the list of a
 
 from __future__ import annotations
 
-import importlib
-
+from titanlite import doors
 from titanlite.cli.parser import Parser
 
-#: Command → the function that adds it to argparse.
+#: Command of the core → the function that adds it to argparse. `titanlite.doors` has the others.
 COMMANDS = {
     "train": "titanlite.cli.train:add_command",
     "launch": "titanlite.cli.launch:add_command",
@@ -20,25 +19,32 @@ COMMANDS = {
     "runs": "titanlite.cli.runs:add_command",
     "data": "titanlite.cli.data:add_commands",
     "plan": "titanlite.cli.plan.plan:add_command",
-    "sweep": "titanlite.contrib.lab.sweep:add_command",
-    "ladder": "titanlite.contrib.lab.ladder.command:add_command",
-    "mup": "titanlite.contrib.lab.mup.command:add_commands",
     "checkpoint": "titanlite.cli.checkpoint:add_commands",
-    "export": "titanlite.cli.exchange:add_commands",
-    "import": "titanlite.cli.exchange:add_commands",
-    "push": "titanlite.contrib.hub.command:add_command",
-    "benchmark": "titanlite.contrib.lab.benchmark:add_command",
+    "export": "titanlite.cli.export:add_command",
 }
 
 
+def place_of(command: str) -> str | None:
+    """Return the function that adds a command; None: there is no such command."""
+    return COMMANDS.get(command) or doors.place_of("commands", command)
+
+
 def make_parser(command: str | None = None) -> Parser:
-    """Return the parser of one command; None: of all."""
+    """Return the parser of one command; None: of all, those of the core first."""
     parser = top_parser()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for adder in dict.fromkeys(COMMANDS.values()):
-        if command is None or COMMANDS[command] == adder:
-            module, _, name = adder.partition(":")
-            getattr(importlib.import_module(module), name)(commands)
+    if command is not None:
+        doors.load(place_of(command) or "")(commands)
+        return parser
+    for place in dict.fromkeys(COMMANDS.values()):
+        doors.load(place)(commands)
+    for place in doors.installed("commands").values():
+        doors.load(place)(commands)
+    # argparse has one list of commands; its help can show the end of it under a title of its own.
+    listed = commands._choices_actions
+    beside = parser.add_argument_group("commands beside the core")
+    beside._group_actions += listed[len(COMMANDS) :]
+    del listed[len(COMMANDS) :]
     return parser
 
 

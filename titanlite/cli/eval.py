@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from dataclasses import replace
 from typing import Any
 
 from titanlite import exit_codes
@@ -19,8 +18,7 @@ from titanlite.cli.eval_text import evaluate_rank
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import FLAGS, Commands, new_command, no_flags
 from titanlite.cli.run_figures import to_json
-from titanlite.config.errors import bad_flag, refuse
-from titanlite.features.tasks import file_problems
+from titanlite.config.errors import bad_flag
 from titanlite.utils import say
 
 #: Options that need --tasks.
@@ -82,10 +80,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _run_tasks(arguments: argparse.Namespace) -> tuple[str, int]:
-    """Return the figures of the tasks as text or JSON, and the exit code."""
     check_weights(to_path(arguments.checkpoint))
     names = arguments.tasks.split(",")
-    refuse([replace(one, where="command line") for one in file_problems(names, "--tasks")])
     from titanlite.features.tasks.harness import load_tasks
 
     tasks = load_tasks(
@@ -99,14 +95,7 @@ def _run_tasks(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.features.tasks.scoring import Scorer, Subject
     from titanlite.step import PlainRunner
 
-    subject = Subject(
-        loaded.model,
-        loaded.tokenizer,
-        loaded.limit,
-        loaded.device,
-        loaded.head,
-        loaded.stop_ids,
-    )
+    subject = Subject(loaded.model, loaded.tokenizer, loaded.limit, loaded.device)
     size = arguments.batch_size or 8
     scorer = Scorer(subject, PlainRunner(loaded.model), size, progress=tqdm)
     found: dict[str, Any] = {}

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from titanlite import exit_codes
+from titanlite import doors, exit_codes
 from titanlite.assembly.supported import system_problem
-from titanlite.cli.command_table import COMMANDS, make_parser, top_parser
+from titanlite.cli.command_table import COMMANDS, make_parser, place_of, top_parser
 from titanlite.cli.flags import split_flags
 from titanlite.cli.parser import no_flags
 from titanlite.config.errors import ConfigError
@@ -31,8 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.CONFIG
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     command = next((word for word in ours if not word.startswith("-")), None)
-    if command is not None and command not in COMMANDS:
-        top_parser().unknown_command(command, list(COMMANDS))
+    if command is not None:
+        place = place_of(command)
+        if place is None:
+            top_parser().unknown_command(command, [*COMMANDS, *doors.installed("commands")])
+        if lack := doors.lack(place):
+            say(f"error: `titanlite {command}` {lack}")
+            return exit_codes.CONFIG
     arguments = make_parser(command).parse_args(ours)
 
     hide_secrets_in_tracebacks()
@@ -62,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a result."""
     if sys.stdout.isatty():
         text = escape(text, colors=True, verbatim=True)
     try:

@@ -96,12 +96,8 @@ GONE = {
     "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
     "benchmark --json": "benchmark.json has the figures",
-    "checkpoint convert torch": (
-        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save writes a checkpoint as one "
-        "file"
-    ),
-    "checkpoint inspect --config": "`jq -r .config.toml step-N/manifest.json` prints it",
-    "checkpoint inspect --json": "step-N/manifest.json has it",
+    "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
+    "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
     "checkpoint rm --dry-run": "`titanlite checkpoint ls` shows the sizes",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
@@ -112,9 +108,11 @@ GONE = {
     "data verify --json": "the exit status tells whether the folder is whole",
     "doctor --json": "the exit status tells whether there are errors",
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
+    "import": "checkpoint.initial_load_path takes the folder itself",
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
     "ladder --json": "points.json has the results",
+    "launch sagemaker": "docs/launch/sagemaker.md has a script for its SDK",
     "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
     "mup check --device": "CUDA_VISIBLE_DEVICES= chooses the CPU",
     "mup check --layers": "give the key --model.overrides.n_layers N",
@@ -198,7 +196,6 @@ class Parser(argparse.ArgumentParser):
         return GONE.get(f"{self.prog} {word}".removeprefix("titanlite "), "")
 
     def _refuse_gone(self, word: str) -> None:
-        """End the process for a command or a choice of earlier versions."""
         if instead := self._gone(word):
             self.error(f"`{self.prog} {word}` is gone: {instead}")
 

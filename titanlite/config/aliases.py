@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
-from titanlite.config.keys import keys, table_of, tables, type_of
+from titanlite import doors
+from titanlite.config.keys import OTHERS, keys, sections, table_of, tables, type_of
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 from titanlite.config.value_types import Count
@@ -170,6 +171,18 @@ def known_sections() -> frozenset[str]:
             name = name.rpartition(".")[0]
             found.add(name)
     return frozenset(found)
+
+
+def learn(section: str) -> None:
+    """Make the keys of another package's feature known, if there is one of this name."""
+    if not section or section in known_sections():
+        return
+    place = doors.of_packages("features").get(section)
+    owner = doors.load(place).section_class if place else None
+    if owner is not None:
+        OTHERS[section] = owner
+        for names in (sections, keys, tables, known_names, known_sections):
+            names.cache_clear()
 
 
 def is_known(name: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from titanlite import doors
 from titanlite.config import extensions
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.errors import Problem
@@ -147,9 +148,6 @@ CONFLICTS: tuple[Rule, ...] = (
         "it may need all gradients",
     ),
     Rule(
-        "sample.prompts", bool, _PP, several, "no rank of a pipeline computes the next token alone"
-    ),
-    Rule(
         "training.gradient_sync",
         "every",
         _PP,
@@ -172,7 +170,6 @@ def _pairs(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _numbers(config: LoadedConfig) -> Iterator[Problem]:
-    """Find numbers that another number excludes."""
     d = config.sections
     guard = d.guard
     profiling = d.profiling
@@ -204,7 +201,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _entries(config: LoadedConfig) -> Iterator[Problem]:
-    """Find wrong entries of lists and tables."""
     d = config.sections
     for item in d.data.skip_steps:
         first, last = steps_of(item)
@@ -231,7 +227,6 @@ def _entries(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _texts(config: LoadedConfig) -> Iterator[Problem]:
-    """Find names of text that lead nowhere, and wrong lists of sources."""
     d = config.sections
     for section, text in (("training", d.training), ("validation", d.validation)):
         if text.dataset_path is None:
@@ -259,7 +254,6 @@ def _bad_name(key: str, name: str) -> Iterator[Problem]:
 
 
 def _phases(config: LoadedConfig) -> Iterator[Problem]:
-    """Find wrong phases of a mixture."""
     d = config.sections
     names = {source.title for source in d.data.source}
     for number, phase in enumerate(d.data.phase):
@@ -303,7 +297,6 @@ def _sources(
 
 
 def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]:
-    """Check the keys of a text that name fields of its records."""
     for name in _TEXT_KEYS if source.messages_key else ():
         if getattr(source, name):
             yield Problem("conflict", key, f"has messages_key and {name}", "leave one out")
@@ -311,6 +304,15 @@ def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]
     if len(given) == 1:
         (other,) = {*_PAIR} - {*given}
         yield Problem("needs", key, f"has {given[0]} and needs {other}")
+
+
+def _trackers(config: LoadedConfig) -> Iterator[Problem]:
+    for name in config.sections.metrics.tracker_names:
+        place = doors.place_of("trackers", name)
+        message = f"there is no tracker {quote(name)}" if place is None else doors.lack(place)
+        if message:
+            hint = f"the trackers are {', '.join(doors.installed('trackers'))}"
+            yield Problem("unknown-value", "metrics.trackers", message, hint)
 
 
 #: Rules of a config alone, whatever its ranks and the machine. `titanlite.resolve.load` has the
@@ -321,6 +323,7 @@ RULES: tuple[ConfigRule, ...] = (
     _entries,
     _texts,
     _phases,
+    _trackers,
     extensions.missing,
 )
 
@@ -338,7 +341,6 @@ def missing_files(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield each path that a run of the config reads, by its key."""
     d = config.sections
     if d.model.tokenizer_path != BUNDLED_TOKENIZER_NAME:
         yield "model.tokenizer_path", d.model.tokenizer_path
@@ -398,7 +400,6 @@ def closed_urls(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of a key, in lists and tables too."""
     if isinstance(value, str):
         yield value
     if isinstance(value, Struct):
@@ -423,7 +424,7 @@ def missing_packages(config: LoadedConfig) -> Iterator[Problem]:
     """Find optional packages that a key needs and that are not installed, and unusable stores."""
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
-        module, package = TRACKER_PACKAGES[tracker]
+        module, package = TRACKER_PACKAGES.get(tracker, ("titanlite", ""))
         if is_installed(module):
             continue
         key = "metrics.trackers"

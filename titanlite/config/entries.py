@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin
 
-from titanlite.config.aliases import is_known, is_subsection, known_sections, refusal, type_of_name
+from titanlite.config.aliases import (
+    is_known,
+    is_subsection,
+    known_sections,
+    learn,
+    refusal,
+    type_of_name,
+)
 from titanlite.config.errors import COMMAND_LINE, Problem, Source
 from titanlite.config.key_types import base, choices, members
 from titanlite.config.keys import fits, keys, tables
@@ -65,6 +72,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         return [], [Problem("unsupported", "model.name", message, where=place)]
     found = _FileEntries(file, lines)
     for name, value in tree.items():
+        learn(name)
         found.add(quote_key(name), value, is_top=True)
     return found.entries, found.problems
 
@@ -108,7 +116,7 @@ def begins_option(word: str) -> bool:
 
 CONFIG_FILE = ("config_file", "config-file")
 #: Lists whose items may hold commas: each word is one item.
-_WITH_COMMAS = ("job.config_file", "sample.prompts")
+_WITH_COMMAS = ("job.config_file",)
 
 
 class _BadWords(ValueError):
@@ -167,6 +175,7 @@ def flag_name(flag: str) -> tuple[str | None, bool]:
         return "job.config_file", False
     plain = flag.replace("-", "_")
     section, _, last = plain.rpartition(".")
+    learn(section)
     tries = [
         (flag, False),
         (plain, False),
@@ -248,7 +257,6 @@ def _json(text: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the text as one TOML value. Raises ValueError."""
     tree = loads(f"value = {text}")
     if set(tree) != {"value"}:
         raise ValueError

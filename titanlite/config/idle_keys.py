@@ -19,7 +19,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "lora": ("lora.rank", bool),
     "mup": ("mup.base_dim", bool),
     "compile": ("training.compile", True),
-    "sample": ("sample.prompts", bool),
     "eval": ("eval.tasks", bool),
     "checkpoint.export_dtype": ("checkpoint.model_weights_only", True),
     "checkpoint.keep_every": ("checkpoint.keep_latest_k", bool),
@@ -28,7 +27,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "checkpoint.local_copies": ("checkpoint.local_folder", bool),
     "checkpoint.initial_load_model_only": ("checkpoint.initial_load_path", bool),
     "training.enable_loss_parallel": ("training.tensor_parallel_degree", several),
-    "training.fsdp_min_params": ("training.fsdp_units", "size"),
     f"{_PIPELINE}_schedule": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_split_points": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_microbatches": (f"{_PIPELINE}_degree", several),
@@ -48,7 +46,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
 
 
 def _is_on(config: LoadedConfig, key: str) -> bool:
-    """Return whether the feature that a key belongs to is on."""
     switch, wanted = _SWITCHES.get(key) or _SWITCHES.get(key.partition(".")[0], (key, None))
     return key == switch or (matches(config.value(switch), wanted) and _is_on(config, switch))
 

@@ -73,10 +73,15 @@ class Key:
 _ENTRY = re.compile(r"[\w-]+|\"(?:[^\"\\]|\\.)*\"")
 
 
+#: Sections of features of other packages, once a config has named them.
+OTHERS: dict[str, type[Section]] = {}
+
+
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Return section name → class, in order."""
-    return {info.name: info.type for info in fields(Config)}
+    """Return section name → class, in order; those of other packages last."""
+    ours = {info.name: info.type for info in fields(Config) if info.name != "others"}
+    return {**ours, **OTHERS}
 
 
 @cache
@@ -108,7 +113,7 @@ def type_of(name: str) -> Any:
     return get_args(keys()[table].type)[1]
 
 
-def misfit(type_: Any, value: Any) -> str | None:
+def value_fault(type_: Any, value: Any) -> str | None:
     """Return the code of what is wrong with a value as a whole."""
     try:
         msgspec.convert(value, type_)
@@ -127,7 +132,7 @@ def misfit(type_: Any, value: Any) -> str | None:
 
 def fits(type_: Any, value: Any) -> bool:
     """Return whether a value is right for a type."""
-    return misfit(type_, value) is None
+    return value_fault(type_, value) is None
 
 
 def _finite(value: Any) -> bool:

@@ -56,7 +56,7 @@ class LoadedConfig:
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""
         section, _, name = key.partition(".")
-        return getattr(getattr(self.sections, section), name)
+        return getattr(self.sections.section(section), name)
 
     def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
         """Return the config as if flags of a command line gave these keys their values."""
@@ -80,7 +80,6 @@ class LoadedConfig:
         return bool(self._entries_of(key))
 
     def _entries_of(self, key: str) -> list[str]:
-        """Return the given entries of a table; none for another key."""
         if key not in tables():
             return []
         return [name for name in self.sources if name.startswith(f"{key}.")]

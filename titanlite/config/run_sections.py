@@ -14,11 +14,11 @@ from titanlite.config.value_types import (
     Count,
     Duration,
     Location,
+    Name,
     Natural,
     NonNegative,
     Positive,
     Section,
-    Seed,
 )
 
 
@@ -86,9 +86,10 @@ class Metrics(Section, frozen=True):
     """TensorBoard folder, below job.dump_folder; a dated subfolder is added."""
     enable_wandb: bool = False
     """As trackers = ["wandb"]."""
-    trackers: list[Literal["wandb", "mlflow", "comet", "trackio"]] = []
-    """Services that get the metrics too, from rank 0. Each needs its own package (wandb, mlflow,
-    comet_ml, trackio) and reads its own environment variables. A resumed run continues there.
+    trackers: list[Name] = []
+    """Services that get the metrics too, from rank 0: wandb, mlflow, comet, trackio, or one of
+    another package. Each needs its client and reads its own environment variables. A resumed run
+    continues there.
     """
     layer_norms: Natural = 0
     """With every layer_norms-th log, log the gradient norm of each block, the embedding and the
@@ -106,23 +107,6 @@ class Metrics(Section, frozen=True):
         """The services that get the metrics, each once."""
         first = ["wandb"] if self.enable_wandb else []
         return list(dict.fromkeys([*first, *self.trackers]))
-
-
-class Sample(Section, frozen=True):
-    """Prompts that the model continues while it trains."""
-
-    prompts: list[str] = []
-    """Texts to continue; none: off. The results go to the log, to samples.jsonl below
-    job.dump_folder, and to TensorBoard.
-    """
-    freq: Count = 500
-    """Write samples every freq steps, and at the end."""
-    max_tokens: Count = 64
-    """Most tokens to write for each prompt."""
-    temperature: NonNegative = 0.0
-    """Logits are divided by it before a token is drawn; 0: always the most probable token."""
-    seed: Seed = 0
-    """Seed of the draws, the same each time. They do not touch the generators of training."""
 
 
 class Eval(Section, frozen=True):
@@ -212,7 +196,7 @@ class Stall(Section, frozen=True):
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
-    system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
+    system: Literal["", "slurm", "kubernetes"] = ""
     """Where `titanlite train` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
@@ -268,20 +252,6 @@ class Launch(Section, frozen=True):
     """
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
-    role: str = ""
-    """SageMaker: ARN of the role that the job has. Empty: that of the caller."""
-    channels: dict[str, str] = {}
-    """SageMaker: table of input channels, name = S3 URL. The job finds the folder of the channel
-    train in ${SM_CHANNEL_TRAIN}.
-    """
-    checkpoint_s3: Annotated[str, Meta(pattern=r"^(s3://.+)?$")] = ""
-    """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when
-    the job starts again.
-    """
-    spot_wait: Duration = ""
-    """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
-    spot machines.
-    """
     preflight: bool = True
     """Compare and try the ranks before the first step: versions, code, config, devices, network,
     shared folder.

@@ -110,14 +110,10 @@ class Training(Section, frozen=True):
     """Free a block's gathered weights after its forward. default: all but the last units; a number:
     keep them sharded over that many ranks, a divisor of data_parallel_shard_degree.
     """
-    fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = (
-        "block"
-    )
-    """What is gathered together: a block, the whole model, or modules of fsdp_min_params. A list of
-    classes, as ["Attention", "FeedForward"]: each module of them.
+    fsdp_units: Literal["block", "root"] | Annotated[list[str], Meta(min_length=1)] = "block"
+    """What is gathered together: a block, or the whole model. A list of classes, as ["Attention",
+    "FeedForward"]: each module of them.
     """
-    fsdp_min_params: Count = 100_000_000
-    """Least parameters of a unit with fsdp_units = "size"."""
     prefetch: Natural = 0
     """Units whose gathering starts before the one that computes, forward and backward; each takes
     memory. 0: torch's own choice.
@@ -162,7 +158,7 @@ class Checkpoint(Section, frozen=True):
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has no checkpoint: step-N, or a folder or
     run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
-    Face's, Meta's or torchtitan's, found by its files.
+    Face's or torchtitan's, found by its files.
     """
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it
@@ -312,10 +308,6 @@ class Float8(Section, frozen=True):
     """Multiply the rounded numbers by ordinary products, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
-    drift_check: Natural = 0
-    """Every drift_check steps, compare the loss of a micro-batch with that in high precision; 0:
-    off.
-    """
 
     @property
     def is_mx(self) -> bool:
@@ -400,7 +392,6 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
-    sample: run.Sample = run.Sample()
     eval: run.Eval = run.Eval()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
@@ -417,6 +408,13 @@ class Config(Section, frozen=True):
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()
+    others: dict[str, Section] = {}
+    """Sections of features of other packages, as far as a config has named them."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name, also one of another package."""
+        found: Section = self.others.get(name) or getattr(self, name)
+        return found
 
     @property
     def compiles_blocks(self) -> bool:

@@ -1,1 +1,1 @@
-"""`titanlite launch`: jobs for Slurm, Kubernetes, SageMaker and local machines."""
+"""`titanlite launch`: jobs for Slurm, Kubernetes and local machines."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,11 +64,10 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     """
     _refuse_control_characters(job)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    # Neither YAML nor Python joins surrogate pairs.
+    # YAML joins no surrogate pairs.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     environment.filters |= {
         "quote": shlex.quote,
-        "json": partial(json.dumps, ensure_ascii=False),
         "sbatch": _sbatch_word,
         "literal": _kubernetes_literal,
     }

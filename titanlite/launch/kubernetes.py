@@ -15,17 +15,13 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import Problem, refuse
+from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.launch.remote import (
-    checkpoint_folder,
-    relative_paths,
-    secrets,
-    shown_urls,
-    unset_variables,
-)
+from titanlite.runs.provenance import config_values, is_secret
+from titanlite.utils import public
 
 FILE = "job.yaml"
 CONFIG_FILE = "config.yaml"
@@ -36,7 +32,16 @@ _RESTART_CODE = 138
 #: From the end of the ranks to that of the container.
 _SPARE_SECONDS = 30
 #: Variables that the pods have by themselves.
-_SET = r"(PET|KUBERNETES)_\w+"
+_IN_PODS = r"(PET|KUBERNETES)_\w+|HOME|HOSTNAME|PATH|USER"
+_VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
+#: Keys of data that the pods read.
+_PATHS = (
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "validation.dataset_path",
+    "checkpoint.initial_load_path",
+    "lora.adapter",
+)
 #: Pods of a job, by the label of its kind.
 _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
@@ -116,7 +121,6 @@ def _name(job: Job) -> str:
 
 
 def _requests(job: Job) -> dict[str, str]:
-    """Return what a pod asks for beside GPUs and network devices, as Kubernetes writes it."""
     launch = job.launch
     cpus = job.ranks if launch.cpu else _CPUS * job.ranks
     asked = {"cpu": launch.cpu_request or str(cpus), "memory": launch.memory_request}
@@ -130,7 +134,6 @@ def _has_deadline(job: Job) -> bool:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the command of a pod."""
     # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
     ranks = [] if job.launch.kind == "TrainJob" else ["--nproc_per_node", str(job.ranks)]
     torchrun = ["python", "-m", "titanlite.torchrun", *ranks]
@@ -139,20 +142,16 @@ def _words(job: Job) -> list[str]:
 
 def _problems(job: Job) -> Iterator[Problem]:
     launch = job.launch
-    # The names of the secret's variables are not known here.
-    in_pods = r"\w+" if launch.token_secret else _SET
-    yield from unset_variables(job.run.toml, launch.environment, in_pods)
-    found = []
-    for name in secrets(launch.environment):
-        hint = (
-            f"kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret "
-            '= "NAME"'
-        )
-        found.append((f"launch.environment.{name}", "all readers of the manifest see it", hint))
-    for key in shown_urls(job.run.toml):
-        message = "all readers of the manifest see the login or signature of its URL"
-        hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
-        found.append((key, message, hint))
+    values = config_values(job.run.toml)
+    found = [*_values_of_others(job, values)]
+    for name in launch.environment:
+        # A tokenizer's settings are no secrets.
+        if is_secret(name) and not name.startswith("TOKENIZERS_"):
+            hint = (
+                f"kubectl create secret generic NAME --from-literal={name}=…, and "
+                'launch.token_secret = "NAME"'
+            )
+            found.append((f"launch.environment.{name}", "all readers of the manifest see it", hint))
     for kind, table in (("labels", launch.labels), ("annotations", launch.annotations)):
         if _QUEUE in table:
             key = f"launch.{kind}.{quote_key(_QUEUE)}"
@@ -164,23 +163,41 @@ def _problems(job: Job) -> Iterator[Problem]:
         if path[:1] != "/" or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
             message = f"{claim!r} = {path!r} is not a claim and a folder"
             found.append(("launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
-    for key, message, hint in (*found, *_unmounted(job)):
+    for key, message, hint in (*found, *_unmounted(job, str(values["checkpoint.folder"]))):
         yield Problem("does-not-fit", key, message, hint)
 
 
-def _unmounted(job: Job) -> Iterator[tuple[str, str, str]]:
-    """Yield the folders of the run that are on no volume."""
+def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield variables that the pods lack, and URLs that readers of the manifest must not see."""
+    # The names of the secret's variables are not known here.
+    in_pods = r"\w+" if job.launch.token_secret else _IN_PODS
+    for key, value in values.items():
+        text = json.dumps(value, default=str)
+        for name in dict.fromkeys(_VARIABLE.findall(text)):
+            if name not in job.launch.environment and not re.fullmatch(in_pods, name):
+                message = f"the containers have no environment variable {name}"
+                hint = f"set launch.environment.{name}, or write $${{ for a literal ${{"
+                yield key, message, hint
+        if public(text) != text:
+            message = "all readers of the manifest see the login or signature of its URL"
+            hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
+            yield key, message, hint
+
+
+def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the folders of the run that are on no volume. checkpoints: the folder as written."""
     paths = list(job.launch.volumes.values())
     folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}
-    checkpoints = checkpoint_folder(job.run.toml, folder, job.launch.environment)
+    variables = job.launch.environment
+    checkpoints = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), checkpoints)
     if job.run.checkpoint.enable_checkpoint and not is_url(checkpoints):
-        folders["checkpoint.folder"] = checkpoints
+        folders["checkpoint.folder"] = posixpath.join(folder, checkpoints)
     for key, text in folders.items():
         place = PurePosixPath(posixpath.normpath(text))
         if not any(place.is_relative_to(path) for path in paths):
             message = (
-                f"{text!r} is not on a volume of the pods ({', '.join(paths) or 'none'}): "
+                f"{str(place)!r} is not on a volume of the pods ({', '.join(paths) or 'none'}): "
                 "checkpoints would end with the pod"
             )
             hint = (
@@ -190,8 +207,17 @@ def _unmounted(job: Job) -> Iterator[tuple[str, str, str]]:
 
 
 def warnings(job: Job) -> list[str]:
-    """Return warnings of paths."""
-    return relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume")
+    """Return a warning for each relative path of data."""
+    values = config_values(job.run.toml)
+    found = []
+    for key in _PATHS:
+        path = values.get(key)
+        if path == BUNDLED_TOKENIZER_NAME:
+            continue
+        if isinstance(path, str) and path and not is_url(path) and path[0] not in "/~$":
+            hint = "pods look for it below /workspace, not on a volume"
+            found.append(f"{key} = {path!r} is relative: {hint}")
+    return found
 
 
 def advice(job: Job) -> str:

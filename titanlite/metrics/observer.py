@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from titanlite import doors
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
@@ -186,14 +187,9 @@ class MetricsLogger(Callback):
             for board in boards:
                 board.write(step, tags(row))
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Show texts, by tag, in TensorBoard."""
-        if self._tensorboard:
-            self._tensorboard.write(step, texts)
-
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
-        self._meter.start(trainer.steps)
+        self._meter.start()
         self._request_layer_norms(trainer)
 
     def _open_tensorboard(self, step: int) -> None:
@@ -216,11 +212,10 @@ class MetricsLogger(Callback):
         names = self._metrics.tracker_names
         if not names:
             return
-        from titanlite.config.resolve import resolve
-        from titanlite.metrics.trackers import TRACKERS, TrackedRun
+        from titanlite.metrics.trackers import TrackedRun
 
         run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
-        self._trackers = [resolve(TRACKERS[name])(run) for name in names]
+        self._trackers = [doors.load(doors.place_of("trackers", name) or "")(run) for name in names]
 
     def _is_logged(self, step: int, steps: int) -> bool:
         """Whether a step is logged: the first, the last and every `log_freq` steps."""
@@ -238,7 +233,7 @@ class MetricsLogger(Callback):
         parts = [more.sums() for more in self._more]
         found = self._reduce(result, parts)
         tokens_after = trainer.parts.course.tokens_after
-        reading = self._meter.read(step, tokens_after(trainer.steps) - tokens_after(step))
+        reading = self._meter.read(tokens_after(trainer.steps) - tokens_after(step))
         per_step = reading.figures["seconds_per_step"]
         ranks: dict[str, float] = {}
         warning = ""

@@ -12,13 +12,6 @@ from titanlite.metrics.boards import BackgroundWriter
 from titanlite.runs.links import read_own
 from titanlite.utils import atomic_write
 
-#: Name in `metrics.trackers` → its class, a `Tracker`.
-TRACKERS = {
-    "wandb": "titanlite.metrics.wandb:WandbTracker",
-    "mlflow": "titanlite.contrib.trackers.mlflow:MlflowTracker",
-    "comet": "titanlite.contrib.trackers.comet:CometTracker",
-    "trackio": "titanlite.contrib.trackers.trackio:TrackioTracker",
-}
 #: Project, or experiment, of the runs where the environment names none.
 PROJECT = "titanlite"
 #: Tracker -> the variable that names one run there.

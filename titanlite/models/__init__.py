@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from titanlite.models.args import resolve_args
 from titanlite.models.families import SPECS, get_spec
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_scaling import RopeScaling
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size
 

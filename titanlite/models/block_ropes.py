@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from titanlite.models.llama_args import Rotary
+    from titanlite.models.llama import Rotary
     from titanlite.models.rope import Rope, Rotation
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.spec import Cost
+
+if TYPE_CHECKING:
+    from titanlite.models.llama import LlamaArgs
 
 
 class BlockCount(NamedTuple):
@@ -31,7 +33,7 @@ def _block(args: LlamaArgs) -> BlockCount:
 
 def blocks(args: LlamaArgs) -> list[LlamaArgs]:
     """Return the arguments of each block, in the order they run."""
-    return [args.of_block(index) for index in range(args.n_layers)]
+    return list(args.blocks().values())
 
 
 def _norm(args: LlamaArgs) -> int:
@@ -88,7 +90,7 @@ def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
     table = _table(args)
     norm = _norm(args)
     costs = {"tok_embeddings": Cost(0, table)}
-    for name, block in zip(block_names(args), blocks(args), strict=True):
+    for name, block in args.blocks().items():
         count = _block(block)
         costs[name] = Cost(6 * count.active + block.attention_flops(seq_len), count.whole)
     costs["norm"] = Cost(6 * norm, norm)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.models.fields import argument
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import ShapeError, Size
 
@@ -48,30 +47,20 @@ class DeepSeekV3Args(ExpertArgs):
     n_groups: int = 1
     top_groups: int = 1
     #: Best experts of a group whose scores together tell how good it is: 2 (V3), or 1 (V2).
-    group_best: int = 2
+    group_best: int = argument(2, decides="best_of_groups")
     #: Step by which each expert's bias moves after an update; 0: it stays.
-    bias_update: float = 0.001
+    bias_update: float = argument(0.001, decides="expert_bias")
     #: Biases balance the load, so no loss does.
     aux_loss: float = 0.0
     norm_eps: float = 1e-6
     #: Of the norms on latents.
     latent_norm_eps: float = LATENT_NORM_EPS
     #: Of the norm before the head; None: `norm_eps`.
-    last_norm_eps: float | None = None
+    last_norm_eps: float | None = argument(None, decides="last_eps")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = []
-        widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        for name in widths:
-            if getattr(self, name) < 1:
-                wrong.append(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("latent_norm_eps", "last_norm_eps"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                wrong.append(f"{name} must be positive, got {value}")
-        if self.q_lora_rank < 0:
-            wrong.append(f"q_lora_rank must not be negative, got {self.q_lora_rank}")
         if self.v_head_dim > self.qk_head_dim:
             wrong.append(
                 f"v_head_dim = {self.v_head_dim} is wider than a query, which has "
@@ -102,9 +91,7 @@ class DeepSeekV3Args(ExpertArgs):
         """Return the width of the rotated part of a head."""
         return self.qk_rope_head_dim
 
-    @property
-    def is_latent(self) -> bool:
-        return True
+    is_latent = True
 
     @property
     def qk_head_dim(self) -> int:
@@ -125,30 +112,16 @@ class DeepSeekV3Args(ExpertArgs):
         return self.norm_eps if self.last_norm_eps is None else self.last_norm_eps
 
     @property
+    def best_of_groups(self) -> int | None:
+        """Return `group_best`; None: there are no groups."""
+        return self.group_best if self.n_groups > 1 else None
+
+    @property
     def expert_bias(self) -> bool:
         """Whether each expert has a bias; those of V3 always have."""
         return self.bias_update > 0 or self.score == "sigmoid"
 
-    @property
-    def published_context(self) -> int:
-        return 4096
-
-    def deciding(self) -> dict[str, Any]:
-        """Add the widths of latents and heads, whether experts have biases, and the epsilons."""
-        found = super().deciding()
-        for name in (
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "rope_interleave",
-            "expert_bias",
-            "latent_norm_eps",
-        ):
-            found[name] = getattr(self, name)
-        found["last_norm_eps"] = self.last_eps
-        return found
+    published_context = 4096
 
     def attention_linears(self) -> dict[str, Size]:
         queries = self.n_heads * self.qk_head_dim

@@ -8,58 +8,53 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem
-from titanlite.config.resolve import resolve_as
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
-#: Values of `model.name`.
-_NAMES = (
-    "llama2",
-    "llama3",
-    "mistral",
-    "mixtral",
-    "qwen3",
-    "qwen3_moe",
-    "olmo2",
-    "olmo3",
-    "gemma3",
-    "deepseek_v3",
-    "gpt_oss",
-    "llama4",
-    "hf",
-)
+#: Value of `model.name` → file of the family, and the name of its spec there.
+_FAMILIES = {
+    "llama2": "llama:LLAMA2",
+    "llama3": "llama:LLAMA3",
+    "mistral": "mistral:SPEC",
+    "mixtral": "mixtral:SPEC",
+    "qwen3": "qwen3:SPEC",
+    "qwen3_moe": "qwen3_moe:SPEC",
+    "olmo2": "olmo2:SPEC",
+    "olmo3": "olmo3:SPEC",
+    "gemma3": "gemma3:SPEC",
+    "deepseek_v3": "deepseek_v3:SPEC",
+    "gpt_oss": "gpt_oss:SPEC",
+    "llama4": "llama4:SPEC",
+    "hf": "hf:SPEC",
+}
 
 
 @functools.cache
 def _builtin(name: str) -> ModelSpec:
     """Import a family and return its spec."""
-    if name not in ("llama2", "llama3"):
-        # Its file has the name of the family.
-        spec: ModelSpec = importlib.import_module(f"titanlite.models.{name}").SPEC
-        return spec
-    from titanlite.models.llama import decoder_spec
-    from titanlite.models.llama_shapes import SHAPES
-
-    return decoder_spec(name, SHAPES[name])
+    module, _, variable = _FAMILIES[name].partition(":")
+    spec: ModelSpec = getattr(importlib.import_module(f"titanlite.models.{module}"), variable)
+    return spec
 
 
 class _Families(Mapping[str, ModelSpec]):
     """Name → spec; the names are known without an import of the families."""
 
     def __getitem__(self, name: str) -> ModelSpec:
-        if name not in _NAMES:
+        if name not in _FAMILIES:
             raise KeyError(name)
         return _builtin(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES)
+        return iter(_FAMILIES)
 
     def __len__(self) -> int:
-        return len(_NAMES)
+        return len(_FAMILIES)
 
     def __contains__(self, name: object) -> bool:
-        return name in _NAMES
+        return name in _FAMILIES
 
 
 #: The built-in models by `model.name`.

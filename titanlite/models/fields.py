@@ -1,15 +1,97 @@
-"""Values from a file checked against the fields of a dataclass. No torch here."""
+"""Fields of a model's arguments: what each one tells about itself, and values from a file checked
+against them. No torch here.
+
+A field is a part of the shape that decides as it stands, and a number is positive. One that is not
+says so where it is declared, by `argument`. So what compares or checks arguments names none.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
 
 from titanlite.config.errors import Problem
 from titanlite.models.spec import ShapeError, names_like, shown
+
+#: The argument that a run sets to the length of its sequences, in the arguments of any model.
+LENGTH = "max_seq_len"
+
+
+def argument(
+    default: Any,
+    *,
+    decides: str | None = None,
+    of_training: bool = False,
+    may_be_zero: bool = False,
+) -> Any:
+    """Declare an argument that is no plain part of the shape. A subclass that declares it anew need
+    not say so again.
+
+    decides: the attribute that stands for it where models are compared, "" if others do.
+    of_training: it changes neither weights nor logits; runs that differ in it resume each other's
+    checkpoints. may_be_zero: as arguments may whose default is zero.
+    """
+    told: dict[str, Any] = {}
+    if may_be_zero:
+        told["may_be_zero"] = True
+    if of_training:
+        told["of_training"] = True
+    if decides is not None or of_training:
+        told["decides"] = decides or ""
+    return field(default=default, metadata=told)
+
+
+@functools.cache
+def _told(cls: type, name: str) -> Mapping[str, Any]:
+    """Return what a class and those that it is made from say about an argument."""
+    found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
+    for base in reversed(cls.__mro__):
+        declared = vars(base).get("__dataclass_fields__", {}).get(name)
+        found.update(declared.metadata if declared is not None else {})
+        if vars(base).get(name) == 0:
+            found["may_be_zero"] = True
+    return found
+
+
+def is_of_training(cls: type, name: str) -> bool:
+    """Return whether weights mean the same, whatever the argument is."""
+    return bool(_told(cls, name)["of_training"])
+
+
+def deciding(args: Any) -> dict[str, Any]:
+    """Return argument → value of all that decides tensors or logits, with defaults worked out.
+
+    Arguments with a method of this name answer themselves.
+    """
+    if hasattr(args, "deciding"):
+        return dict(args.deciding())
+    found = {}
+    cls: Any = type(args)
+    for one in fields(args):
+        attribute = _told(cls, one.name)["decides"]
+        if attribute and one.name != LENGTH:
+            found[one.name] = getattr(args, attribute)
+    return found
+
+
+def out_of_range(args: Any) -> list[str]:
+    """Return what is wrong with numbers by themselves."""
+    wrong = []
+    cls: Any = type(args)
+    for one in fields(args):
+        value = getattr(args, one.name)
+        if type(value) not in (int, float):
+            continue
+        may_be_zero = "may_be_zero" in _told(cls, one.name)
+        if not (0 < value < math.inf or value == 0 and may_be_zero):
+            limit = "not be negative" if may_be_zero else "be positive"
+            wrong.append(f"{one.name} must {limit}, got {value}")
+    return wrong
+
 
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
@@ -21,7 +103,7 @@ def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[
     Raises ShapeError with all that do not fit.
     """
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
+    names = [one.name for one in fields(cls)]
     checked: dict[str, Any] = {}
     wrong: list[Problem] = []
     for name, value in values.items():

@@ -11,7 +11,6 @@ from titanlite.models import llama_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import decoder_spec
 from titanlite.models.rope_scaling import LinearScaling
-from titanlite.models.spec import ShapeError
 from titanlite.models.window_pattern import PatternArgs, one_rope, pattern_of, written_pattern
 
 #: Bases of RoPE in blocks that see all, and in those with a window.
@@ -43,11 +42,6 @@ class Gemma3Args(PatternArgs):
     norm_offset = True
     activation = "gelu_tanh"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.query_scalar < 1:
-            raise ShapeError(f"query_scalar must be positive, got {self.query_scalar}")
-
     @property
     def query_scale(self) -> float:
         return math.sqrt(self.head_dim / self.query_scalar)
@@ -59,9 +53,6 @@ class Gemma3Args(PatternArgs):
     @property
     def published_context(self) -> int:
         return 32768 if self.rope_scaling is None else 131072
-
-    def deciding(self) -> dict[str, Any]:
-        return {**super().deciding(), "query_scalar": self.query_scalar}
 
 
 def _gemma3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Gemma3Args:

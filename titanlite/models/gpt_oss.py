@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.models import llama
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
+from titanlite.models.fields import argument
 from titanlite.models.llama import linear_init
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import Init, ModelSpec, imported_when_called
@@ -34,7 +35,7 @@ class GptOssArgs(ExpertArgs):
     top_k: int = 4
     aux_loss: float = 0.001
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = 0.0
+    bias_update: float = argument(0.0, decides="")
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 64
     #: Tokens that a token attends to in the first, third, … block, itself and those before it. In
@@ -45,21 +46,10 @@ class GptOssArgs(ExpertArgs):
         """Return the arguments of block `index`: every second one has no window."""
         return replace(self, window=None) if index % 2 else self
 
-    @property
-    def score(self) -> str:
-        return "softmax_of_chosen"
-
-    @property
-    def router_bias(self) -> bool:
-        return True
-
-    @property
-    def expert_biases(self) -> bool:
-        return True
-
-    @property
-    def published_context(self) -> int:
-        return 131072
+    score = "softmax_of_chosen"
+    router_bias = True
+    expert_biases = True
+    published_context = 131072
 
     def attention_extras(self) -> dict[str, int]:
         """Add the biases and the sinks."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import attend, document_positions
 from titanlite.models.autograd import RMSNorm, silu_mul
-from titanlite.models.llama_args import AttentionKind, LlamaArgs
+from titanlite.models.llama import AttentionKind, LlamaArgs
 from titanlite.models.rope import Rotation, build_rope
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
+        # `titanlite.plan.blocks.block_ops` has the same operators, with what each keeps and needs.
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, mask))
         return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 
@@ -178,10 +179,9 @@ class Llama(nn.Module):
         # A dictionary, not a list: a block keeps its name when others are dropped.
         self.layers = nn.ModuleDict()
         self.kinds: dict[str, AttentionKind] = {}
-        for index in range(args.n_layers):
-            of_block = args.of_block(index)
-            self.layers[str(index)] = self.block_class(of_block)
-            self.kinds[str(index)] = of_block.attention_kind
+        for index, block in enumerate(args.blocks().values()):
+            self.layers[str(index)] = self.block_class(block)
+            self.kinds[str(index)] = block.attention_kind
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()

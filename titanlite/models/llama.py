@@ -1,8 +1,8 @@
-"""The Llama family (Llama 2, 3, 3.1, 3.2): initial weights, and how it is divided.
+"""Llama 2, 3, 3.1 and 3.2: arguments, initial weights, how a model is divided, published sizes.
 
-Other families of decoders subclass `LlamaArgs` and give `decoder_spec` what differs. No torch here;
-`titanlite.models.layers` has the modules, `llama_args` the arguments, `llama_shapes` the published
-sizes, `counts` parameters and FLOPs, `llama_hf` other people's names of weights.
+Other families of decoders subclass `LlamaArgs` and give `decoder_spec` what differs. No torch here:
+`titanlite.models.layers` has the modules, `llama_hf` the names of Hugging Face, `counts` parameters
+and FLOPs.
 """
 
 from __future__ import annotations
@@ -11,32 +11,275 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.config.errors import Problem
 from titanlite.models import counts
-from titanlite.models.llama_args import NORM_TYPES as NORM_TYPES
-from titanlite.models.llama_args import LlamaArgs, block_names
-from titanlite.models.rope_scaling import RopeScaling as RopeScaling
-from titanlite.models.spec import Init, ModelSpec, Size, imported_when_called
+from titanlite.models.fields import argument, out_of_range
+from titanlite.models.rope_scaling import RopeScaling, Scaling
+from titanlite.models.spec import Init, ModelSpec, ShapeError, Size, imported_when_called
 
 if TYPE_CHECKING:
-    pass
+    from typing_extensions import Self
+
+NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+_BEFORE = ("attention_norm", "ffn_norm")
+_AFTER = ("attention_post_norm", "ffn_post_norm")
+#: Value of `norm_placement` → names of the norms of a block.
+NORM_NAMES = {"before": _BEFORE, "after": _AFTER, "around": (*_BEFORE, *_AFTER)}
 
 
-def block_linears(args: LlamaArgs) -> dict[str, Size]:
-    """Return name → size of the linears of one block, in the model's order. args: of that
-    block.
+class Rotary(NamedTuple):
+    """What rotary tables follow from, besides their length."""
+
+    #: Numbers of a head that rotate.
+    width: int
+    theta: float
+    scaling: Scaling | None
+
+
+class AttentionKind(NamedTuple):
+    """What blocks have in common that share one rotation and one mask."""
+
+    window: int | None
+    #: None: positions rotate nothing.
+    rotary: Rotary | None
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """Everything that determines a decoder's shape and arithmetic, and a few numbers of training.
+
+    A field tells by its metadata what else must know of it: `titanlite.models.fields`. What has no
+    field is fixed for a family. A subclass sets it, overrides it, or makes a field of it.
     """
-    return {**args.attention_linears(), **args.feed_forward_linears()}
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    #: Key/value heads shared by groups of query heads; None: as many as query heads.
+    n_kv_heads: int | None = argument(None, decides="kv_heads")
+    #: Hidden width of the feed-forward; None: Llama's rule, see `ffn_width`.
+    ffn_dim: int | None = argument(None, decides="ffn_width")
+    ffn_dim_multiplier: float = argument(1.0, decides="")
+    multiple_of: int = argument(256, decides="")
+    #: Vocabulary entries; None only in a flavor that takes the tokenizer's.
+    vocab_size: int | None = None
+    norm_eps: float = 1e-5
+    norm_type: str = argument("rmsnorm", decides="norm_kind")
+    rope_theta: float = 10000.0
+    rope_scaling: Scaling | None = None
+    #: The head is the transposed embedding.
+    tied: bool = False
+    #: Positions that the RoPE tables hold, in tokens.
+    max_seq_len: int = argument(2048, of_training=True)
+
+    def __post_init__(self) -> None:
+        """Raise ShapeError with all numbers that make no decoder."""
+        wrong = out_of_range(self)
+        if self.norm_type not in NORM_TYPES:
+            wrong.append(
+                f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
+            )
+        wrong = wrong or self._problems_of_derived()
+        if wrong:
+            raise ShapeError(*wrong)
+
+    def _problems_of_derived(self) -> list[str]:
+        """Return what is wrong with derived numbers, where each argument by itself is right."""
+        wrong = []
+        if self.ffn_width < 1:
+            wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
+        if self.dim % self.n_heads and "head_dim" not in self.__dataclass_fields__:
+            wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
+        elif self.head_dim < 1 or self.head_dim % 2:
+            wrong.append(
+                f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
+            )
+        if self.n_heads % self.kv_heads:
+            wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
+        return wrong
+
+    def of_block(self, index: int) -> Self:
+        """Return the arguments of block `index`; a family whose blocks differ overrides it."""
+        return self
+
+    def blocks(self) -> dict[str, Self]:
+        """Return name → arguments of each block, in the order they run."""
+        return {f"layers.{index}": self.of_block(index) for index in range(self.n_layers)}
+
+    # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
+    # stale one behind.
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def window(self) -> int | None:
+        """Return the tokens that a token attends to, itself and those before it; None: all."""
+        return None
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary tables of a block: of `of_block`; None: positions rotate nothing."""
+        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """Return what blocks share a rotation and a mask by: of `of_block`."""
+        return AttentionKind(self.window, self.rotary)
+
+    def rotaries(self) -> list[Rotary | None]:
+        """Return the rotary tables of all blocks, equal ones once, in the order of the blocks."""
+        return list(dict.fromkeys(block.rotary for block in self.blocks().values()))
+
+    #: q and k pass through an RMSNorm before the rotation: each head by itself, or all heads of a
+    #: token together.
+    qk_norm = False
+    qk_norm_whole = False
+    #: Where a block has norms: "before" attention and feed-forward, "after" or "around" them.
+    norm_placement = "before"
+    #: RMSNorms multiply by 1 + weight.
+    norm_offset = False
+    #: Function of the feed-forward's gate: "silu", or "gelu_tanh".
+    activation = "silu"
+    #: Keys and values come from a latent (`deepseek_v3`).
+    is_latent = False
+    #: Pairs that rotate together are neighbours (`llama4`).
+    neighbours_rotate = False
+
+    @property
+    def query_scale(self) -> float:
+        """Return a factor for q, on top of 1 / sqrt(head_dim) in the scores: of the norm of q,
+        with `norm_offset`.
+        """
+        return 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return a factor for embeddings, before the first block."""
+        return 1.0
+
+    @property
+    def norm_kind(self) -> str:
+        """Return `norm_type`, of names for one thing the first."""
+        return "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """`ffn_dim`, or the rule of Llama's reference code: int(2 * 4 * dim / 3) times the
+        multiplier, rounded up.
+        """
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        return -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def published_context(self) -> int:
+        """Tokens of context of the published models with this RoPE; 0: there are none."""
+        if isinstance(self.rope_scaling, RopeScaling):
+            # 131072 of Llama 3.1 and 3.2.
+            return 16 * self.rope_scaling.original_context
+        return {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
+
+    @property
+    def context(self) -> int:
+        """Return `max_position_embeddings` of config.json: the published context, or `max_seq_len`
+        where that is more; with some scalings, what they make of it.
+        """
+        context = max(self.max_seq_len, self.published_context)
+        return context if self.rope_scaling is None else self.rope_scaling.positions(context)
+
+    @property
+    def n_vocab(self) -> int:
+        """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
+        if self.vocab_size is None:
+            message = (
+                "this flavor takes its vocabulary from the tokenizer: pass vocab_size or "
+                "tokenizer_size"
+            )
+            raise ShapeError(Problem("model", "vocab_size", message))
+        return self.vocab_size
+
+    # The parameters and FLOPs of a block: of `of_block`
+
+    def attention_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of attention's linears, in the model's order."""
+        heads = self.n_heads * self.head_dim
+        groups = self.kv_heads * self.head_dim
+        return {
+            "attention.wq": Size(self.dim, heads),
+            "attention.wk": Size(self.dim, groups),
+            "attention.wv": Size(self.dim, groups),
+            "attention.wo": Size(heads, self.dim),
+        }
+
+    def attention_extras(self) -> dict[str, int]:
+        """Return name in a block → length of attention's vectors: norms, biases."""
+        if not self.qk_norm:
+            return {}
+        heads = self.n_heads if self.qk_norm_whole else 1
+        groups = self.kv_heads if self.qk_norm_whole else 1
+        return {
+            "attention.q_norm": heads * self.head_dim,
+            "attention.k_norm": groups * self.head_dim,
+        }
+
+    def attention_flops(self, seq_len: int) -> int:
+        """Return the FLOPs of scores and weighted values for one training token.
+
+        Causality is not discounted; keys outside the window are not counted.
+        """
+        return 12 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+    def block_norms(self) -> dict[str, int]:
+        """Return name in a block → length of the norms on the residual stream."""
+        if self.norm_type == "np_layernorm":
+            return {}
+        return dict.fromkeys(NORM_NAMES[self.norm_placement], self.dim)
+
+    def feed_forward_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of the feed-forward's linears, in the model's order."""
+        return {
+            "feed_forward.w1": Size(self.dim, self.ffn_width),
+            "feed_forward.w2": Size(self.ffn_width, self.dim),
+            "feed_forward.w3": Size(self.dim, self.ffn_width),
+        }
+
+    def feed_forward_extras(self) -> dict[str, Size]:
+        """Return name in a block → size of what else the feed-forward has; a vector has one input.
+
+        Of a stack it is the size of each matrix.
+        """
+        return {}
+
+    def feed_forward_parameters(self) -> tuple[int, int]:
+        """Return the parameters of a block's feed-forward, and those of them that one token is
+        multiplied by.
+        """
+        sizes = self.feed_forward_linears().values()
+        count = sum(size.in_features * size.out_features for size in sizes)
+        return count, count
+
+
+def block_names(args: LlamaArgs) -> list[str]:
+    """Return the decoder blocks in the order they run."""
+    return list(args.blocks())
 
 
 def linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of every linear, in the model's order."""
     found: dict[str, Size] = {}
-    for index, block in enumerate(block_names(args)):
-        for name, size in block_linears(args.of_block(index)).items():
-            found[f"{block}.{name}"] = size
+    for name, block in args.blocks().items():
+        for kind, size in {**block.attention_linears(), **block.feed_forward_linears()}.items():
+            found[f"{name}.{kind}"] = size
     found["output"] = Size(args.dim, args.n_vocab)
     return found
 
@@ -99,10 +342,8 @@ def tied(args: LlamaArgs) -> dict[str, str]:
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
     """Return the two halves of each decoder block, in the order they run."""
-    names = []
-    for block in block_names(args):
-        names += [f"{block}.attention", f"{block}.feed_forward"]
-    return names
+    halves = ("attention", "feed_forward")
+    return [f"{block}.{half}" for block in block_names(args) for half in halves]
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
@@ -154,8 +395,8 @@ def tensor_plan(
     its arguments.
     """
     plan = {"tok_embeddings": "embedding"}
-    for index, block in enumerate(block_names(args)):
-        for name, kind in of_block(args.of_block(index)).items():
+    for block, own in args.blocks().items():
+        for name, kind in of_block(own).items():
             plan[f"{block}.{name}"] = kind
     plan["norm"] = "sequence"
     plan["output"] = "head"
@@ -198,3 +439,55 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) 
         args_from_hf=imported_when_called("titanlite.models.llama_hf:args_from_hf"),
     )
     return replace(spec, **different)
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, **rest: Any) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 32000, "rope_theta": 1e4, **rest})
+
+
+def _llama3(dim: int, n_layers: int, n_heads: int, **rest: Any) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 128256, "rope_theta": 5e5, **rest})
+
+
+LLAMA2 = decoder_spec(
+    "llama2",
+    {
+        "debugmodel": _llama2(256, 8, 16, vocab_size=None),
+        "271M": _llama2(1024, 16, 8),
+        "1B": _llama2(2048, 18, 16),
+        "7B": _llama2(4096, 32, 32),
+        "13B": _llama2(5120, 40, 40),
+        "26B": _llama2(5120, 80, 40),
+        "70B": _llama2(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
+    },
+)
+
+_DEBUG = _llama3(256, 8, 16, vocab_size=None)
+_8B = _llama3(4096, 32, 32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024)
+_70B = _llama3(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096)
+#: Of Llama 3.1, and of Llama 3.2.
+_LONG = RopeScaling(factor=8.0)
+_LONGER = RopeScaling(factor=32.0)
+_405B = _llama3(
+    16384, 126, 128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096, rope_scaling=_LONG
+)
+_1B = _llama3(2048, 16, 32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=_LONGER, tied=True)
+_3B = _llama3(3072, 28, 24, n_kv_heads=8, rope_scaling=_LONGER, tied=True)
+#: "8B" and "70B" are Llama 3; Llama 3.1 and 3.2 say so in their names.
+LLAMA3 = decoder_spec(
+    "llama3",
+    {
+        "debugmodel": _DEBUG,
+        "8B": _8B,
+        "70B": _70B,
+        "3.1-8B": replace(_8B, rope_scaling=_LONG),
+        "3.1-70B": replace(_70B, rope_scaling=_LONG),
+        "3.1-debugmodel": replace(_DEBUG, n_layers=6, rope_scaling=_LONG),
+        "3.1-405B": _405B,
+        "405B": _405B,
+        "3.2-1B": _1B,
+        "1B": _1B,
+        "3.2-3B": _3B,
+        "3B": _3B,
+    },
+)

@@ -7,7 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.experts.arguments import ExpertArgs
-from titanlite.models.llama_args import Rotary
+from titanlite.models.fields import argument
+from titanlite.models.llama import Rotary
 from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Llama4Args(ExpertArgs):
     #: `transformers` has none for these models; 0.001 is in their config.json.
     aux_loss: float = 0.001
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = 0.0
+    bias_update: float = argument(0.0, decides="")
     #: Hidden width of each expert, the shared one too.
     expert_width: int = 8192
     #: Every so many blocks one has experts; the others are dense.
@@ -37,16 +38,16 @@ class Llama4Args(ExpertArgs):
     #: How scores are made of the router's logits: "sigmoid", or "softmax".
     score: str = "sigmoid"
     #: Every so many blocks one has no rotary positions and attends to all; 0: none.
-    nope_every: int = 4
+    nope_every: int = argument(4, may_be_zero=True)
     #: Tokens of a chunk, counted from the beginning of a document. In blocks with rotary positions
     #: a token attends to those of its chunk; 0: to all.
-    chunk: int = 8192
+    chunk: int = argument(8192, may_be_zero=True)
     #: Whether q and k of blocks with rotary positions are divided by their root mean square, after
     #: the rotation.
     unit_qk: bool = True
     #: q of blocks without rotary positions grows by this share of log(1 + position // floor); 0:
     #: it does not.
-    temperature: float = 0.1
+    temperature: float = argument(0.1, may_be_zero=True)
     temperature_floor: int = 8192
     # No fields: these are the same for all.
     norm_topk = False
@@ -58,12 +59,6 @@ class Llama4Args(ExpertArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = []
-        for name in ("nope_every", "chunk", "temperature"):
-            if not getattr(self, name) >= 0:
-                wrong.append(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("sparse_step", "temperature_floor"):
-            if getattr(self, name) < 1:
-                wrong.append(f"{name} must be positive, got {getattr(self, name)}")
         if self.n_experts and self.sparse_step > self.n_layers:
             wrong.append(
                 f"sparse_step = {self.sparse_step} is more than n_layers = {self.n_layers}: no "
@@ -85,24 +80,7 @@ class Llama4Args(ExpertArgs):
     def rotary(self) -> Rotary | None:
         return None if self.nope_every == 1 else super().rotary
 
-    @property
-    def published_context(self) -> int:
-        # Of the base models. Instructed ones say 10,485,760 and 1,048,576.
-        return 262144
-
-    def deciding(self) -> dict[str, Any]:
-        """Add where blocks differ, and what attention does beside Llama's."""
-        found = super().deciding()
-        for name in (
-            "sparse_step",
-            "nope_every",
-            "chunk",
-            "unit_qk",
-            "temperature",
-            "temperature_floor",
-        ):
-            found[name] = getattr(self, name)
-        return found
+    published_context = 262144
 
     def attention_flops(self, seq_len: int) -> int:
         """Do as `LlamaArgs.attention_flops`; keys outside the chunk are not counted."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.hf_words import in_words_of_files
-from titanlite.models.llama_args import LlamaArgs, block_names
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_hf import read_scaling, rope_of, written_rope
 from titanlite.models.spec import ShapeError
 
@@ -78,8 +78,8 @@ def hf_names(
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
     }
-    for index, block in enumerate(block_names(args)):
-        for ours, theirs in parts(args.of_block(index)).items():
+    for block, own in args.blocks().items():
+        for ours, theirs in parts(own).items():
             if isinstance(theirs, str):
                 names[f"{block}.{ours}"] = f"model.{block}.{theirs}"
             else:

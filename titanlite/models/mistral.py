@@ -20,9 +20,7 @@ class MistralArgs(LlamaArgs):
     #: Tokens that a token attends to, itself and those before it; None: all.
     window: int | None = None
 
-    @property
-    def published_context(self) -> int:
-        return 32768
+    published_context = 32768
 
 
 def _mistral(dim: int = 4096, n_layers: int = 32, n_heads: int = 32, **rest: Any) -> MistralArgs:

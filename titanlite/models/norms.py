@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titanlite.models.autograd import RMSNorm, rms_norm
 
 if TYPE_CHECKING:
-    from titanlite.models.llama_args import LlamaArgs
+    from titanlite.models.llama import LlamaArgs
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -16,17 +16,9 @@ from titanlite.models.llama import LlamaArgs, decoder_spec
 class Olmo2Args(LlamaArgs):
     """Arguments of OLMo 2's decoder."""
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
-
-    @property
-    def qk_norm_whole(self) -> bool:
-        return True
-
-    @property
-    def norm_placement(self) -> str:
-        return "after"
+    qk_norm = True
+    qk_norm_whole = True
+    norm_placement = "after"
 
     @property
     def published_context(self) -> int:

@@ -20,13 +20,8 @@ class Qwen3Args(LlamaArgs):
     #: Width of a head; it does not depend on `dim`.
     head_dim: int = 128
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
-
-    @property
-    def published_context(self) -> int:
-        return 40960
+    qk_norm = True
+    published_context = 40960
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Qwen3Args:

@@ -13,6 +13,7 @@ from titanlite.models import llama_hf
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.experts.family import expert_spec
 from titanlite.models.experts.hf_names import feed_forward_names
+from titanlite.models.fields import argument
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.qwen3 import check_no_windows
 from titanlite.models.spec import ModelSpec, ShapeError
@@ -46,19 +47,17 @@ class Qwen3MoeArgs(ExpertArgs):
     head_dim: int = 128
     expert_width: int = 768
     #: Every so many blocks one has experts; the others are dense.
-    sparse_step: int = 1
+    sparse_step: int = argument(1, decides="")
     #: More blocks that are dense.
-    dense_blocks: Blocks = Blocks()
+    dense_blocks: Blocks = argument(Blocks(), decides="all_dense_blocks")
     #: Whether the weights of a token's experts are divided by their sum.
     norm_topk: bool = True
     #: Step by which each expert's bias moves after an update; 0: there are no biases.
-    bias_update: float = 0.0
+    bias_update: float = argument(0.0, decides="")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = []
-        if self.sparse_step < 1:
-            raise ShapeError(f"sparse_step must be positive, got {self.sparse_step}")
         beyond = [index for index in self.dense_blocks if not 0 <= index < self.n_layers]
         if beyond:
             wrong.append(f"dense_blocks has {beyond[0]}, and blocks are 0 to {self.n_layers - 1}")
@@ -73,23 +72,18 @@ class Qwen3MoeArgs(ExpertArgs):
         left_out = {index for index in self.dense_blocks if (index + 1) % self.sparse_step == 0}
         return self.n_layers // self.sparse_step - len(left_out)
 
-    def deciding(self) -> dict[str, Any]:
-        """Add which blocks are dense."""
-        dense = [index for index in range(self.n_layers) if not self.of_block(index).n_experts]
-        return {**super().deciding(), "dense_blocks": dense}
+    @property
+    def all_dense_blocks(self) -> list[int]:
+        """Return the blocks without experts."""
+        return [index for index in range(self.n_layers) if not self.of_block(index).n_experts]
 
     def of_block(self, index: int) -> Self:
         """Return the arguments of block `index`."""
         is_dense = (index + 1) % self.sparse_step or index in self.dense_blocks
         return self.without_experts() if is_dense else self
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
-
-    @property
-    def published_context(self) -> int:
-        return 40960
+    qk_norm = True
+    published_context = 40960
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Qwen3MoeArgs:

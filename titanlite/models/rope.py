@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.models.rope_scaling import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 if TYPE_CHECKING:
-    from titanlite.models.llama_args import LlamaArgs, Rotary
+    from titanlite.models.llama import LlamaArgs, Rotary
 
 
 class Rotation:

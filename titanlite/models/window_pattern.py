@@ -5,16 +5,14 @@ No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import entry_of, texts_of
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_hf import written_rope
-from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,12 +38,6 @@ class PatternArgs(LlamaArgs):
         """Return the base of RoPE in blocks with a window."""
         return self.rope_theta
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("full_every", "local_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ShapeError(f"{name} must be positive, got {getattr(self, name)}")
-
     def is_full(self, index: int) -> bool:
         """Return whether block `index` attends to all tokens before."""
         return (index + 1) % self.full_every == 0
@@ -54,11 +46,6 @@ class PatternArgs(LlamaArgs):
         """Return the arguments of block `index`: those with a window, or those without."""
         full: Self = _of_kind(self, self.is_full(index))
         return full
-
-    def deciding(self) -> dict[str, Any]:
-        """Add where windows are, and their RoPE."""
-        own = {"full_every": self.full_every, "local_theta": self.local_theta}
-        return {**super().deciding(), **own}
 
 
 @cache

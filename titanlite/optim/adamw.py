@@ -118,44 +118,12 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return values, (values[:-1] + values[1:]) / 2
 
 
-@functools.cache
-def _upper_halves(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each upper half of a float32 the code of its least value, and the border above
-    that.
-
-    Numbers with one upper half have no more than one border between them.
-    """
-    borders = _levels(signed, torch.device("cpu"))[1]
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    least = torch.minimum(bits.view(torch.float32), (bits | 0xFFFF).view(torch.float32))
-    codes = torch.bucketize(least, borders, out_int32=True, right=True)
-    return codes, torch.cat([borders, torch.tensor([torch.inf])])[codes]
-
-
-def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Return the code nearest to each finite value (float32), as `torch.bucketize` finds it."""
-    if values.device.type != "cpu":
-        return torch.bucketize(
-            values, _levels(signed, values.device)[1], out_int32=True, right=True
-        )
-    # A CPU mispredicts the branches of its search: a table takes a fraction of the time.
-    codes, borders = _upper_halves(signed)
-    upper = (values.view(torch.int32) >> 16).add_(2**15).flatten()
-    return (
-        codes.index_select(0, upper)
-        .add_(values.flatten() >= borders.index_select(0, upper))
-        .view(values.shape)
-    )
-
-
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in the number format of torchao's.
-    `torchao.optim.AdamW8bit` computes the same on whole matrices, to rounding. It quantizes blocks
-    of each rank's flat shard, so its moments fit no other number of ranks. And it cannot hold a
-    step back on the device. Here a block is a piece of one row. So moments have the sharding of the
-    weights, and checkpoints load on any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format, which quantizes
+    blocks of each rank's flat shard. Here a block is a piece of one row: moments have the sharding
+    of the weights, and checkpoints load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:
@@ -178,12 +146,15 @@ class AdamW8bit(AnyPrecisionAdamW):
             parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block
         )
         signed = name == "exp_avg"
-        values, _ = _levels(signed, codes.device)
+        values, borders = _levels(signed, codes.device)
         old = values.index_select(0, codes.flatten().int()).view(scales.shape + (block,))
         old = old.mul_(scales.unsqueeze(-1)).view(codes.shape)
         moved = old.lerp(value, 1 - decay)
         blocks = moved.unflatten(-1, (scales.shape[-1], block))
         largest = blocks.abs().amax(-1).clamp(min=1e-12)
-        self.store(codes, nearest_codes(blocks / largest.unsqueeze(-1), signed).flatten(-2))
+        nearest = torch.bucketize(
+            blocks / largest.unsqueeze(-1), borders, out_int32=True, right=True
+        )
+        self.store(codes, nearest.flatten(-2))
         self.store(scales, largest)
         return moved

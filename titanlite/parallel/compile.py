@@ -9,15 +9,13 @@ loss = compile_loss(cross_entropy_sum, "inductor")
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +27,15 @@ from titanlite.dist import ParallelismError
 from titanlite.loss import LossFunction
 from titanlite.utils import counted, logger
 
-if TYPE_CHECKING:
-    from titanlite.parallel.parallelize import ModelBuilder
-
 #: A name that torch knows, or a function (graph module, example inputs) → callable.
 Backend = str | Callable[..., Any]
 
 #: Names inductor's folder of compiled code; each process reads it from its environment.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+#: Lines of torch's reason that an error shows.
+_MOST_LINES = 24
 
 
 class CompileError(RuntimeError):
@@ -81,7 +80,6 @@ def check_backend(backend: str, device_type: str | None = None) -> None:
 
 
 def _missing_tool(cuda: bool) -> str | None:
-    """Return what inductor lacks here, and how to get it."""
     if cuda and importlib.util.find_spec("triton") is None:
         return "the package triton, which builds it for GPUs, is not installed: install triton"
     variable = "CC" if cuda else "CXX"
@@ -107,10 +105,9 @@ def use_cache_folder(cache_dir: str | None) -> str:
 
     Call it before anything is compiled.
 
-    cache_dir: the folder. None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR.
-    Without that variable it is `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or
-    ~/.cache). Unlike torch's own default below /tmp, that survives a restart of the machine. Where
-    the user's cache cannot be written, torch's default stays.
+    cache_dir: the folder. None: that of the environment variable TORCHINDUCTOR_CACHE_DIR, else
+    `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), which survives a
+    restart of the machine. Where that cannot be written, torch's default below /tmp stays.
     Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -156,15 +153,12 @@ def apply_compile(
 ) -> None:
     """Compile each module in place, as one graph, when it first runs.
 
-    modules: by name in the model. Modules of one class, with the same shapes and settings, share
-    one compilation. Under tensor parallelism see `ModelBuilder.compiled_names`: some whole blocks
-    get wrong gradients without an error.
-
-    options: settings of inductor for these modules alone.
+    modules: by name in the model. Those of one class, with the same shapes and settings, share one
+    compilation. Under tensor parallelism some whole blocks get wrong gradients without an error:
+    see `ModelBuilder.compiled_names`. options: settings of inductor for these modules alone.
 
     Call it after activation checkpointing, which becomes a part of the graph, and before
-    `fully_shard`, whose collectives do not. A module that is no single graph raises CompileError
-    with its name when it first runs.
+    `fully_shard`, whose collectives do not. A module that is no single graph raises CompileError.
     """
     for name, module in modules.items():
         # Shapes are constants of a run. With symbolic shapes one new shape would make slower code
@@ -186,7 +180,6 @@ def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunct
 
 
 def _with_name(name: str, compiled: Any) -> Any:
-    """Return `compiled` with errors of compilation that name the module or function."""
     exc = torch._dynamo.exc
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,158 +189,67 @@ def _with_name(name: str, compiled: Any) -> Any:
             what = f"{name} cannot be compiled as one graph"
             if isinstance(error, exc.BackendCompilerFailed):
                 what = f"the backend failed to compile {name}"
-            raise CompileError(f"{what}: {_why_not(error)}") from error
+            # A C++ compiler may write thousands of lines.
+            reason = "\n".join(str(error).splitlines()[:_MOST_LINES])
+            raise CompileError(f"{what}: {reason}") from error
 
     return call
 
 
-#: Lines of torch's reason that an error shows. A C++ compiler may write thousands.
-_MOST_LINES = 16
-#: Begins of lines that explain how to report an error to torch's developers.
-_FOR_DEVELOPERS = (
-    "Set TORCHDYNAMO_VERBOSE",
-    "Set TORCH_LOGS",
-    "You can suppress this exception",
-    "Developer debug context:",
-    "For more details about this graph break",
-    "Hint: Please report an issue",
-)
-
-
-def _why_not(error: Exception) -> str:
-    """Return the reason of a failed compilation: torch's own lines, without advice for torch's
-    developers.
-    """
-    inner = getattr(error, "inner_exception", None)
-    text = str(error) if inner is None else f"{type(inner).__name__}: {inner}"
-    lines = []
-    for line in text.splitlines():
-        words = line.strip()
-        if words and not words.startswith(_FOR_DEVELOPERS):
-            lines.append(line.rstrip())
-    if len(lines) > _MOST_LINES:
-        left_out = len(lines) - _MOST_LINES
-        lines = [*lines[:_MOST_LINES], f"(and {left_out} more lines)"]
-    return "\n".join(lines).strip() or type(error).__name__
-
-
-def watch_compilation(builder: ModelBuilder, model: nn.Module) -> CompileWatch | None:
-    """Watch what a builder compiles; None where that is nothing."""
-    modules = builder.compiled_modules(model).values()
-    functions = [builder.plain_loss] if builder.compiles("loss") else []
-    if not modules and not functions:
-        return None
-    return CompileWatch(modules, functions, builder.run.compile.backend)
-
-
 class CompileWatch:
-    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*, with
-    the reason.
+    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*.
 
     The warm-up is the first step and the first validation. Only one of them records gradients, so
     each needs other graphs.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str
-    ) -> None:
-        """modules, functions: the arguments of `apply_compile` and `compile_loss`."""
-        #: Where a function begins → its name in messages.
-        self._names: dict[tuple[str, int], str] = {}
-        for module in modules:
-            self._name(type(module).__name__.removeprefix("FSDP"), module.forward)
-        for function in functions:
-            self._name(function.__name__, function)
+    def __init__(self, backend: str) -> None:
         self._backend = backend
         self._warm: set[str] = set()
-        self._reported: set[tuple[str, str]] = set()
         #: In microseconds, as torch's records of compilation.
         self._since = time.time_ns() // 1000
-        #: Guards of each function that had failed so far.
-        self._failed: dict[CodeType, int] = {}
-        self._new_failures()
-
-    def _name(self, name: str, function: Callable[..., Any]) -> None:
-        code: CodeType = inspect.unwrap(function).__code__
-        place = code.co_filename, code.co_firstlineno
-        # Modules of several classes may run the same code, as under tensor parallelism.
-        names = self._names.get(place, name).split("/")
-        if name not in names:
-            names.append(name)
-        self._names[place] = "/".join(names)
 
     def start(self) -> None:
-        """Log what the first step compiles."""
-        names = " and ".join(dict.fromkeys(self._names.values()))
+        """Log that the first step compiles."""
         patience = ""
         if self._backend == "inductor":
             patience = (
                 f": up to minutes, seconds where {os.environ[CACHE_VARIABLE]} has the code already"
             )
-        logger.info(f"the first step compiles {names} with {self._backend}{patience}")
+        logger.info(f"the first step compiles with {self._backend}{patience}")
 
     def after(self, step: int, phase: str) -> None:
-        """Call it after every step and after every validation.
+        """Call it after every step and after every validation. It warns of a recompilation.
 
-        It warns of a recompilation, once per function and failed guard. phase: "training",
-        "validation", or another for steps of another size: each needs graphs of its own.
+        phase: "training", "validation", or another for steps of another size: each needs graphs of
+        its own.
         """
         entries = []
         for entry in torch._dynamo.utils.get_compilation_metrics():
             if (entry.start_time_us or 0) >= self._since:
                 entries.append(entry)
         self._since = time.time_ns() // 1000
-        failures = self._new_failures()
         # Entries without a function are backward passes, which are compiled later; their time
         # counts.
         graphs = [entry for entry in entries if entry.co_name is not None]
+        seconds = sum(entry.duration_us or 0 for entry in entries) / 1e6
         if phase in self._warm:
-            for graph in graphs:
-                self._warn_again(step, graph, failures)
+            if graphs:
+                places = {f"{one.co_filename}:{one.co_firstlineno}" for one in graphs}
+                # All ranks compile the same: the others write to their own log only.
+                first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+                log = logger.warning if first else logger.info
+                log(
+                    f"step {step}: torch.compile compiled {', '.join(sorted(places))} again, in "
+                    f"{seconds:.1f} s; TORCH_LOGS=recompiles tells why"
+                )
             return
         self._warm.add(phase)
         if not graphs and phase not in ("training", "validation"):
             return
-        seconds = sum(entry.duration_us or 0 for entry in entries) / 1e6
         found = ""
         if self._backend == "inductor":
             cached = sum(bool(graph.inductor_fx_local_cache_hit_count) for graph in graphs)
             found = f", {cached} of them found in the cache"
         count = counted(len(graphs), "graphs")
         logger.info(f"torch.compile made {count} for {phase} in {seconds:.1f} s{found}")
-
-    def _warn_again(
-        self, step: int, graph: Any, failures: Mapping[tuple[str, int], list[str]]
-    ) -> None:
-        """Warn of a recompilation, once per function and failed guard."""
-        place = (graph.co_filename or "", graph.co_firstlineno or 0)
-        name = self._names.get(place, f"{graph.co_name} ({place[0]}:{place[1]})")
-        reason = _reason(failures.get(place, []))
-        if (name, reason) in self._reported:
-            return
-        self._reported.add((name, reason))
-        seconds = (graph.duration_us or 0) / 1e6
-        # All ranks compile the same: the others write to their own log only.
-        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        log = logger.warning if first else logger.info
-        log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
-
-    def _new_failures(self) -> dict[tuple[str, int], list[str]]:
-        """Return by function why, since the last call, none of its graphs could be used."""
-        found: dict[tuple[str, int], list[str]] = {}
-        for code, reasons in torch._dynamo.utils.guard_failures.items():
-            found[code.co_filename, code.co_firstlineno] = reasons[self._failed.get(code, 0) :]
-            self._failed[code] = len(reasons)
-        return found
-
-
-def _reason(failures: list[str]) -> str:
-    """Return the guards that failed.
-
-    Training's and validation's graphs always fail each other's guard on grad mode. That is the
-    reason only if there is no other.
-    """
-    # "0/1: tensor 'x' size mismatch …": drop the number of the graph.
-    reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
-    shown = [reason for reason in reasons if "grad_mode" not in reason] or reasons
-    return "; ".join(shown) or "it had not run before"

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,14 +30,10 @@ PIECE = 32 * 1024
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's own generators on this rank, for random numbers while a model trains (dropout,
-    for example).
+    """Seed torch's own generators on this rank, for dropout and the like.
 
-    Ranks that share each product (`tp`) hold parts of the same activations and draw the same
-    numbers, as DTensor's random operators require. All other ranks have other tokens or other
-    layers, and draw other numbers.
-
-    mesh: from `DistEnv.build_mesh`.
+    Ranks that share each product (`tp`) draw the same numbers, as DTensor's random operators
+    require; all others draw other numbers. mesh: from `DistEnv.build_mesh`.
     """
     place = 0
     for name in mesh.mesh_dim_names or ():
@@ -47,24 +42,16 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     torch.manual_seed(seed + place)
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes signed 64 bits
-
-
 def _draw(
     shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
     cut = init.kind == "trunc_normal"
     cuda = block.device.type == "cuda"
-    if cut and not cuda and (init.bound < init.std or torch.__version__ < "2.13"):
+    if cut and not cuda:
         return nn.init.trunc_normal_(
             block, 0.0, init.std, -init.bound, init.bound, generator=generator
         )
-    if cut and not cuda:
-        return _truncate(block.normal_(0.0, init.std, generator=generator), init, generator)
     # torch draws values outside of the bounds again, with a host sync each time: here they are
     # never drawn.
     scale = math.sqrt(2) * init.std
@@ -78,20 +65,6 @@ def _draw(
         else:
             raise ValueError(f"unknown kind of initial values: {init.kind!r}")
     return block.erfinv_().mul_(scale).clamp_(-init.bound, init.bound) if cut else block
-
-
-def _truncate(block: torch.Tensor, init: Init, generator: torch.Generator) -> torch.Tensor:
-    """Draw the values outside of the bounds again, in place.
-
-    The result is that of torch 2.13, without its passes over all values after each draw.
-    """
-    flat = block.view(-1).numpy()
-    spare = torch.empty_like(block)
-    wrong = np.flatnonzero(np.abs(flat) > init.bound)
-    while wrong.size:
-        flat[wrong] = spare.normal_(0.0, init.std, generator=generator).view(-1).numpy()[wrong]
-        wrong = wrong[np.abs(flat[wrong]) > init.bound]
-    return block
 
 
 @torch.no_grad()
@@ -125,7 +98,8 @@ def fill(  # noqa: PLR0913
     for block in range(first // ROWS, math.ceil(last / ROWS)):
         top = block * ROWS
         rows = min(ROWS, shape[0] - top)
-        generator.manual_seed(_block_seed(seed, name, block))
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch takes signed 64 bits
         values = _draw((rows, *shape[1:]), init, generator)
         low = max(first, top)
         high = min(last, top + rows)
@@ -197,9 +171,8 @@ def materialize(
 
     parameters_on: where parameters live, if not on `device`.
 
-    `to_empty` leaves garbage in tensors that are not written afterwards. So this first sets all of
-    them to NaN, and integers to a number that no model has. It raises RuntimeError for a parameter
-    or buffer that still has such a value after `initialize`.
+    All are NaN first, integers a number that no model has. Raises RuntimeError for a parameter or
+    buffer that `initialize` leaves so.
     """
     model.to_empty(device=parameters_on or device)
     for tensor in [*model.parameters(), *model.buffers()]:

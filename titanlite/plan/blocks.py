@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -11,10 +12,26 @@ from titanlite.models.llama import LlamaArgs
 from titanlite.plan.feed_forward import FeedForwardMemory
 from titanlite.plan.lifetimes import ModuleMemory, Op, OpList, Peak
 from titanlite.plan.product_memory import Product, ProductMemory
-from titanlite.run.features import Features
 
 if TYPE_CHECKING:
     from titanlite.models.deepseek_args import DeepSeekV3Args
+
+
+def attention(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
+    """Return the operators of attention proper: "y" of "qr", "kr" and "v".
+
+    width, kv_width: of rows of queries, and of keys and values. sums: bytes of the logarithms of
+    its sums.
+    """
+    taken = ("qr", "kr", "v")
+    size = s.tokens * width * s.size
+    y = Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")
+    if "attention.sinks" not in s.args.attention_extras():
+        return [y]
+    # The kernel's result, and in float32 its product with a share, or with the gradient.
+    forward = 3 * size if s.size == 2 else size
+    backward = 4 * size if s.size == 2 else size
+    return [replace(y, forward=forward + 2 * sums, backward=backward + 2 * sums)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class Shape:
     cp: int = 1
     products: ProductMemory = ProductMemory()
     feed_forward: FeedForwardMemory = FeedForwardMemory()
-    features: Features = Features()
+    attention: Callable[[Shape, int, int, int], list[Op]] = attention
 
     @property
     def rows(self) -> int:
@@ -136,26 +153,9 @@ class Shape:
             holds=holds,
         )
 
-    def pairs(self, width: int, kv_width: int, sums: int) -> list[Op]:
-        """Return attention proper: "y" of "qr", "kr" and "v", whose rows have these widths.
-
-        sums: bytes of the logarithms of its sums.
-        """
-        if self.features.context is not None:
-            return self.features.context.pairs(self, width, kv_width, sums)
-        taken = ("qr", "kr", "v")
-        size = self.tokens * width * self.size
-        y = Op("y", size, taken, saves=(*taken, "y"), keeps=sums, kind="attention")
-        if "attention.sinks" not in self.args.attention_extras():
-            return [y]
-        # The kernel's result, and in float32 its product with a share, or with the gradient.
-        forward = 3 * size if self.size == 2 else size
-        backward = 4 * size if self.size == 2 else size
-        return [replace(y, forward=forward + 2 * sums, backward=backward + 2 * sums)]
-
 
 def block_ops(s: Shape) -> OpList:
-    """Return the operators of a decoder block; its input is "x"."""
+    """Return the operators of `titanlite.models.layers.Block.forward`; its input is "x"."""
     ops = attention_ops(s)
     attention = ops[-1].name
     ops.append(Op("h", s.hidden, reads=("x", attention), passes=True))
@@ -211,7 +211,7 @@ def attention_ops(s: Shape) -> list[Op]:
                     ops.append(s.norm(name, x, s.tokens * count, a.head_dim))
         ops.append(s.rotation("qr", query, width))
         ops.append(s.rotation("kr", key, kv_width))
-    ops += s.pairs(width, kv_width, sums=4 * s.tokens * heads)
+    ops += s.attention(s, width, kv_width, 4 * s.tokens * heads)
     ops.append(s.linear("o", "y", a.dim, width, ("n1", n1, "qr", "kr", "v"), "attention.wo"))
     if s.tp > 1:
         ops.append(s.scatter("o part", "o", ("n1",)))

@@ -81,9 +81,7 @@ def _products(step: StepSizes) -> float:
 
 def _attention(step: StepSizes) -> float:
     flops = step.attention_flops / 3 * step.pairs * step.tokens / step.mesh.tensor
-    seconds = flops / (step.rates.peak * step.rates.gpu.attention)
-    context = step.run.features.context
-    return seconds if context is None else seconds * context.attention_slower(step)
+    return flops / (step.rates.peak * step.rates.gpu.attention) * step.attention_slower
 
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:

@@ -123,24 +123,6 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
     )
 
 
-class Recomputed(NamedTuple):
-    """The part of a module that its backward runs again."""
-
-    #: Index of the operator for which it runs.
-    last: int
-    #: Operators that run: without the last one, if its inputs are all that it saves.
-    runs: int
-
-
-def _recomputed(ops: Sequence[Op]) -> Recomputed:
-    """Return how far recomputation goes: to the last operator that saves something."""
-    last = max(index for index, op in enumerate(ops) if op.saved)
-    runs = last
-    if ops[last].name in ops[last].saves or ops[last].keeps > 0:
-        runs += 1
-    return Recomputed(last, runs)
-
-
 def _by_policy(ops: Sequence[Op]) -> set[str]:
     """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
     first included.
@@ -159,9 +141,12 @@ def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) ->
     """Return the peak of a backward that runs the forward again, above what stays until then."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
-    part = _recomputed(ops)
-    saved = replay.saved | (cached & {op.name for op in ops[part.last :]})
-    again = replay.forward(saved, stays, cached, part)
+    # It goes to the last operator that saves something, and runs that one only if it saves more
+    # than its inputs.
+    last = max(index for index, op in enumerate(ops) if op.saved)
+    runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
+    saved = replay.saved | (cached & {op.name for op in ops[last:]})
+    again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
     gradient = ops[-1].size
     return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
 
@@ -191,18 +176,15 @@ class _Replay:
         stays: Collection[str],
         alive: Collection[str],
         cached: Collection[str] = (),
-        part: Recomputed | None = None,
+        ops: Sequence[Op] = (),
+        runs: int | None = None,
     ) -> int:
         """Return the most bytes that exist in a forward.
 
         stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
-        no work. part: of a recomputation; None: all operators run.
+        no work. ops: those of a recomputation, of which the first `runs` run; empty: all.
         """
-        ops = self.ops
-        runs = len(ops)
-        if part is not None:
-            ops = ops[: part.last + 1]
-            runs = part.runs
+        ops = ops or self.ops
         last_use: dict[str, int] = {}
         for index, op in enumerate(ops):
             for name in (*op.reads, *op.saves, *op.holds):
@@ -228,13 +210,11 @@ class _Replay:
         made = 0
         gradients = _Gradients(self.ops[-1])
         for index, op in reversed(list(enumerate(self.ops))):
-            given = gradients.pop(op.name)
+            given = gradients.of.pop(op.name)
             mine: dict[str, _Storage] = {}
             for name in op.reads:
-                if op.passes:
-                    mine[name] = gradients.share(given)
-                else:
-                    mine[name] = gradients.new(self.sizes[name])
+                mine[name] = given if op.passes else gradients.new(self.sizes[name])
+                given.users += op.passes
             if not first_half:
                 made += op.weight
             exists = self.bytes_of(alive) - above
@@ -264,15 +244,11 @@ class _Replay:
         return gradients - self.bytes_of(self.saved - needed)
 
 
+@dataclass(slots=True, eq=False)
 class _Storage:
-    """Memory of a gradient."""
-
-    __slots__ = ("size", "users")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        #: Tensors whose gradient it is.
-        self.users = 1
+    size: int
+    #: Tensors whose gradient it is.
+    users: int = 1
 
 
 class _Gradients:
@@ -281,35 +257,26 @@ class _Gradients:
     def __init__(self, last: Op) -> None:
         #: Of all storages.
         self.bytes = 0
-        self._of = {last.name: self.new(last.size)}
+        self.of = {last.name: self.new(last.size)}
 
     def new(self, size: int) -> _Storage:
         self.bytes += size
         return _Storage(size)
-
-    def share(self, storage: _Storage) -> _Storage:
-        storage.users += 1
-        return storage
 
     def drop(self, storage: _Storage) -> None:
         storage.users -= 1
         if storage.users == 0:
             self.bytes -= storage.size
 
-    def pop(self, name: str) -> _Storage:
-        """Return the gradient of an operator's output, which that operator takes."""
-        return self._of.pop(name)
-
     def sum_is_new(self, name: str) -> bool:
         """Whether a sum takes another tensor, since the first gradient is of others too."""
-        return name in self._of and self._of[name].users > 1
+        return name in self.of and self.of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:
         """Add to a tensor's gradient, in place where nothing else holds the first."""
-        if name not in self._of:
-            self._of[name] = storage
-        elif self.sum_is_new(name):
-            self.drop(self._of[name])
-            self._of[name] = storage
-        else:
+        if name in self.of and not self.sum_is_new(name):
             self.drop(storage)
+            return
+        if name in self.of:
+            self.drop(self.of[name])
+        self.of[name] = storage

@@ -4,17 +4,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from titanlite.plan.blocks import Shape
 from titanlite.plan.lifetimes import Op, OpList
+from titanlite.run.config import RunConfig
+
+
+def loss_ops(s: Shape, loss: Loss, x: str) -> list[Op]:
+    """Return the operators of head and loss. x: name of the hidden states."""
+    logits = s.linear("logits", x, s.vocabulary, s.args.dim)
+    if loss.divided == "in place":
+        return [logits, loss_in_place(s, loss)]
+    return [logits, *loss_of_torch(s, loss)]
 
 
 @dataclass(frozen=True)
 class Loss:
     """How a run computes its loss."""
 
+    operators: Callable[[Shape, Loss, str], list[Op]] = loss_ops
     #: Pieces of the tokens.
     chunks: int = 1
     #: How it takes the logits of tensor-parallel ranks. Each has all of them, or its part of the
@@ -26,6 +37,22 @@ class Loss:
     holds_logits: bool = False
 
 
+def loss_of(run: RunConfig) -> Loss:
+    """Return how a run computes its loss in one piece."""
+    training = run.training
+    divided: Literal["whole", "in place", "compiled"] = "in place"
+    if not training.enable_loss_parallel or training.loss != "cross_entropy":
+        # A function of the user takes whole logits.
+        divided = "whole"
+    elif training.compile and "loss" in run.compile.components:
+        divided = "compiled"
+    return Loss(
+        divided=divided,
+        penalized=bool(training.z_loss or training.label_smoothing),
+        holds_logits=run.mesh.pipeline > 1,
+    )
+
+
 def head_ops(s: Shape, loss: Loss) -> OpList:
     """Return the operators of last norm, head and loss; their input is "x"."""
     x = "n"
@@ -35,15 +62,7 @@ def head_ops(s: Shape, loss: Loss) -> OpList:
         ops.append(s.gather(x, "n"))
     else:
         loss = replace(loss, divided="whole")
-    if s.features.loss_chunks is not None:
-        ops.append(s.features.loss_chunks.memory(s, loss, x))
-        return OpList(ops, {"x": s.hidden})
-    ops.append(s.linear("logits", x, s.vocabulary, s.args.dim))
-    if loss.divided == "in place":
-        ops.append(loss_in_place(s, loss))
-    else:
-        ops += loss_of_torch(s, loss)
-    return OpList(ops, {"x": s.hidden})
+    return OpList([*ops, *loss.operators(s, loss, x)], {"x": s.hidden})
 
 
 def loss_in_place(s: Shape, loss: Loss) -> Op:

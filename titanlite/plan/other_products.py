@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from titanlite.models.spec import Size
+
 if TYPE_CHECKING:
-    from titanlite.models.spec import Size
     from titanlite.plan.step_sizes import StepSizes
 
 #: Share of their peak that such products reach, in terms of the linears'.
@@ -53,3 +54,36 @@ class OtherProducts:
     def sharded(self, others: Sharded) -> list[Sharded]:
         """Return what this rank's groups shard. others: the parameters without these."""
         return [others]
+
+
+class ExpertSpeed(OtherProducts):
+    """The experts of a model's MoE layers: products that `flops_per_token` has beyond linears.
+
+    experts: name of each layer → number of its experts.
+    """
+
+    beside_linears = True
+
+    def __init__(self, step: StepSizes, experts: Mapping[str, int]) -> None:
+        super().__init__(step)
+        # Each gives whole experts its part of the sequence.
+        self.ranks = step.mesh.tensor
+        # Those of the whole model; tensor-parallel ranks divide `StepSizes.linears`.
+        linears = step.spec.linears(step.args) if step.spec.linears else {}
+        weights = sum(size.in_features * size.out_features for size in linears.values())
+        self.flops = max(step.base_flops / 3 - 2 * weights, 0.0)
+        chosen = getattr(step.args, "top_k", 1)
+        self.parameters = self.flops / 2 * min(experts.values()) / chosen
+        # Numbers between the products of an expert; those of the stream where it is unknown.
+        width = int(getattr(step.args, "expert_width", step.width))
+        per_row = 2 * width + 2 * step.width
+        self.outputs = len(experts) * chosen * per_row / self.ranks
+        self.matrices = {Size(step.width, width): 3 * sum(experts.values())}
+
+    def sharded(self, others: Sharded) -> list[Sharded]:
+        """Expert parallelism leaves a rank a part of the experts, which fewer ranks share."""
+        mesh = self.step.mesh
+        own = self.parameters * (self.step.stage_share / mesh.expert)
+        if mesh.expert == 1:
+            return [others._replace(parameters=others.parameters + own)]
+        return [others, Sharded(own, mesh.expert_shards, mesh.expert)]

@@ -6,9 +6,12 @@ A feature whose products are others overrides it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titanlite.plan.lifetimes import Op
+
+if TYPE_CHECKING:
+    from titanlite.plan.weights import Weight
 
 
 class Product(NamedTuple):
@@ -59,3 +62,10 @@ class ProductMemory:
     def gathered_bytes(self, key: str) -> int:
         """Return the bytes of a gathered number of a linear's weight; 0: as of all others."""
         return 0
+
+    def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
+        """Return what a rank holds of a module, each weight divided over `shards` ranks.
+
+        own: the weights of the model.
+        """
+        return own

@@ -6,51 +6,61 @@ No torch here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.models.llama import LlamaArgs
-from titanlite.plan.blocks import Shape, block_ops, embedding
-from titanlite.plan.feed_forward import FeedForwardMemory
+from titanlite.plan.blocks import Shape, attention, block_ops, embedding
+from titanlite.plan.experts import feed_forward_of
+from titanlite.plan.kept_events import KeptEvents
 from titanlite.plan.lifetimes import ModuleMemory, measure
-from titanlite.plan.loss_ops import Loss, head_ops
+from titanlite.plan.loss_ops import Loss, head_ops, loss_of
+from titanlite.plan.parts import BYTES
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.run.config import RunConfig
-from titanlite.run.features import moe_layers_of
 
 if TYPE_CHECKING:
-    from titanlite.features.experts import MoELayers
-    from titanlite.features.lora.settings import Adapters
     from titanlite.models.linears import Linears
-    from titanlite.models.spec import Size
-
-_BYTES = {"float32": 4, "bfloat16": 2}
+    from titanlite.plan.events import Event
+    from titanlite.plan.step_events import StepEvents
 
 
 class RankSizes:
     """What a rank has and runs."""
 
-    def __init__(self, run: RunConfig, args: LlamaArgs, loss: Loss, rank: int, device: str) -> None:
+    def __init__(self, run: RunConfig, args: LlamaArgs, rank: int, device: str) -> None:
         training = run.training
         mesh = run.mesh
         self.run = run
         self.args = args
-        self.loss = loss
         self.device = device
         self.shards = mesh.weight_shards
         #: This rank's place among those that shard weights, and in the pipeline.
         self.shard = rank // mesh.tensor % mesh.weight_shards
         self.pipeline_rank = rank // (mesh.world_size // mesh.pipeline)
         #: Bytes of a number: in this rank's weights, in products, in reductions of gradients.
-        self.master = _BYTES[training.dtype]
-        self.low = _BYTES[training.mixed_precision_param]
-        self.reduced = _BYTES[training.mixed_precision_reduce]
+        self.master = BYTES[training.dtype]
+        self.low = BYTES[training.mixed_precision_param]
+        self.reduced = BYTES[training.mixed_precision_reduce]
         self.offloads = training.enable_cpu_offload and device != "cpu"
+        # Fields that features change (`Feature.plan_memory`).
+        self.products = ProductMemory()
+        self.attention = attention
+        self.loss = loss_of(run)
+        self.kept_events = KeptEvents
+        #: Modules of each of its pipeline stages, in the order they run.
+        self.stages: list[list[str]] = [list(run.spec.pipeline_costs(args, args.max_seq_len))]  # type: ignore[misc]
+        #: The events between the state at the start and the update; None: `micro_batches`.
+        self.work: Callable[[StepEvents], Iterator[Event]] | None = None
+        for feature in run.features.on:
+            feature.plan_memory(self)
+        for stage in self.stages:
+            # A last norm that runs with the head counts with it.
+            if "norm" in stage and "output" in stage:
+                stage.remove("norm")
         #: With the arguments of the model, for what all blocks share.
         self.shape = self._shape(args)
-        #: Modules of each of its pipeline stages.
-        self.stages = self._stages()
         mine = {module for stage in self.stages for module in stage}
         self.groups = groups_of(self, mine)
         self.group_of = {name: group for group in self.groups for name in group.modules}
@@ -90,19 +100,13 @@ class RankSizes:
 
     def has_backward(self, module: str) -> bool:
         """Return whether a module has a backward: a frozen embedding has none."""
-        return self.shape.products.trains or module != "tok_embeddings"
+        return self.products.trains or module != "tok_embeddings"
 
     def begins_gradients(self, module: str) -> bool:
         """Return whether a block keeps nothing of its input, which needs no gradient."""
-        if self.shape.products.trains or module == "output" or self.mode(module) != "none":
+        if self.products.trains or module == "output" or self.mode(module) != "none":
             return False
         return ["tok_embeddings", module] in [stage[:2] for stage in self.stages]
-
-    @functools.cached_property
-    def adapters(self) -> Adapters | None:
-        """Those beside frozen weights; None: all weights are trained."""
-        lora = self.run.features.lora
-        return None if lora is None else lora.adapters(self.run.spec, self.args)
 
     def shape_of(self, block: str) -> Shape:
         """Return the shape of a block, by its own arguments."""
@@ -117,9 +121,9 @@ class RankSizes:
             self.low,
             tp=mesh.tensor,
             cp=mesh.context,
-            features=run.features,
-            products=self._products,
-            feed_forward=self._feed_forward(args),
+            products=self.products,
+            feed_forward=feed_forward_of(args, mesh.expert),
+            attention=self.attention,
         )
 
     @functools.cached_property
@@ -128,43 +132,6 @@ class RankSizes:
         from titanlite.models.linears import linears_of
 
         return linears_of(self.run.spec, self.args, self.run.mesh.tensor)
-
-    def on_rank(self, name: str, size: Size) -> Size:
-        """Return the size of a linear on this rank. name: in the model; size: of the whole."""
-        return size if self.run.mesh.tensor == 1 else self.linears.on_rank(name)
-
-    @functools.cached_property
-    def _products(self) -> ProductMemory:
-        products = ProductMemory()
-        for feature in self.run.features.on:
-            products = feature.product_memory(self, products)
-        return products
-
-    @functools.cached_property
-    def _moe_layers(self) -> MoELayers | None:
-        return moe_layers_of(self.run.spec, self.args)
-
-    def _feed_forward(self, args: LlamaArgs) -> FeedForwardMemory:
-        """Return the feed-forward of a block. args: of that block."""
-        if self._moe_layers is None:
-            return FeedForwardMemory()
-        return self._moe_layers.memory(args, self.run.mesh.expert)
-
-    def _stages(self) -> list[list[str]]:
-        """Return the modules of each of this rank's pipeline stages, in the order they run.
-
-        A last norm that runs with the head is left out.
-        """
-        costs = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
-        stages: list[Sequence[str]] = [list(costs)]
-        pipeline = self.run.features.pipeline
-        if pipeline is not None:
-            layout = pipeline.layout(self.run.spec, self.args, self.args.max_seq_len)
-            stages = [layout.stages[index] for index in layout.on(self.pipeline_rank)]
-        found = []
-        for stage in stages:
-            found.append([name for name in stage if name != "norm" or "output" not in stage])
-        return found
 
     def _cost(self, module: str) -> ModuleMemory:
         """Return the needs of a module; the last norm counts with the head."""

@@ -19,7 +19,6 @@ from titanlite.plan.traffic import (
     tensor_traffic,
 )
 from titanlite.run.config import RunConfig
-from titanlite.run.features import features_of
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -75,12 +74,12 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     rate = run.batch.tokens_per_step / seconds / run.mesh.world_size
     flops = run.flops_per_token(step.args, run.batch.seq_len)
     mfu = rate * flops / cluster.gpu.bf16
-    least, most = _unseen(step)
+    is_h200 = cluster.gpu.key.startswith("h200") and not step.products.is_below_bf16
+    least, most = UNSEEN_H200 if is_h200 else UNSEEN
     return Speed(rate, rate * least, rate * most, mfu, seconds, parts, _assumptions(step))
 
 
 def _parts(step: StepSizes) -> dict[str, float]:
-    """Return the seconds of a step by the names of `PARTS`."""
     parts = dict.fromkeys(PARTS, 0.0)
     # Micro-batches of the whole model that this rank's part amounts to.
     share = step.stage_share
@@ -90,9 +89,8 @@ def _parts(step: StepSizes) -> dict[str, float]:
         parts[name] = times * (forward + backward)
     parts["recomputation"] = times * work.again
     parts["tensor traffic"] = times * tensor_traffic(step)
-    for feature in features_of(step.run).on:
-        for name, waited in feature.traffic(step).items():
-            parts[name] = times * waited
+    for name, seconds in step.traffic.items():
+        parts[name] = times * seconds(step)
     beside = Directions(
         share * sum(work.forward) * step.micro_batches,
         share * (sum(work.backward) + work.again) * step.micro_batches,
@@ -101,18 +99,10 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["host transfers"] = host_transfers(step, beside)
     busy = sum(parts.values())
     parts["launches"] = max(0.0, launches(step) - busy)
-    pipeline = step.run.features.pipeline
-    if pipeline is not None:
-        idle = pipeline.bubble(step) * (busy + parts["launches"])
-        parts["pipeline bubble"] = idle / step.micro_batches
+    idle = step.idle * (busy + parts["launches"])
+    parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
     return parts
-
-
-def _unseen(step: StepSizes) -> tuple[float, float]:
-    """Return the least and the most of true rates over predicted ones."""
-    is_h200 = step.rates.gpu.key.startswith("h200")
-    return UNSEEN_H200 if is_h200 and not step.products.is_below_bf16 else UNSEEN
 
 
 def _assumptions(step: StepSizes) -> tuple[str, ...]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from titanlite.models.counts import blocks
 from titanlite.models.linears import LinearKind, Linears, linears_of
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import Size
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.other_products import OtherProducts, Sharded
+from titanlite.plan.other_products import ExpertSpeed, OtherProducts, Sharded
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
 from titanlite.plan.rates import Constants, Rates
 from titanlite.run.config import RunConfig
-from titanlite.run.features import moe_layers_of
 
 
 class StepSizes:
@@ -49,6 +49,23 @@ class StepSizes:
         self.base_flops = self.spec.flops_per_token(self.args, 0)
         flops = self.spec.flops_per_token(self.args, run.batch.seq_len)
         self.attention_flops = flops - self.base_flops
+        # Fields that features change (`Feature.plan_speed`).
+        self.products = ProductSpeed(self.model_linears.kinds())
+        #: By which factor attention takes longer than in one piece.
+        self.attention_slower = 1.0
+        #: Share of tensor-parallel traffic that computing waits for.
+        self.tensor_traffic_left = 1.0
+        #: Name of `speed.PARTS` → seconds of other traffic that computing waits for, of a
+        #: micro-batch.
+        self.traffic: dict[str, Callable[[StepSizes], float]] = {}
+        #: Seconds of a step's copies of activations to the host, as many as back.
+        self.activation_transfers: Callable[[StepSizes], float] = lambda _: 0.0
+        #: This rank's share of the model's FLOPs: that of the slowest rank of a pipeline.
+        self.stage_share = 1.0
+        #: Time in which it waits for other stages, in micro-batches.
+        self.idle = 0.0
+        for feature in run.features.on:
+            feature.plan_speed(self)
 
     # The model
 
@@ -64,18 +81,10 @@ class StepSizes:
         return linears_of(self.spec, self.args, self.mesh.tensor)
 
     @cached_property
-    def products(self) -> ProductSpeed:
-        """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
-        products = ProductSpeed(self.model_linears.kinds())
-        for feature in self.run.features.on:
-            products = feature.product_speed(self, products)
-        return products
-
-    @cached_property
     def others(self) -> OtherProducts:
         """What products outside of `linears` cost."""
-        moe_layers = moe_layers_of(self.spec, self.args)
-        return OtherProducts(self) if moe_layers is None else moe_layers.speed(self)
+        experts = self.spec.moe_layers(self.args)
+        return ExpertSpeed(self, experts) if experts else OtherProducts(self)
 
     @cached_property
     def linears(self) -> list[LinearKind]:
@@ -139,14 +148,6 @@ class StepSizes:
     # A rank's part of it
 
     @cached_property
-    def stage_share(self) -> float:
-        """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
-        pipeline = self.run.features.pipeline
-        if pipeline is None or self.spec.pipeline_costs is None:
-            return 1.0
-        return pipeline.slowest_share(self)
-
-    @cached_property
     def sharded(self) -> list[Sharded]:
         """What this rank's groups shard."""
         mesh = self.mesh
@@ -157,10 +158,8 @@ class StepSizes:
     @cached_property
     def adapters(self) -> float | None:
         """Parameters of the adapters of a rank's stage; None: all weights are trained."""
-        lora = self.run.features.lora
-        if lora is None:
-            return None
-        return lora.adapters(self.spec, self.args).parameters * self.stage_share
+        adapters = self.run.trained(self.args).adapters
+        return None if adapters is None else adapters * self.stage_share
 
     @cached_property
     def reduced(self) -> list[Sharded]:

@@ -21,9 +21,7 @@ def tensor_traffic(step: StepSizes) -> float:
     again = step.recomputed * each - step.products.tensor_gathers_less
     size = step.itemsize * step.tokens * step.width
     one = step.rates.collective(size, step.mesh.tensor, 1)
-    is_async = step.run.experimental.enable_async_tensor_parallel
-    remains = step.rates.constants.async_tensor if is_async else 1.0
-    return step.blocks * (8 + again) * one * remains
+    return step.blocks * (8 + again) * one * step.tensor_traffic_left
 
 
 # Traffic beside computing, of a step
@@ -63,13 +61,11 @@ def sharding(step: StepSizes) -> Sharding:
 
 
 def _gathers(step: StepSizes) -> int:
-    """Return how many micro-batches gather weights."""
     never_freed = step.run.training.reshard_after_forward == "never"
     return 1 if never_freed else step.micro_batches
 
 
 def _reductions(step: StepSizes) -> int:
-    """Return how many micro-batches reduce gradients."""
     return step.micro_batches if step.run.training.gradient_sync == "every" else 1
 
 
@@ -106,8 +102,5 @@ def host_transfers(step: StepSizes, computing: Directions) -> float:
     gradients = 4 * step.owned / pcie * offloads * _reductions(step)
     weights = Directions(one * gathers, one * gathers * step.frees + gradients)
     seconds = weights.beyond(_beside(step, computing))
-    offload = step.run.features.activation_offload
-    if offload is not None:
-        one_way = offload.transfers(step)
-        seconds += Directions(one_way, one_way).beyond(computing)
-    return seconds
+    one_way = step.activation_transfers(step)
+    return seconds + Directions(one_way, one_way).beyond(computing)

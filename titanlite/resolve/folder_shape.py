@@ -65,7 +65,7 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
         )
         raise _no_shape(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        message = f"{quote(path)} describes no model: it has no config.json or params.json"
+        message = f"{quote(path)} describes no model: it has no config.json"
         raise _no_shape(key, message)
     if there.family is not None:
         from titanlite.checkpoint.source_model import remedy
@@ -149,6 +149,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
     """Return a model's arguments as entries of `model.overrides`; those that the config gives
     itself win.
     """
+    from titanlite.models.fields import LENGTH
     from titanlite.models.rope_scaling import Scaling
 
     found = {}
@@ -156,7 +157,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
         value = getattr(args, field.name)
         # vocab_size, norm_type, rope_scaling
         is_given = getattr(model, field.name, None) is not None
-        if value is None or field.name == "max_seq_len" or is_given:
+        if value is None or field.name == LENGTH or is_given:
             continue
         found[field.name] = value.as_table() if isinstance(value, Scaling) else value
     return {**found, **model.overrides}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
@@ -56,6 +56,16 @@ class MeshSizes:
         return self.dp_shard * self.context
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks over which `fully_shard` divides each expert.
+
+        Tensor-parallel ranks have copies of experts that no ranks share.
+        """
+        if self.expert == 1:
+            return self.weight_shards
+        return self.weight_shards * self.tensor // self.expert
+
+    @property
     def weight_shards_in_words(self) -> str:
         """The degrees whose product that is."""
         if self.context == 1:
@@ -89,6 +99,15 @@ class PipelineSizes:
     stages: int = 1
     #: Pieces of each micro-batch of `BatchSizes.micro_batch_size` sequences.
     microbatches: int = 1
+
+
+class Trained(NamedTuple):
+    """What a run trains."""
+
+    #: Parameters of adapters beside those of the model, which are frozen; None: the model's own.
+    adapters: int | None
+    #: Bytes of averages for each trained parameter, in memory and in checkpoints.
+    averages: int
 
 
 class RunConfig(Config, frozen=True, kw_only=True, dict=True):
@@ -198,10 +217,18 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
 
         args: the model's. seq_len: tokens of a sequence.
         """
-        lora = self.features.lora
-        if lora is None:
-            return self.spec.flops_per_token(args, seq_len)
-        return lora.flops_per_token(self.spec, args, seq_len)
+        flops = self.spec.flops_per_token(args, seq_len)
+        adapters = self.trained(args).adapters
+        if adapters is None:
+            return flops
+        # Frozen products have two passes of three: no gradient of their weights is made.
+        return flops - self.spec.flops_per_token(args, 0) // 3 + 6 * adapters
+
+    def trained(self, args: Any) -> Trained:
+        """Return what the run trains. args: the model's."""
+        lora, ema = self.features.lora, self.features.ema
+        adapters = None if lora is None else lora.adapters(self.spec, args).parameters
+        return Trained(adapters, 0 if ema is None else ema.bytes_each)
 
     def model_args(self, tokenizer_size: int | None = None) -> Any:
         """Return the model's arguments.

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.idle_keys import idle_keys
-from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
@@ -58,8 +57,14 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     notes, warnings = idle_keys(config)
     told.notes += notes
     told.warnings += warnings
-    run = RunConfig(
-        **{name: getattr(filled, name) for name in sections()},
+    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
+        # torch reshapes gathered tensors, and inductor finds no match.
+        told.warnings.append(
+            "experimental.enable_async_tensor_parallel overlaps no all-gather at "
+            "training.batch_size = 1: choose 2 or more"
+        )
+    return RunConfig(
+        **{name: getattr(filled, name) for name in Config.__struct_fields__},
         mesh=mesh,
         batch=batch,
         course=course,
@@ -70,8 +75,6 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
         warnings=tuple(told.warnings),
         toml=config.to_toml(),
     )
-    more = [warning for feature in run.features.on for warning in feature.warnings(run)]
-    return replace_fields(run, warnings=(*run.warnings, *more))
 
 
 def below(folder: str, path: str) -> str:

@@ -12,25 +12,29 @@ when a config switches it on: features are resolved once, when the run's config 
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanlite import doors
+from titanlite.config.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.config.errors import Problem
+    from titanlite.assembly.build import TrainingComponents
+    from titanlite.callbacks import Callback
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
+    from titanlite.config.value_types import Section
     from titanlite.contrib.hub.feature import HubFeature
+    from titanlite.contrib.resilience.feature import LocalSaves
     from titanlite.features.activation_offload import ActivationOffload
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
     from titanlite.features.ema import WeightAveraging
     from titanlite.features.experts import ExpertParallel, MoELayers
     from titanlite.features.float8 import Float8Feature
-    from titanlite.features.local_saves import LocalSaves
     from titanlite.features.lora import LoraFeature
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
@@ -38,13 +42,12 @@ if TYPE_CHECKING:
     from titanlite.features.tasks import TaskEvaluation
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
     InitRule = Callable[[str], Init]
+    Write = Callable[[int, Mapping[str, float]], object]
 
 #: Name and text of a line of the start report.
 Row = tuple[str, str]
@@ -57,8 +60,11 @@ class Feature:
     alone does is a method of that feature.
     """
 
-    #: The key that switches it on, for messages.
+    #: The key that switches it on, for messages. That of another package is on where its value is
+    #: true.
     key: str
+    #: The keys of a feature of another package: a section named as its entry point.
+    section_class: type[Section] | None = None
     #: The field of `ModelSpec` without which a model does not offer it; "": any model does.
     model_field = ""
 
@@ -78,10 +84,6 @@ class Feature:
         """
         return ()
 
-    def warnings(self, run: RunConfig) -> Iterable[str]:
-        """Tell what a user should know and what stops nothing."""
-        return ()
-
     # On the machine of a rank
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
@@ -94,7 +96,10 @@ class Feature:
     # The model: `titanlite.parallel.parallelize` calls these on each rank
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Change the modules of a model or pipeline stage on the meta device, in place."""
+        """Change the modules of a model or pipeline stage on the meta device, in place.
+
+        Settings of inductor and arguments of `apply_fsdp` go to the builder, here or later.
+        """
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Divide the model over ranks, in place: after tensor parallelism, before FSDP."""
@@ -108,22 +113,20 @@ class Feature:
 
     # The plan. Nothing here imports torch.
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
-        """Return what products keep, need and hold. products: as the features before have them."""
-        return products
+    def plan_memory(self, sizes: RankSizes) -> None:
+        """Change what a rank's memory follows from, in place: the fields that `RankSizes` lists."""
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what products cost. products: as the features before have them."""
-        return products
+    def plan_speed(self, step: StepSizes) -> None:
+        """Change what a step's time follows from, in place: the fields that `StepSizes` lists."""
 
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Return traffic that computing waits for, in seconds of a micro-batch.
+    # The loop, and the start report
 
-        By the names of `titanlite.plan.speed.PARTS`.
+    def callbacks(self, parts: TrainingComponents, write: Write) -> Iterable[Callback]:
+        """Return what accompanies the run, after all other callbacks.
+
+        write: takes a step and figures for metrics.jsonl.
         """
-        return {}
-
-    # The start report
+        return ()
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         """Return rows of the start report."""
@@ -136,6 +139,8 @@ class Entry(NamedTuple):
     name: str
     place: str
     is_on: Callable[[Config], bool]
+    #: The key to blame where the feature, which stands beside the core, is not installed.
+    key: str = ""
 
 
 def _shared(config: Config, degree: int) -> bool:
@@ -193,11 +198,17 @@ FEATURES = (
     ),
     Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
     Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
-    Entry("hub", "titanlite.contrib.hub.feature:HubFeature", lambda c: _saves(c, c.checkpoint.hub)),
+    Entry(
+        "hub",
+        doors.OURS["features"]["hub"],
+        lambda c: _saves(c, c.checkpoint.hub),
+        "checkpoint.hub",
+    ),
     Entry(
         "local_saves",
-        "titanlite.features.local_saves:LocalSaves",
-        lambda c: _saves(c, c.checkpoint.local_folder is not None),
+        doors.OURS["features"]["local_saves"],
+        lambda c: _saves(c, c.checkpoint.local_folder),
+        "checkpoint.local_folder",
     ),
 )
 
@@ -219,27 +230,47 @@ class Features:
     tasks: TaskEvaluation | None = None
     hub: HubFeature | None = None
     local_saves: LocalSaves | None = None
+    #: Of other packages.
+    others: tuple[Feature, ...] = ()
 
     @property
     def on(self) -> list[Feature]:
-        """Return the features that are on, in the order of `FEATURES`."""
+        """Return the features that are on, in the order of `FEATURES`; then those of packages."""
         names = dict.fromkeys(entry.name for entry in FEATURES)
         every = (getattr(self, name) for name in names)
-        return [feature for feature in every if feature is not None]
+        return [*(feature for feature in every if feature is not None), *self.others]
+
+    def build(self, builder: ModelBuilder, divide: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Build this rank's model on the meta device: divided, or of a pipeline's divided stages.
+
+        divide: divides a whole model, or a stage, over the other ranks.
+        """
+        if self.pipeline is None:
+            return divide(builder.whole())
+        return self.pipeline.build(builder, divide)
 
 
 def features_of(config: Config) -> Features:
     """Return the features that the sections of a config switch on."""
     on = [entry for entry in FEATURES if entry.is_on(config)]
-    return Features(**{entry.name: _load(entry.place)(config) for entry in on})
+    others = []
+    for name, section in config.others.items():
+        kind: type[Feature] = doors.load(doors.of_packages("features")[name])
+        if getattr(section, kind.key.rpartition(".")[2]):
+            others.append(kind(config))
+    ours = {entry.name: doors.load(entry.place)(config) for entry in on}
+    return Features(**ours, others=tuple(others))
+
+
+def not_installed(config: LoadedConfig) -> Iterator[Problem]:
+    """Find keys that switch on what this installation lacks."""
+    for entry in FEATURES:
+        lack = entry.key and entry.is_on(config.sections) and doors.lack(entry.place)
+        if lack:
+            yield Problem("missing-package", entry.key, lack, "leave the key out")
 
 
 def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:
     """Return the MoE layers of a model, on any number of ranks; None: it has none."""
     layers = spec.moe_layers(args)
-    return _load("titanlite.features.experts:MoELayers")(layers) if layers else None
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return doors.load("titanlite.features.experts:MoELayers")(layers) if layers else None

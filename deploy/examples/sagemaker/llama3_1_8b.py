@@ -1,5 +1,4 @@
-# llama3-1-8b: 2 x ml.p5.48xlarge. Written by `titanlite launch sagemaker`.
-# Start it with: python /home/me/llama3_1_8b/launch/sagemaker_job.py
+# llama3-1-8b: 2 x ml.p5.48xlarge. Copy it, and change names, machines and URLs: docs/launch/sagemaker.md.
 # It needs: pip install "sagemaker>=3.27,<4"
 
 from sagemaker.core.shapes import TensorBoardOutputConfig
@@ -27,10 +26,9 @@ trainer = (
         training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:latest",
         role="arn:aws:iam::123456789012:role/titanlite",
         base_job_name="llama3-1-8b",
-        # Only the config goes to the container, not the other files of the job's folder.
+        # The folder has config.toml, and all of it goes to the container.
         source_code=SourceCode(
-            source_dir="/home/me/llama3_1_8b/launch",
-            ignore_patterns=["[!c]*", "*[!l]", "*.yaml"],
+            source_dir="/home/me/llama3_1_8b",
             command=COMMAND,
             args=[
                 "--job.dump_folder=/opt/ml/checkpoints",

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import uuid
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.checkpoints import MANIFEST
+from titanlite.checkpoint.paths import StorePath
 from titanlite.config.toml import loads, quote
 from titanlite.contrib.hub.card import MARK, files_beside, shown_config
-from titanlite.contrib.hub.weights import Weights
+from titanlite.contrib.hub.command import export
+from titanlite.contrib.hub.weights import Weights, find_weights
 from titanlite.runs.read import Run
 
 PLACE = ("ada/tiny", "main")
+
+
+def test_weights_that_a_run_exported_to_a_store_are_fetched(tmp_path: Path) -> None:
+    folder = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
+    files = {"config.json": b"{}", "model.safetensors": b"weights"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    found = export(find_weights(folder), tmp_path / "weights", argparse.Namespace())
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == files
 
 
 def test_a_config_for_everybody_has_no_secret_no_private_path_and_no_job() -> None:

@@ -4,7 +4,6 @@ fails. The client of the hub is the real one.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -159,30 +158,6 @@ def test_older_weights_go_and_the_words_of_people_stay(
     uploads.branch("ada/tiny")["README.md"] = mine
     push(hub, home, export, "ada/tiny", "--license", "mit")
     assert uploads.branch("ada/tiny")["README.md"] == mine
-
-
-def test_large_files_go_to_the_store_of_xet_where_its_client_is_installed(
-    hub: HubServer, home: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("hf_xet")
-    export = _shards(tmp_path / "export", [400_000])
-    for file in export.glob("*.safetensors"):
-        content = file.read_bytes()
-        head = 8 + int.from_bytes(content[:8], "little")
-        file.write_bytes(content[:head] + os.urandom(len(content) - head))
-    push(hub, home, export, "ada/parts", HF_HUB_DISABLE_XET="0")
-    branch = uploads_of(hub).branch("ada/parts")
-    for file in export.iterdir():
-        assert branch[file.name] == file.read_bytes()
-    assert len(hub.of("/cas/v1/xorbs/*", "POST")) == len(uploads_of(hub).puts) == 1
-    assert not hub.of("/lfs/*", "PUT")
-    # Its logs and caches have no token; a store that refuses is told.
-    assert leaks(home) == []
-    hub.fail("/cas/*", method="POST", status=403, times=None)
-    old = (export / "model-0.safetensors").read_bytes()
-    (export / "model-0.safetensors").write_bytes(old[:-200_000] + os.urandom(200_000))
-    said = push(hub, home, export, "ada/parts", HF_HUB_DISABLE_XET="0", code=exit_codes.CONFIG)
-    assert "ada/parts, branch main, takes no upload" in said.stderr
 
 
 @pytest.mark.slow_after(4)

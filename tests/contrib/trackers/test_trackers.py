@@ -23,13 +23,13 @@ from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
+from titanlite import doors
 from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
-from titanlite.config.resolve import resolve
 from titanlite.contrib.trackers.mlflow import metric_name
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all, tags
-from titanlite.metrics.trackers import TRACKERS, TrackedRun, Tracker
+from titanlite.metrics.trackers import TrackedRun, Tracker
 from titanlite.runs.jsonl import read_metrics
 
 NAMES = ["mlflow", "comet", "trackio"]
@@ -45,7 +45,7 @@ LOCAL: dict[str, Callable[[Path], dict[str, str]]] = {
 
 
 def open_trackers(names: list[str], run: TrackedRun) -> list[Tracker]:
-    return [resolve(TRACKERS[name])(run) for name in names]
+    return [doors.load(doors.OURS["trackers"][name])(run) for name in names]
 
 
 @dataclass

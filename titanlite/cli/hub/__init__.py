@@ -1,1 +1,1 @@
-"""Checkpoints and tokenizers of other programs: convert, export, import, fetch."""
+"""Weights of checkpoints and of other programs: read, compared, exported."""

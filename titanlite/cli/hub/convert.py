@@ -1,4 +1,4 @@
-"""`titanlite checkpoint convert`: weights between checkpoints and Hugging Face folders.
+"""Weights of checkpoints and of other programs as folders of Hugging Face's or PEFT's.
 
 A few tensors are in memory at a time, or one file of Hugging Face's.
 """
@@ -6,17 +6,12 @@ A few tensors are in memory at a time, or one file of Hugging Face's.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.hf_files import (
@@ -35,7 +30,6 @@ from titanlite.checkpoint.hf_save import (
     write_files,
 )
 from titanlite.checkpoint.loaded import AVERAGE, WEIGHT
-from titanlite.checkpoint.manager import with_files
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
@@ -43,29 +37,26 @@ from titanlite.checkpoint.manifest import (
     Progress,
     check_files,
     refuse_older,
-    step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, write_whole
-from titanlite.checkpoint.retention import begin, delete, marks_of, publish
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
-from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.checkpoint.storage import converted, describe
 from titanlite.checkpoint.weights import on_meta
 from titanlite.cli.checkpoint_folders import checkpoint_of
-from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits, quiet
+from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits
 from titanlite.config.trust import Origin, foreign
-from titanlite.data.tokenizer.files import FILES, hf_files
-from titanlite.features.lora.settings import RECORD, without_adapters
+from titanlite.data.tokenizer.files import hf_files
+from titanlite.features.lora.settings import RECORD
 from titanlite.models import get_spec
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import from_record
 from titanlite.models.spec import ModelSpec, ShapeError
-from titanlite.runs import provenance
 from titanlite.utils import human_bytes
 
 if TYPE_CHECKING:
     from titanlite.features.lora.source import AdapterFiles
 
-Format = Literal["hf", "checkpoint", "peft"]
+Format = Literal["hf", "peft"]
 
 
 class ModelOf(NamedTuple):
@@ -176,7 +167,6 @@ def open_source(
 def _any_source(
     path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
 ) -> Source:
-    """Return the weights in a folder of another program, or in a checkpoint."""
     if holds_adapters(path):
         return _peft(path, progress, origin, base)
     if holds_weights(path):
@@ -232,22 +222,16 @@ def _checkpoint(
     from titanlite.features.lora.source import base_path, of_checkpoint
 
     files = of_checkpoint(folder, manifest, contents.read, prefix)
-    plain = replace(
-        manifest,
-        config={name: value for name, value in manifest.config.items() if name != RECORD},
-        fingerprints=without_adapters(manifest.fingerprints),
-    )
     place = base_path(files.base, base, files.path)
     if family == "hf" and holds_weights(place):
         # By its config.json it may be of a family of titanlite's, with other names.
         under = _foreign(place, get_spec(family), args)
     else:
         under = _any_source(place, progress, False, origin)
-    return _merged(replace(found, manifest=plain), files, under)
+    return _merged(found, files, under)
 
 
 def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
-    """Return the adapters in a folder of PEFT's merged into the weights under them."""
     from titanlite.features.lora.peft import base_of
     from titanlite.features.lora.source import base_path, of_peft
 
@@ -303,7 +287,7 @@ def _of_torchtitan(path: AnyPath, model: ModelOf | None) -> Source:
     if model is None:
         raise CheckpointError(
             f"{path} is of torchtitan, and does not tell its model: give the TOML file of its run "
-            "as `titanlite checkpoint convert --config FILE`"
+            "as `titanlite export --config FILE`"
         )
     source = _foreign(path, model.spec, model.args)
     step = step_of(path) or 0
@@ -323,54 +307,41 @@ def convert(  # noqa: PLR0913
     base: AnyPath | None = None,
     described: ModelOf | None = None,
 ) -> AnyPath:
-    """Write the weights in `path` to `target` in another format; return the written folder.
+    """Write the weights in `path` to the folder `target`, of Hugging Face's layout; return it.
 
-    path: one of our checkpoints (or a folder of them), or a folder of Hugging Face's or Meta's.
-    target: a folder of Hugging Face's layout, or a folder of checkpoints in which the new one, of
-    weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and
-    nothing is overwritten.
+    path: one of our checkpoints (or a folder of them), or a folder of another program's. The target
+    appears when it is whole, and nothing is overwritten.
     dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
     the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
-    both sides compute of a sample. For a folder of Hugging Face's it also takes one about the ids
-    of texts. None: neither is compared. trust_code, base, described: as for `open_source`. Of a
-    checkpoint of adapters the merged weights are written, and with `to = "peft"` the adapters
-    alone.
+    both sides compute of a sample, and one about the ids of texts; None: neither is compared.
+    trust_code, base, described: as for `open_source`. Of a checkpoint of adapters the merged
+    weights are written, and with `to = "peft"` the adapters alone.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """
-    if to == "checkpoint" and step_of(target) is not None:
-        raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
-    if to != "checkpoint":
-        if isinstance(target, StorePath):
-            raise CheckpointError(
-                f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
-            )
-        refuse_existing(target)
+    if not isinstance(target, Path):
+        raise CheckpointError(
+            f"{target}: weights are written to this machine; copy them to the store afterwards"
+        )
+    refuse_existing(target)
     opened = open_source(path, progress, ema, trust_code, base, described)
     if to == "peft":
         return _write_peft(opened, target, dtype)
     source = opened.converted(dtype, progress)
-    final = step_folder(target, source.step) if to == "checkpoint" else target
-    if isinstance(final, Path):
-        _check_space(source, final)
+    _check_space(source, target)
     try:
-        if to == "checkpoint":
-            _write_checkpoint(source, target, dtype, report)
-        else:
-            _write_hf(source, target, shard_bytes, report)
+        _write_hf(source, target, shard_bytes, report)
     except OSError as error:
-        raise CheckpointError(f"{final} cannot be written: {error}") from error
-    return final
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    return target
 
 
-def _write_peft(source: Source, target: AnyPath, dtype: str | None) -> AnyPath:
-    """Write the adapters of a source as a folder of PEFT's."""
+def _write_peft(source: Source, target: Path, dtype: str | None) -> Path:
     from titanlite.features.lora.peft import save_peft
 
     files = source.adapters
     if files is None:
         raise CheckpointError(f"{source.path} holds whole weights, and PEFT's files hold adapters")
-    assert isinstance(target, Path)
     tensors = {}
     for name in files.adapters.shapes:
         tensor = files.read(name)
@@ -400,13 +371,12 @@ def _write_hf(
             raise CheckpointError(f"{final} cannot be written: {problem}")
         write_configs(folder, config, files, entries, beside)
         if report is not None:
-            report(compare_logits(source.family, source.args, source.read, folder))
+            report(compare_logits(source.family, source.args, source.read, Path(str(folder))))
             if source.tokenizer:
-                report(compare_ids(source.tokenizer, folder))
+                report(compare_ids(source.tokenizer, Path(str(folder))))
 
 
 def _check_space(source: Source, target: Path) -> None:
-    """Raise CheckpointError where the disk has no room for the weights."""
     needed = sum(tensor.nbytes for tensor in source.empty.values())
     there = next(folder for folder in target.absolute().parents if folder.is_dir())
     disk = shutil.disk_usage(there)
@@ -415,101 +385,3 @@ def _check_space(source: Source, target: Path) -> None:
             f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
             f"{human_bytes(disk.free)} left. Nothing was written"
         )
-
-
-class _OneByOne(DefaultSavePlanner):
-    """Reads each tensor when it is to be written; the state dictionary has them without memory.
-
-    DCP holds on to every tensor until the file is closed. So the memory of each is released when
-    DCP asks for the next: it is written by then.
-    """
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._read = read
-        self._written: torch.Tensor | None = None
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        if self._written is not None:
-            self._written.untyped_storage().resize_(0)
-        # A clone: the source may be a part of a file in memory.
-        self._written = self._read(index.fqn.removeprefix("model.")).clone()
-        return self._written
-
-
-def _write_checkpoint(
-    source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None
-) -> None:
-    started = time.perf_counter()
-    for mark in marks_of(step_folder(root, source.step)):
-        way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
-        raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
-    refuse_existing(step_folder(root, source.step))
-    tokenizer = _tokenizer_of(source, root / "tokenizer")
-    folder = begin(root, source.step)
-    try:
-        writer = HashingWriter(folder)
-        state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
-        with quiet(), dcp_errors(f"writing {folder}"):
-            planner = _OneByOne(source.read)
-            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        manifest = with_files(_draft(source, dtype, root / "tokenizer", tokenizer), writer.written)
-        manifest = replace(manifest, seconds=round(time.perf_counter() - started, 3))
-        if report is not None:
-            contents = Contents(folder, manifest)
-
-            def read(name: str) -> torch.Tensor:
-                return contents.read(f"model.{name}")
-
-            theirs = source.path if source.is_hf else source.read
-            report(compare_logits(source.family, source.args, read, theirs, dtype))
-        for name, data in tokenizer.items():
-            if isinstance(root, Path):
-                (root / "tokenizer").mkdir(exist_ok=True)
-            write_whole(root / "tokenizer" / name, data)
-        publish(folder, manifest)
-    except BaseException:
-        with suppress(OSError):
-            for mark in marks_of(folder):
-                delete(mark)
-        raise
-
-
-def _tokenizer_of(source: Source, folder: AnyPath) -> Mapping[str, bytes]:
-    """Return the files of the tokenizer of foreign weights, for a folder beside the checkpoints.
-
-    Raises CheckpointError if the folder holds another tokenizer.
-    """
-    if not source.tokenizer or source.manifest is not None:
-        return {}
-    files = hf_files(source.tokenizer)
-    there = {name: (folder / name).read_bytes() for name in files_in(folder) if name in FILES}
-    if files and there and there != files:
-        raise CheckpointError(f"{folder} is of another tokenizer: choose another folder")
-    return files
-
-
-def _draft(
-    source: Source, dtype: str | None, folder: AnyPath, tokenizer: Mapping[str, bytes]
-) -> Manifest:
-    """Return the manifest of a checkpoint of weights only, without its files. A checkpoint that
-    they come from hands on what it knows of its run. folder: of the tokenizer.
-    """
-    before = source.manifest
-    config = {**(before.config if before else {}), "model": as_record(source.family, source.args)}
-    if tokenizer:
-        place = folder.resolve() if isinstance(folder, Path) else folder
-        config["tokenizer"] = {"path": str(place)}
-    return Manifest(
-        step=source.step,
-        fingerprints=before.fingerprints if before else {},
-        tensors={f"model.{name}": entry for name, entry in describe(source.empty).items()},
-        files={},
-        train=before.train if before else {},
-        versions=provenance.versions(),
-        world_size=1,
-        created=time.time(),
-        config=config,
-        weights_only=True,
-        dtype=dtype or "",
-    )

@@ -20,12 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titanlite.checkpoint.dcp_files import CheckedReader
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.hf_files import HF_CONFIG
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import read_json
-from titanlite.checkpoint.storage import CheckedReader, converted
 from titanlite.features.float8.package import torchao
 from titanlite.models import get_spec
 from titanlite.models.hf import read_config
@@ -140,28 +140,22 @@ TOLERANCE = 1e-4
 Read = Callable[[str], torch.Tensor]
 
 
-def compare_logits(
-    family: str, args: Any, read: Read, theirs: AnyPath | Read, dtype: str | None = None
-) -> str:
+def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
     """Compare the logits of a sample of random tokens; return a line about it.
 
-    read: our name → tensor, of one side. theirs: the other side, a folder of Hugging Face's or a
-    function like `read`; dtype: its weights are rounded to that type first.
+    read: our name → tensor. folder: the same weights, as Hugging Face's.
 
     Raises CheckpointError when the logits differ.
     """
     shape = (1, min(TOKENS, args.max_seq_len))
     sample = torch.randint(args.vocab_size, shape, generator=torch.Generator())
     ours = our_logits(family, args, read, sample)
-    if callable(theirs):
-        other = our_logits(family, args, _rounded(theirs, dtype), sample)
-        way = "titanlite, of the weights read"
-    elif reason := _cannot(family, args):
-        back = open_weights(theirs, get_spec(family), args)
-        other = our_logits(family, args, _rounded(back.read, dtype), sample)
+    if reason := _cannot(family, args):
+        back = open_weights(folder, get_spec(family), args)
+        other = our_logits(family, args, back.read, sample)
         way = f"titanlite ({reason})"
     else:
-        other = _transformers(Path(str(theirs)), dtype, sample)
+        other = _transformers(folder, sample)
         way = "transformers"
     if ours.shape != other.shape:
         raise CheckpointError(
@@ -176,7 +170,7 @@ def compare_logits(
     return line
 
 
-def compare_ids(tokenizer: str, folder: AnyPath) -> str:
+def compare_ids(tokenizer: str, folder: Path) -> str:
     """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
     titanlite's; return a line.
 
@@ -195,25 +189,19 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
     if importlib.util.find_spec("transformers") is None:
         return f"ids of texts are not compared: {_NO_TRANSFORMERS}"
     line = f"ids of {len(SAMPLES)} texts, compared with those of AutoTokenizer"
-    if found := differing_ids(Path(str(folder)), ours):
+    if found := differing_ids(folder, ours):
         shown = "".join(f"\n  {one}" for one in found[:5])
         with contextlib.suppress(Exception):  # it cannot be read at all
-            if taken := other_class(Path(str(folder))):
+            if taken := other_class(folder):
                 return (
                     f"{line}: {len(found)} differ, as transformers takes {taken} for every such "
                     f"model:{shown}"
                 )
         raise CheckpointError(
             f"{line}: {len(found)} differ, and nothing is published:{shown}\n"
-            "`titanlite checkpoint convert --to hf` writes the folder without this comparison"
+            "--unchecked writes the folder without this comparison"
         )
     return f"{line}: they are equal"
-
-
-def _rounded(read: Read, dtype: str | None) -> Read:
-    if not dtype:
-        return read
-    return lambda name: converted(name, read(name), dtype)
 
 
 def empty_model(spec: ModelSpec, args: Any, device: torch.device | str = "cpu") -> nn.Module:
@@ -302,16 +290,15 @@ def _cannot(family: str, args: Any) -> str:
     )
 
 
-def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
+def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     if importlib.util.find_spec("torchao") is not None:
         torchao()  # without the lines that it logs when `transformers` imports it
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    kind = getattr(torch, dtype) if dtype else "auto"
     try:
-        model = _pretrained(folder, kind).float().eval()
+        model = _pretrained(folder).float().eval()
         with torch.no_grad():
             logits: torch.Tensor = model(tokens).logits
     except Exception as error:  # of any of its parts
@@ -319,7 +306,7 @@ def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torc
     return logits
 
 
-def _pretrained(folder: Path, dtype: Any) -> Any:
+def _pretrained(folder: Path) -> Any:
     """Return the model of `transformers` for a folder, which may be of somebody else: no code of it
     runs.
 
@@ -335,7 +322,7 @@ def _pretrained(folder: Path, dtype: Any) -> Any:
     config = read_config(content)
     options = {
         "config": config,
-        "dtype": dtype,
+        "dtype": "auto",
         "local_files_only": True,
         "trust_remote_code": False,
     }

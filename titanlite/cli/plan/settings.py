@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from titanlite.config.rules import divisors
 from titanlite.plan.hardware import Cluster
 from titanlite.run.config import RunConfig
-from titanlite.run.features import moe_layers_of
 
 #: Models below this many parameters get no pipeline: FSDP serves them. Most ranks of one.
 PIPELINE_PARAMETERS = 20e9
@@ -22,6 +23,7 @@ Changes = dict[str, Any]
 TENSOR = "training.tensor_parallel_degree"
 CONTEXT = "experimental.context_parallel_degree"
 PIPELINE = "experimental.pipeline_parallel_degree"
+EXPERT = "parallelism.expert_parallel_degree"
 REPLICATE = "training.data_parallel_replicate_degree"
 SHARD = "training.data_parallel_shard_degree"
 KIND = "training.data_parallel_type"
@@ -70,15 +72,15 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
     pipelines = _powers(MOST_STAGES) if is_large else [1]
     tensors = _powers(cluster.gpus_per_node)
     contexts = _powers(max(length // LEAST_TOKENS, 1))
-    moe_layers = moe_layers_of(run.spec, args)
-    experts = [{}] if moe_layers is None else moe_layers.settings()
+    # 1 of a model without experts.
+    experts = divisors(math.gcd(*run.spec.moe_layers(args).values()) or 1)
     for pipeline, tensor, context, expert in itertools.product(
         pipelines, tensors, contexts, experts
     ):
         readers, rest = divmod(cluster.gpus, pipeline * tensor * context)
         if rest or run.batch.global_batch_size % readers:
             continue
-        degrees = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, **expert}
+        degrees = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, EXPERT: expert}
         schedules = ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",)
         for replicate, schedule in itertools.product(_powers(readers), schedules):
             shard, rest = divmod(readers, replicate)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress, read_manifest
-from titanlite.checkpoint.paths import to_path
+from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.checkpoint.retention import pinned
-from titanlite.cli.exchange import DTYPE, PRECISIONS
+from titanlite.cli.export import DTYPE, PRECISIONS
 from titanlite.cli.parser import EMA, Commands, new_command
-from titanlite.cli.processes import stoppable
 from titanlite.config import trust
 from titanlite.contrib.hub.card import files_beside
 from titanlite.contrib.hub.upload import MAIN, HubError, open_repository, upload
 from titanlite.contrib.hub.weights import Weights, find_weights
+from titanlite.contrib.processes import stoppable
 from titanlite.features.lora.settings import RECORD
 from titanlite.runs.links import refuse_links
 from titanlite.utils import say
@@ -87,10 +87,15 @@ def _run(arguments: argparse.Namespace) -> str:
 def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Path:
     """Write a checkpoint as a folder of Hugging Face's or PEFT's; return it.
 
-    Exported weights are where they are. Raises CheckpointError.
+    Exported weights are where they are; those of a store are fetched. Raises CheckpointError.
     """
+    if isinstance(weights.path, Path) and weights.manifest is None:
+        return weights.path
     if weights.manifest is None:
-        return Path(str(weights.path))
+        target.mkdir()
+        for name in files_in(weights.path):
+            (target / name).write_bytes((weights.path / name).read_bytes())
+        return target
     from titanlite.cli.hub.convert import convert
 
     say(f"exporting {weights.path}")

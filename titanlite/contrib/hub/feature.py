@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
+    from titanlite.run.features import Write
 
 
 class HubFeature(Feature):
@@ -54,13 +55,13 @@ class HubFeature(Feature):
         except (HubError, ValueError) as error:
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 
-    def callback(self, parts: TrainingComponents) -> Callback | None:
-        """Return what uploads checkpoints from rank 0."""
-        if parts.saves is None or parts.world.rank != 0:
-            return None
-        from titanlite.contrib.hub.callback import HubUploads
+    def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[Callback]:
+        """Yield what uploads checkpoints from rank 0. It waits at the end."""
+        if parts.saves is not None and parts.world.rank == 0:
+            from titanlite.contrib.hub.callback import HubUploads
 
-        return HubUploads(self.section, Path(parts.run.job.dump_folder), parts.run.model.name)
+            run = parts.run
+            yield HubUploads(self.section, Path(run.job.dump_folder), run.model.name)
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         every = self.section.hub_every

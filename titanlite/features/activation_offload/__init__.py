@@ -1,11 +1,7 @@
-"""Activations of blocks that wait in host memory for their backward: what titanlite knows of it,
-moment by moment.
+"""Activations of blocks that wait in host memory for their backward.
 
-    blocks.py        what blocks send              host_memory.py   the copies, and back
-    plan_memory.py   what that leaves on a device, for the plan
-
-The key is `activation_checkpoint.offload`. `titanlite.plan.remedies` offers it. blocks.py and
-host_memory.py need torch and are imported where they are used.
+The key is `activation_checkpoint.offload`. `titanlite.parallel.offload_blocks` sends and fetches
+them; `plan_memory.py` has what that leaves on a device.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from titanlite.run.features import Feature
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.plan.kept_events import KeptEvents
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
 
@@ -41,14 +36,16 @@ class ActivationOffload(Feature):
         hint = 'take mode = "full", or selective_ac_option = "N"'
         yield Problem("conflict", self.key, message, hint)
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def kept_events(self, sizes: RankSizes) -> KeptEvents:
-        """Return the events of a rank's activations."""
+    def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.activation_offload.plan_memory import SentEvents
-        from titanlite.plan.kept_events import KeptEvents
 
-        return KeptEvents(sizes) if sizes.device == "cpu" else SentEvents(sizes)
+        if sizes.device != "cpu":
+            sizes.kept_events = SentEvents
+
+    def plan_speed(self, step: StepSizes) -> None:
+        step.activation_transfers = self.transfers
 
     def transfers(self, step: StepSizes) -> float:
         """Return the seconds of a step's copies over PCIe, in one direction."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
 
@@ -43,11 +44,6 @@ class AsyncTensorParallel(Feature):
 
     def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
         return broken_rules(config, NEEDS)
-
-    def warnings(self, run: RunConfig) -> Iterator[str]:
-        # torch reshapes gathered tensors, and inductor finds no match.
-        if run.training.batch_size == 1:
-            yield f"{KEY} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
 
     # On the machine
 
@@ -80,3 +76,8 @@ class AsyncTensorParallel(Feature):
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let inductor split products."""
         builder.compile_options["_micro_pipeline_tp"] = True
+
+    # The plan
+
+    def plan_speed(self, step: StepSizes) -> None:
+        step.tensor_traffic_left = step.rates.constants.async_tensor

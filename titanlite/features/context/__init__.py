@@ -1,5 +1,4 @@
-"""Context parallelism (CP), ranks that share each sequence: what titanlite knows of it, moment by
-moment.
+"""Context parallelism (CP): ranks that share each sequence.
 
     ranks.py      this rank's part of a sequence        attention.py     the blocks of a model
     loader.py     … of the batches                      plan_memory.py   what they keep and need
@@ -11,7 +10,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
     from titanlite.features.context.loader import CPLoader
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.blocks import Shape
-    from titanlite.plan.lifetimes import Op
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -57,8 +55,10 @@ class ContextParallel(Feature):
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let a model take each rank's part of the tokens."""
         from titanlite.features.context.attention import apply_cp
+        from titanlite.parallel.parallelize import select
 
-        if builder.has_blocks(model):  # a pipeline stage may have none
+        # A pipeline stage may have no blocks.
+        if select(model, builder.spec.block_names(builder.args)):
             apply_cp(model, builder.mesh)
 
     def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
@@ -75,20 +75,21 @@ class ContextParallel(Feature):
 
         return CPLoader(whole, mesh)
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def pairs(self, s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
-        """Return the operators of attention proper, as `titanlite.plan.blocks.pairs`."""
-        from titanlite.features.context.plan_memory import pairs
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.context.plan_memory import attention_of_parts
 
-        return pairs(s, width, kv_width, sums)
+        sizes.attention = attention_of_parts
 
-    def attention_slower(self, step: StepSizes) -> float:
-        """Return by which factor attention takes longer than in one piece."""
-        return 1 + step.rates.constants.context * math.log2(step.mesh.context)
+    def plan_speed(self, step: StepSizes) -> None:
+        step.attention_slower = 1 + step.rates.constants.context * math.log2(step.mesh.context)
+        step.traffic["context traffic"] = self.traffic
 
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Keys and values are gathered, and their gradients scattered."""
+    def traffic(self, step: StepSizes) -> float:
+        """Return the seconds of a micro-batch in which keys and values are gathered, and their
+        gradients scattered.
+        """
         mesh = step.mesh
         args = step.args
         # Values of latent attention are filled up to the width of keys.
@@ -96,4 +97,4 @@ class ContextParallel(Feature):
         heads = getattr(args, "kv_heads", 0) * width
         size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
         one = step.rates.collective(size, mesh.context, mesh.tensor)
-        return {"context traffic": step.blocks * (2 + step.recomputed) * one}
+        return step.blocks * (2 + step.recomputed) * one

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from titanlite.plan.blocks import Shape
 
 
-def pairs(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
-    """Return attention proper, as `titanlite.plan.blocks.pairs`."""
+def attention_of_parts(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
+    """Return the operators of attention proper, as `titanlite.plan.blocks.attention`."""
     queries = s.tokens * width * s.size
     # Keys and values side by side, received from all ranks, put in order; gradients likewise, of
     # two calls.

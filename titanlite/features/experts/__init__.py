@@ -1,5 +1,5 @@
-"""Experts: what titanlite knows of them, moment by moment. `MoELayers` is of every run of a model
-with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
+"""Experts. `MoELayers` is of every run of a model with such layers, `ExpertParallel` (EP) of one
+whose ranks share the experts.
 
     checks.py        other keys, ranks, model
     ranks.py         numbers of ranks that have experts
@@ -7,28 +7,20 @@ with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
     exchange.py      rows on their way to the ranks of their experts, and back
     balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
-    plan_memory.py   what MoE layers keep, need and hold
-    plan_speed.py    what their products and the exchange of rows cost
 
-The layers as modules, their arguments and names are in `titanlite.models.experts`, which lists its
-files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
-that need torch are imported where they are used.
-
-Elsewhere are rules about two features (`titanlite.run.interactions`, `titanlite.features.mup`)
-and tables that name experts among others: the operators of
-`titanlite.parallel.activation_checkpoint`, the biases that `titanlite.checkpoint.loaded` never
-rounds, the degrees of `titanlite.run.derive`.
+The layers as modules are in `titanlite.models.experts`. The key is
+`parallelism.expert_parallel_degree`; all else are arguments of a model. Files that need torch are
+imported where they are used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import divisors
 from titanlite.dist import ParallelismError
 from titanlite.features.experts import checks
 from titanlite.parallel import offered
@@ -42,11 +34,8 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config
     from titanlite.features.experts.balance import ExpertBalance
     from titanlite.features.experts.figures import ExpertFigures
-    from titanlite.features.experts.plan_speed import ExpertSpeed
-    from titanlite.models.llama_args import LlamaArgs
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.feed_forward import FeedForwardMemory
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
@@ -72,28 +61,6 @@ class MoELayers:
         for name in self.experts:
             if name in modules:  # a pipeline stage has some of them
                 modules[name].step_tokens = tokens
-
-    # The plan
-
-    def memory(self, args: LlamaArgs, ranks: int) -> FeedForwardMemory:
-        """Return what the feed-forward of a block keeps, needs and holds; it may be dense.
-
-        args: of that block. ranks: that share the experts.
-        """
-        from titanlite.features.experts.plan_memory import feed_forward_memory
-
-        return feed_forward_memory(args, ranks)
-
-    def speed(self, step: StepSizes) -> ExpertSpeed:
-        """Return what the products of experts cost in a step."""
-        from titanlite.features.experts.plan_speed import ExpertSpeed
-
-        return ExpertSpeed(step, self.experts)
-
-    def settings(self) -> list[dict[str, int]]:
-        """Return changes of a config that the plan's search tries."""
-        degrees = divisors(math.gcd(*self.experts.values()))
-        return [{checks.DEGREE: ranks} for ranks in degrees]
 
     # The step: `titanlite.assembly` calls these
 
@@ -151,45 +118,30 @@ class ExpertParallel(Feature):
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Divide the experts. Raises ParallelismError for a layer that cannot be divided."""
-        from titanlite.features.experts.sharding import apply_ep, has_exchange
+        from titanlite.features.experts.sharding import apply_ep, expert_placement
+        from titanlite.parallel.activation_checkpoint import exchange_of
+        from titanlite.parallel.parallelize import select
 
-        apply_ep(model, self.mesh(builder.mesh)["ep"])
-        modules = dict(model.named_modules())
-        names = offered(builder.spec, "experts")(builder.args)
-        here = [name for name in names if name in modules]
-        whole = [name for name in here if not has_exchange(modules[name])]
+        mesh = self.mesh(builder.mesh)
+        apply_ep(model, mesh["ep"])
+        builder.shard_options["placement"] = expert_placement(mesh)
+        layers = select(model, offered(builder.spec, "experts")(builder.args))
+        whole = [name for name, layer in layers.items() if exchange_of(layer) is None]
         if whole:
             raise ParallelismError(
                 f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
             )
 
-    def placement(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-        """Return where `fully_shard` puts the experts that `distribute` has divided."""
-        from titanlite.features.experts.sharding import expert_placement
-
-        return expert_placement(self.mesh(mesh))
-
-    def compiled(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Return the modules that `torch.compile` can make one graph: those without shared
-        experts.
-        """
-        from titanlite.features.experts.sharding import has_exchange
-
-        return {name: module for name, module in modules.items() if not has_exchange(module)}
-
     # The plan
 
-    def rows_to_each(self, run: RunConfig, args: Any) -> int:
-        """Return the rows that a layer sends to each of its ranks, for a trace.
+    def plan_speed(self, step: StepSizes) -> None:
+        step.traffic["expert traffic"] = self.traffic
 
-        Raises ConfigError if they do not divide.
+    def traffic(self, step: StepSizes) -> float:
+        """Return the seconds in which a micro-batch's rows and gradients go to their experts and
+        back: two all-to-alls in a block's forward, two in its backward, and those of recomputation.
         """
-        from titanlite.features.experts.plan_memory import rows_to_each
-
-        return rows_to_each(run, args)
-
-    def traffic(self, step: StepSizes) -> Mapping[str, float]:
-        """Rows go to the ranks of their experts and back, and gradients."""
-        from titanlite.features.experts.plan_speed import exchange_seconds
-
-        return {"expert traffic": exchange_seconds(step)}
+        tokens = step.tokens / step.mesh.tensor
+        rows = tokens * getattr(step.args, "top_k", 1) * step.itemsize * step.width
+        again = 0 if step.by_op else 2 * step.recomputed
+        return step.blocks * (4 + again) * step.rates.collective(rows, step.mesh.expert, 1)

@@ -19,11 +19,3 @@ def in_words(mesh: MeshSizes) -> str:
     """Return the degrees whose product that is."""
     words = mesh.weight_shards_in_words
     return words if mesh.tensor == 1 else f"{words} * tensor_parallel"
-
-
-def expert_shards(mesh: MeshSizes) -> int:
-    """Return over how many ranks `fully_shard` divides each expert.
-
-    Tensor-parallel ranks have copies of experts that no ranks share.
-    """
-    return mesh.weight_shards if mesh.expert == 1 else most_ranks(mesh) // mesh.expert

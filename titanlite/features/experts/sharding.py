@@ -84,7 +84,6 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _whole(parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a parameter as a plain tensor, of which tensor-parallel ranks have copies."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not all(placement.is_replicate() for placement in parameter.placements):
@@ -94,11 +93,6 @@ def _whole(parameter: nn.Parameter, name: str) -> Tensor:
         )
     local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
     return local
-
-
-def has_exchange(model: nn.Module) -> bool:
-    """Return whether other ranks hold some of the experts in this module."""
-    return any(getattr(module, "exchange", None) is not None for module in model.modules())
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:

@@ -1,19 +1,28 @@
-"""Matrix products in float8, through torchao: what titanlite knows of them, moment by moment.
+"""How float8 works here: products of linears are of numbers in float8, by torchao.
 
-    choice.py    which linears, and why not the others    checks.py   other keys, model, machine
-    convert.py   the linears of a model                   tensor.py   … shared by ranks
-    gathered.py  weights that FSDP gathers in float8      exact.py    … in high precision again
-    error.py     the error in the loss, a callback        report.py   rows of the start report
-    package.py   torchao                                  search.py   settings that the plan tries
-    plan_memory.py, plan_speed.py   what its products keep, need and cost
+1. **Which linears** (`choices`): by name and size, before anything is built. The head stays in high
+   precision, as do linears that the config names, small ones, and sizes that the units do not take.
+2. **Conversion** (`convert`): on the meta device, each of them becomes torchao's `Float8Linear`.
+   The weight keeps its name, shape and dtype, for checkpoints and the optimizer. A forward
+   divides input and weight by a scale each, their largest absolute value over that of the format,
+   rounds them to E4M3, and multiplies by `torch._scaled_mm`. The backward makes both gradients by
+   such products. "tensorwise" has one scale a tensor, and the output's gradient in E5M2; "rowwise"
+   has one scale for each row, and all in E4M3.
+3. **Gathers in float8** (`enable_fsdp_float8_all_gather`): torchao wraps each weight. `fully_shard`
+   asks the wrapper what to send, and gets the rank's rows rounded: a byte a parameter. All ranks
+   need the scale of the whole weight, so each gather begins with an all-reduce of a maximum.
+4. **Scales after the update** (`precompute_float8_dynamic_scale_for_fsdp`): weights change there
+   alone, so one all-reduce finds all scales (`after_update`), and gathers send at once.
 
-The keys are `titanlite.config.sections.Float8`. Files that need torch are imported where they are
-used.
+Tensor parallelism gathers inputs in float8, too (`tensor.py`). Beside it lie `checks.py` (other
+keys, model, machine), `package.py` (torchao), `report.py`, `plan_memory.py` and `plan_speed.py`.
+MXFP8 is a subclass (`titanlite.features.mx`). The keys are `titanlite.config.sections.Float8`.
+Files that need torch are imported where they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
@@ -28,17 +37,13 @@ from titanlite.features.float8.choice import (
 from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
-    from titanlite.features.float8.error import Float8ErrorCheck
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -56,41 +61,13 @@ class Float8Feature(Feature):
         self.section = config.float8
 
     def choices(self, linears: Linears) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model."""
+        """Decide for each kind of linear of the whole model, with the reason of those that stay."""
         return choose_linears(linears, self.section, self.multiple)
-
-    # Before the ranks start
-
-    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
-        return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
-
-    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
-        return checks.problems(run, args, self.choices, self.multiple)
-
-    def warnings(self, run: RunConfig) -> Iterable[str]:
-        return checks.wide_filters(run)
-
-    # On the machine
-
-    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
-        return checks.machine_problems(self.section)
-
-    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
-        from titanlite.features.float8.report import float8_rows
-
-        choices = self.choices(builder.linears)
-        return float8_rows(self.section, self.numbers, choices, builder)
-
-    @property
-    def numbers(self) -> str:
-        """The format of the rounded numbers, in words."""
-        emulated = ", emulated in float32 (slow, for tests)" if self.section.emulate else ""
-        return f"{self.section.recipe_name}{emulated}"
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Convert linears, and give inductor the settings for blocks with them."""
+        """Put torchao's linears in the place of the chosen ones, before tensor parallelism."""
         from titanlite.features.float8.convert import COMPILE_OPTIONS, apply_float8
 
         if builder.run.compile.backend == "inductor":
@@ -114,23 +91,10 @@ class Float8Feature(Feature):
         if gathers and not tensor.sends_float8(builder.mesh["dp_shard"]):
             gathered.gather_as_bytes(model)
 
-    # The plan: `titanlite.plan` calls these
-
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> ProductMemory:
-        from titanlite.features.float8.plan_memory import float8_memory
-
-        return float8_memory(self.section, self.choices(sizes.linears))
-
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
-        from titanlite.features.float8.plan_speed import float8_speed
-
-        return products if self.section.emulate else float8_speed(self.section, step)
-
-    # The step: `titanlite.assembly` calls these
+    # The step: `titanlite.assembly` calls this
 
     def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-        """Return what a step calls when the weights are new."""
+        """Return what a step calls when the weights are new: it finds their scales."""
         from titanlite.features.float8.gathered import ScalePrecompute
         from titanlite.step import do_nothing
 
@@ -138,15 +102,42 @@ class Float8Feature(Feature):
             return do_nothing
         return ScalePrecompute(model, mesh)
 
-    def drift_check(
-        self, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]
-    ) -> Float8ErrorCheck | None:
-        """Return the callback that measures the error in the loss; None: it is off.
+    # Before the ranks start, and on their machine
 
-        dtype: of activations. write: takes a step and a row for metrics.jsonl.
-        """
-        from titanlite.features.float8.error import Float8ErrorCheck
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
+        return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
 
-        if not self.section.drift_check:
-            return None
-        return Float8ErrorCheck(self.section.drift_check, dtype, write)
+    def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
+        return checks.problems(run, args, self.choices, self.multiple)
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
+        return checks.machine_problems(self.section)
+
+    # The start report
+
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        from titanlite.features.float8.report import float8_rows
+
+        choices = self.choices(builder.linears)
+        return float8_rows(self.section, self.numbers, choices, builder)
+
+    @property
+    def numbers(self) -> str:
+        """The format of the rounded numbers, in words."""
+        emulated = ", emulated in float32 (slow, for tests)" if self.section.emulate else ""
+        return f"{self.section.recipe_name}{emulated}"
+
+    # The plan
+
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.float8.plan_memory import Float8Memory, converted_kinds
+
+        names = converted_kinds(self.choices(sizes.linears))
+        sizes.products = Float8Memory(names, self.section.enable_fsdp_float8_all_gather)
+
+    def plan_speed(self, step: StepSizes) -> None:
+        """Raises ConfigError for a GPU without float8."""
+        from titanlite.features.float8.plan_speed import float8_speed
+
+        if not self.section.emulate:
+            step.products = float8_speed(self.section, step)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, converted_names
 from titanlite.models.linears import kind_of
 from titanlite.plan.lifetimes import Op
@@ -57,8 +56,7 @@ class Float8Memory(ProductMemory):
         return 1 if self.gathers and key in self.names else 0
 
 
-def float8_memory(section: Float8, choices: Iterable[Float8Choice]) -> Float8Memory:
-    """Return the products of a run. The first block stands for all."""
+def converted_kinds(choices: Iterable[Float8Choice]) -> frozenset[str]:
+    """Return the converted linears by name in the block. The first block stands for all."""
     first = [name for name in converted_names(choices) if name.startswith("layers.0.")]
-    names = frozenset(kind_of(name) for name in first)
-    return Float8Memory(names, section.enable_fsdp_float8_all_gather)
+    return frozenset(map(kind_of, first))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice
-from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.parallel.parallelize import ModelBuilder
@@ -22,11 +21,12 @@ def float8_rows(
     converted = sum(len(choice.names) for choice in choices if choice.converted)
     parts = [numbers]
     if float8.enable_fsdp_float8_all_gather:
-        parts.append(f"weights gathered in float8, {_scales(float8)}")
+        scales = "each scale found as it is"
+        if float8.precompute_float8_dynamic_scale_for_fsdp:
+            scales = "all scales by one all-reduce after the update"
+        parts.append(f"weights gathered in float8, {scales}")
     parts.append(f"{converted:,} of {total:,} linears")
     parts.append(f"M = {builder.run.tokens_at_once:,} tokens in a product of one rank")
-    if float8.drift_check:
-        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
     yield "float8", "; ".join(parts)
     for choice in choices:
         size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
@@ -38,9 +38,3 @@ def float8_rows(
             "float8 without training.compile is slower than bf16: scaling and rounding run as "
             "kernels of their own. Set training.compile = true",
         )
-
-
-def _scales(float8: Float8) -> str:
-    if float8.precompute_float8_dynamic_scale_for_fsdp:
-        return "all scales by one all-reduce after the update"
-    return "each scale found as it is"

@@ -33,53 +33,32 @@ def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyl
 
     kind: one of `KINDS`. output: placement of a rowwise linear's output.
     """
-    styles = _styles(sends_float8(mesh))
+    parallel = torchao().float8_tensor_parallel
+    gathered, rowwise = parallel.Float8ColwiseParallel, parallel.Float8RowwiseParallel
+    if not sends_float8(mesh):
+        gathered, rowwise = _cast_when_sent()
     if kind == "rowwise":
-        made = styles["rowwise"](output_layouts=output)
-    elif kind == "gathered":
-        made = styles["gathered"](input_layouts=Shard(1))
-    else:
-        made = styles["colwise"]()
-    return cast(ParallelStyle, made)
-
-
-def _prepare_input(float8: Any, plain: Any) -> Any:
-    """Return how a style of torchao's prepares the input of a linear. An exact linear takes it as
-    `plain`, the style of torch, does.
-    """
-
-    def prepare(input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
-        style = float8 if module.exact is None else plain
-        return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
-
-    return staticmethod(prepare)
+        return cast(ParallelStyle, rowwise(output_layouts=output))
+    if kind == "gathered":
+        return cast(ParallelStyle, gathered(input_layouts=Shard(1)))
+    return cast(ParallelStyle, parallel.Float8ColwiseParallel())
 
 
 @functools.cache
-def _styles(sends: bool) -> dict[str, Any]:
+def _cast_when_sent() -> tuple[Any, Any]:
+    """Return torchao's styles, which cast a tensor and then gather it, in the other order."""
     parallel = torchao().float8_tensor_parallel
     colwise: Any = parallel.Float8ColwiseParallel
     rowwise: Any = parallel.Float8RowwiseParallel
 
-    class Colwise(colwise):
-        _prepare_input_fn = _prepare_input(colwise, ColwiseParallel)
-
     class Gathered(colwise):
-        # torchao casts the input and then gathers it.
-        _prepare_input_fn = _prepare_input(colwise if sends else ColwiseParallel, ColwiseParallel)
+        _prepare_input_fn = staticmethod(ColwiseParallel._prepare_input_fn)
 
     class Rowwise(rowwise):
-        _prepare_input_fn = _prepare_input(rowwise, RowwiseParallel)
+        # Of the gradient, in the backward.
+        _prepare_output_fn = staticmethod(RowwiseParallel._prepare_output_fn)
 
-        @staticmethod
-        def _prepare_output_fn(
-            output_layouts: Any, use_local: Any, module: Any, outputs: Any, mesh: Any
-        ) -> Any:
-            # In the backward torchao casts the gradient and then gathers it.
-            style: Any = rowwise if sends else RowwiseParallel
-            return style._prepare_output_fn(output_layouts, use_local, module, outputs, mesh)
-
-    return {"colwise": Colwise, "gathered": Gathered, "rowwise": Rowwise}
+    return Gathered, Rowwise
 
 
 # One function for all blocks: `titanlite.parallel.tensor` makes one class for each.
@@ -97,8 +76,6 @@ def input_cast() -> Callable[[Tensor, Any], Tensor]:
     role = float8.GemmInputRole.INPUT
 
     def to_input(x: Tensor, linear: Any) -> Tensor:
-        if linear.exact is not None:
-            return x
         dtype = linear.config.cast_config_input.target_dtype
         return cast(Tensor, to_float8(x, dtype, linear.linear_mm_config, gemm_input_role=role))
 

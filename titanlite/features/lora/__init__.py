@@ -1,8 +1,7 @@
-"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021, arXiv:2106.09685): what titanlite
-knows of them, moment by moment.
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
     settings.py  which linears, by what factor           checks.py   other keys, model, ranks
-    modules.py   the linears of a model                  products.py what an adapter computes
+    modules.py   the linears of a model
     base.py      the frozen weights of a run, by hash    digests.py  those hashes
     source.py    adapters and their base as one model    peft.py     PEFT's files
     plan_memory.py, plan_speed.py   what its products keep, need and cost
@@ -15,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from titanlite.config.errors import Problem
 from titanlite.config.rules import broken_rules
@@ -30,11 +31,8 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint, Config
     from titanlite.dist.dist_env import DistEnv
     from titanlite.features.lora.base import FrozenBase
-    from titanlite.features.lora.plan_memory import LoraMemory
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
@@ -69,9 +67,13 @@ class LoraFeature(Feature):
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Give the linears their adapters."""
         from titanlite.features.lora.modules import add_adapters
+        from titanlite.parallel.fsdp import DTYPES
 
         adapters = self.adapters(builder.spec, builder.args)
-        add_adapters(model, adapters, self.section.dropout, builder.frozen_dtype)
+        # Products take weights that are not trained in no larger dtype.
+        dtypes = (DTYPES[builder.run.training.dtype], builder.param_dtype)
+        frozen = min(dtypes, key=lambda dtype: dtype.itemsize)
+        add_adapters(model, adapters, self.section.dropout, frozen)
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let only adapters have gradients."""
@@ -111,9 +113,8 @@ class LoraFeature(Feature):
 
     def checkpoint(self, section: Checkpoint) -> Checkpoint:
         """Return the section by which a run saves and loads its adapters."""
-        from titanlite.features.lora.base import adapters_section
-
-        return adapters_section(section, self.section.adapter)
+        # `initial_load_path` names the frozen weights.
+        return replace(section, initial_load_path=self.section.adapter, initial_load_in_hf=False)
 
     # The start report
 
@@ -131,27 +132,15 @@ class LoraFeature(Feature):
         )
         yield "lora", text
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> LoraMemory:
-        from titanlite.features.lora.plan_memory import lora_memory
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.lora.plan_memory import LoraMemory
 
-        return lora_memory(
-            self.adapters(sizes.run.spec, sizes.args), products, self.section.dropout
-        )
+        adapters = self.adapters(sizes.run.spec, sizes.args)
+        sizes.products = LoraMemory(adapters, sizes.products, self.section.dropout > 0)
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
+    def plan_speed(self, step: StepSizes) -> None:
         from titanlite.features.lora.plan_speed import with_adapters
 
-        return with_adapters(step, products, self.adapters(step.spec, step.args))
-
-    # Figures: `RunConfig.flops_per_token` calls it
-
-    def flops_per_token(self, spec: ModelSpec, args: Any, seq_len: int) -> int:
-        """Return the model FLOPs of a training token, forward and backward.
-
-        Frozen products have two passes of three: no gradient of their weights is made.
-        """
-        whole = spec.flops_per_token(args, seq_len)
-        products = spec.flops_per_token(args, 0)
-        return whole - products // 3 + 6 * self.adapters(spec, args).parameters
+        step.products = with_adapters(step, self.adapters(step.spec, step.args))

@@ -5,39 +5,45 @@ titanlite/plan/FORMULAS.md derives the numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
 
+from titanlite.features.lora.settings import Adapters
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.product_memory import Product, ProductMemory
-
-if TYPE_CHECKING:
-    from titanlite.features.lora.settings import Adapters
+from titanlite.plan.weights import Weight
 
 
 @dataclass(frozen=True)
 class LoraMemory(ProductMemory):
-    """Products with weights that are not trained, some of them with an adapter beside."""
+    """Products with weights that are not trained, some of them with an adapter beside.
+
+    A kind of linear that has adapters in some blocks counts as one that has them in all.
+    """
 
     trains: ClassVar[bool] = False
 
+    adapters: Adapters = field(hash=False)
     #: The products themselves.
-    frozen: ProductMemory = ProductMemory()
-    #: Those with an adapter, by name in the block.
-    names: frozenset[str] = frozenset()
-    rank: int = 0
-    drops: bool = False
+    frozen: ProductMemory
+    drops: bool
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The linears with an adapter, by name in the block."""
+        return frozenset(self.adapters.kinds)
 
     def op(self, product: Product) -> Op:
         plain = replace(self.frozen.op(product), weight=0)
         if type(self.frozen) is ProductMemory:
             # Only the gradient of the weight would need the input.
             plain = replace(plain, saves=())
-        if product.key not in self.names:
+        if product.key not in self.kinds:
             return plain
         inputs = product.tokens * product.columns * product.size
         outputs = product.tokens * product.rows * product.size
-        keeps = plain.keeps + product.tokens * self.rank * product.size
+        keeps = plain.keeps + product.tokens * self.adapters.rank * product.size
         saves: tuple[str, ...] = (product.x,)
         if self.drops:
             # What is left of the input, and a byte for each number of it.
@@ -50,15 +56,17 @@ class LoraMemory(ProductMemory):
             # Both summands beside the sum; in the backward the gradients of both beside theirs.
             forward=max(plain.forward, 2 * outputs),
             backward=max(plain.backward, inputs),
-            weight=self.rank * (product.rows + product.columns) * product.size,
+            weight=self.adapters.rank * (product.rows + product.columns) * product.size,
         )
 
     def gathered_bytes(self, key: str) -> int:
         return self.frozen.gathered_bytes(key)
 
-
-def lora_memory(adapters: Adapters, products: ProductMemory, dropout: float) -> LoraMemory:
-    """Return the products of a run. A kind of linear that has adapters in some blocks counts as one
-    that has them in all.
-    """
-    return LoraMemory(products, frozenset(adapters.kinds), adapters.rank, dropout > 0)
+    def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
+        rank = self.adapters.rank
+        found = [replace(weight, frozen=True) for weight in own]
+        for name, size in self.adapters.sizes.items():
+            if name.startswith(f"{module}."):
+                for rows, columns in ((rank, size.in_features), (size.out_features, rank)):
+                    found.append(Weight(rows, columns, shards, (rows, columns)))
+        return found

@@ -9,20 +9,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.features.lora.settings import Adapters
-from titanlite.plan.product_speed import ProductSpeed
 from titanlite.plan.rates import Directions
 
 if TYPE_CHECKING:
+    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.step_sizes import StepSizes
 
 #: Times that a sum of two tensors moves one of them.
 _SUM = 3
 
 
-def with_adapters(step: StepSizes, frozen: ProductSpeed, adapters: Adapters) -> ProductSpeed:
-    """Return frozen products with two narrow products and a sum beside each adapted linear; their
-    backward has twice the products, and a sum of gradients.
+def with_adapters(step: StepSizes, adapters: Adapters) -> ProductSpeed:
+    """Return the products of a step, frozen, with two narrow products and a sum beside each adapted
+    linear. Their backward has twice the products, and a sum of gradients.
     """
+    frozen = step.products
     products = 0.0
     outputs = 0
     inputs = 0

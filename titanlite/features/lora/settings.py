@@ -126,8 +126,3 @@ def is_target(entry: str, name: str, at_hf: str) -> bool:
     if entry == ALL:
         return True
     return any(f".{known}".endswith(f".{entry}") for known in (name, at_hf) if known)
-
-
-def without_adapters(fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints of a run without those of its adapters."""
-    return {name: one for name, one in fingerprints.items() if name not in (RECORD, BASE)}

@@ -1,4 +1,4 @@
-"""The loss in chunks of the tokens: what titanlite knows of it, moment by moment.
+"""The loss in chunks of the tokens.
 
     head.py          a head that computes the loss too, and its way under tensor parallelism
     plan_memory.py   what head and loss keep and need, for the plan
@@ -8,22 +8,19 @@ The key is `training.loss_chunks`. head.py needs torch and is imported where it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.run.features import Feature
-from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.blocks import Shape
-    from titanlite.plan.lifetimes import Op
-    from titanlite.plan.loss_ops import Loss
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.run.config import RunConfig
 
 
@@ -34,28 +31,6 @@ class LossChunks(Feature):
 
     def __init__(self, config: Config) -> None:
         self.chunks = config.training.loss_chunks
-
-    # Before the ranks start
-
-    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        """Check that there is a token for each chunk."""
-        d = config.sections
-        pieces = (
-            d.experimental.pipeline_parallel_microbatches or d.experimental.pipeline_parallel_degree
-        )
-        rows = max(d.training.batch_size // pieces, 1)
-        lengths = [phase.seq_len for phase in d.data.phase if phase.seq_len is not None]
-        shortest = min([d.training.seq_len, *lengths])
-        length = max(shortest // d.experimental.context_parallel_degree, 1)
-        tokens = rows * length
-        if self.chunks <= tokens:
-            return
-        all_tokens = (
-            f"{counted(tokens, 'tokens')} ({counted(rows, 'sequences')} x "
-            f"{counted(length, 'tokens')})"
-        )
-        message = f"is {self.chunks}, but a rank computes the loss of {all_tokens} at once"
-        yield Problem("conflict", self.key, message, f"take {tokens} at most")
 
     # On the machine
 
@@ -84,8 +59,7 @@ class LossChunks(Feature):
 
     # The plan
 
-    def memory(self, s: Shape, loss: Loss, x: str) -> Op:
-        """Return head and loss as one operator. x: name of the hidden states."""
+    def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.loss_chunks.plan_memory import chunked_loss
 
-        return chunked_loss(s, loss, x)
+        sizes.loss = replace(sizes.loss, chunks=self.chunks, operators=chunked_loss)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from titanlite.plan.loss_ops import Loss
 
 
-def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
+def chunked_loss(s: Shape, loss: Loss, x: str) -> list[Op]:
     """Return head and loss as one operator. x: name of the hidden states."""
     table = s.vocabulary * s.args.dim
     low = s.size == 2
@@ -22,7 +22,7 @@ def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
     if not s.products.trains:
         gradient = _rows_of_chunk(s, loss) * s.vocabulary * s.size
         forward = max(logits, gradient)
-        return Op("loss", 4, reads=(x,), keeps=s.whole, forward=forward, holds=("x", "n"))
+        return [Op("loss", 4, reads=(x,), keeps=s.whole, forward=forward, holds=("x", "n"))]
     # A chunk's gradient, and its product with x, which float32 adds to the sum at once.
     product = _rows_of_chunk(s, loss) * s.vocabulary * s.size
     if low:
@@ -30,15 +30,17 @@ def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
     # In the end the sum becomes the gradient: by a copy in the dtype of the weight.
     sums = 4 * table
     copied = 4 * table if low else 0
-    return Op(
-        "loss",
-        4,
-        reads=(x,),
-        keeps=s.whole + table * s.size,
-        forward=max(sums + max(logits, product) - table * s.size, copied),
-        weight=table * s.size,
-        holds=("x", "n"),
-    )
+    return [
+        Op(
+            "loss",
+            4,
+            reads=(x,),
+            keeps=s.whole + table * s.size,
+            forward=max(sums + max(logits, product) - table * s.size, copied),
+            weight=table * s.size,
+            holds=("x", "n"),
+        )
+    ]
 
 
 def _rows_of_chunk(s: Shape, loss: Loss) -> int:

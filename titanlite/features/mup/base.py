@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.config.errors import Problem
 from titanlite.models.args import checked_fields
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError
 
 #: Arguments that become narrower with `dim`; experts' products want multiples of 8.

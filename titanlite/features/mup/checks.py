@@ -10,7 +10,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import Rule
 from titanlite.features.mup.base import base_args, head_width
 from titanlite.features.mup.rules import Rules
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError
 from titanlite.utils import is_dotted
 

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from titanlite.features.mup.base import head_width
 from titanlite.models.linears import kind_of
-from titanlite.models.llama_args import LlamaArgs, block_names
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import Init, ModelSpec, Size
 
 _EMBEDDING = "tok_embeddings"
@@ -137,9 +137,8 @@ class Rules:
     def names(self) -> list[str]:
         """Return the names of all parameters but a tied head, in the model's order."""
         found = [f"{_EMBEDDING}.weight"]
-        for index, block in enumerate(block_names(self.args)):
-            sizes = _sizes(self.args.of_block(index))
-            found += [f"{block}.{_parameter_of(kind)}" for kind in sizes]
+        for name, block in self.args.blocks().items():
+            found += [f"{name}.{_parameter_of(kind)}" for kind in _sizes(block)]
         if self.args.norm_type != "np_layernorm":
             found.append(f"{_LAST_NORM}.weight")
         if not self.args.tied:

@@ -33,7 +33,7 @@ def explain(config: Config) -> list[str]:
     from titanlite.features.mup.base import base_args
     from titanlite.models.args import model_args
     from titanlite.models.families import get_spec
-    from titanlite.models.llama_args import LlamaArgs
+    from titanlite.models.llama import LlamaArgs
 
     try:
         args = model_args(config.model, config.training.seq_len)

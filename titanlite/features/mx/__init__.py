@@ -1,8 +1,8 @@
-"""Matrix products in MXFP8, through torchao: what titanlite knows of them beyond float8.
+"""Matrix products in MXFP8, through torchao: what differs from float8.
 
     checks.py    other keys, model     convert.py   the linears of a model
     package.py   torchao, and what it needs of the machine
-    plan_memory.py, plan_speed.py   what its products keep, need and cost
+    plan_memory.py   what its products keep and need
 
 It is float8 with its own recipe: `float8.recipe_name = "mxfp8"` or "mxfp8_floor". The keys are
 `titanlite.config.sections.Float8`. Files that need torch are imported where they are used.
@@ -11,9 +11,10 @@ It is float8 with its own recipe: `float8.recipe_name = "mxfp8"` or "mxfp8_floor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import Problem
+from titanlite.config.errors import Problem, unfit
 from titanlite.config.rules import broken_rules
 from titanlite.features.float8 import Float8Feature
 from titanlite.features.float8.choice import converted_names
@@ -22,23 +23,23 @@ from titanlite.features.mx import checks
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.features.float8.choice import Float8Choice
-    from titanlite.features.mx.plan_memory import MXMemory
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
-    from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import RunConfig
 
 
+#: How the keys of GPUs with MX units begin (`titanlite.plan.hardware.GPUS`).
+_GPUS = ("b200",)
+
+
 class MXFeature(Float8Feature):
     """MXFP8 in a run that has it on.
 
-    Filters, the choice of linears and the check of the drift are those of float8.
+    Filters and the choice of linears are those of float8.
     """
 
     multiple = checks.BLOCK
@@ -80,13 +81,21 @@ class MXFeature(Float8Feature):
 
     # The plan
 
-    def product_memory(self, sizes: RankSizes, products: ProductMemory) -> MXMemory:
-        from titanlite.features.mx.plan_memory import mx_memory
+    def plan_memory(self, sizes: RankSizes) -> None:
+        from titanlite.features.float8.plan_memory import converted_kinds
+        from titanlite.features.mx.plan_memory import MXMemory
 
-        return mx_memory(self.choices(sizes.linears))
+        sizes.products = MXMemory(converted_kinds(self.choices(sizes.linears)))
 
-    def product_speed(self, step: StepSizes, products: ProductSpeed) -> ProductSpeed:
-        """Return what the linears of a step cost. Raises ConfigError for a GPU without MXFP8."""
-        from titanlite.features.mx.plan_speed import mx_speed
+    def plan_speed(self, step: StepSizes) -> None:
+        """Count products as in bf16, for want of runs.
 
-        return mx_speed(self.section, step, products)
+        Raises ConfigError for a GPU without MX units,
+        unless it emulates them.
+        """
+        gpu = step.rates.gpu
+        if not self.section.emulate and not gpu.key.startswith(_GPUS):
+            hint = "take another recipe, or name another GPU"
+            raise unfit(checks.RECIPE, f"{gpu.key} has no MXFP8", hint)
+        note = "products in MXFP8 count as in bf16: their speed was never measured"
+        step.products = replace(step.products, is_below_bf16=True, assumptions=(note,))

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from titanlite.dist import ParallelismError
-from titanlite.features.float8.rounded import RoundedLinear
 from titanlite.features.mx.checks import DIVIDED
 from titanlite.features.mx.package import Product, product
+from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
-    """Let the linears of these names compute in MXFP8, in place.
+    """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
-    Return the names that this model has.
-
-    model: on the meta device. Names of other pipeline stages are skipped. Parameters stay as they
-    are. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers, multiplied in the
-    dtype of the activations. Raises ParallelismError for a module that is no plain linear.
+    model: on the meta device. Names of other pipeline stages are skipped. recipe: "mxfp8" or
+    "mxfp8_floor". emulate: the same rounded numbers, multiplied in the dtype of the activations.
+    Raises ParallelismError for a module that is no plain linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]
@@ -40,7 +37,7 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
     return found
 
 
-class MXLinear(RoundedLinear):
+class MXLinear(nn.Linear, FeatureLinear):
     """A linear whose three products are of numbers in MXFP8.
 
     Numbers are rounded in blocks of 32 along the dimension that the product sums over.
@@ -49,9 +46,10 @@ class MXLinear(RoundedLinear):
     product: Product
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.exact is not None:
-            return F.linear(input, self.exact(), self.bias)
-        output = self._product(input)
+        if isinstance(self.weight, DTensor):
+            output: Tensor = self._divided(input, self.weight)
+        else:
+            output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias
 
     def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> None:
@@ -59,11 +57,6 @@ class MXLinear(RoundedLinear):
         if kind not in DIVIDED:
             known = ", ".join(DIVIDED)
             raise ParallelismError(f"a linear in MXFP8 is divided as {known}, and not as {kind}")
-
-    def _product(self, input: Tensor) -> Tensor:
-        if isinstance(self.weight, DTensor):
-            return self._divided(input, self.weight)
-        return self.product(input, self.weight)
 
     def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
         """Return the product of tensor parallelism: each rank rounds and multiplies its parts.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titanlite.features.float8.choice import Float8Choice, converted_names
 from titanlite.features.mx.checks import BLOCK
-from titanlite.models.linears import kind_of
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.product_memory import Product, ProductMemory
 
@@ -33,10 +30,3 @@ class MXMemory(ProductMemory):
         forward = round(_MX * (of_input + of_weight))
         backward = round(_MX * (2 * of_output + of_weight + of_input))
         return replace(plain, forward=forward, backward=backward)
-
-
-def mx_memory(choices: Iterable[Float8Choice]) -> MXMemory:
-    """Return the products of a run. The first block stands for all."""
-    first = [name for name in converted_names(choices) if name.startswith("layers.0.")]
-    names = frozenset(kind_of(name) for name in first)
-    return MXMemory(names)

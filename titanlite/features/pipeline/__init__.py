@@ -1,5 +1,4 @@
-"""Pipeline parallelism (PP), ranks that hold some of the layers each: what titanlite knows of it,
-moment by moment.
+"""Pipeline parallelism (PP): ranks that hold some of the layers each.
 
     cut.py      defaults, notes, sizes of a run         checks.py   other keys, ranks, model
     split.py    where a model is cut                    stages.py   the stages of a rank as a model
@@ -12,7 +11,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import Problem
@@ -26,15 +25,14 @@ from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.config.sections import Config
     from titanlite.features.pipeline.runner import Pipeline
+    from titanlite.features.pipeline.stages import PipelineModel
     from titanlite.loss import LossFunction
     from titanlite.models.spec import ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.events import Event
-    from titanlite.plan.step_events import StepEvents
+    from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.run.config import BatchSizes, MeshSizes, RunConfig
 
@@ -93,77 +91,30 @@ class PipelineParallel(Feature):
     # The model: `titanlite.parallel.parallelize` calls these
 
     def build(
-        self,
-        whole: Callable[[], nn.Module],
-        divide: Callable[[nn.Module], nn.Module],
-        layout: StageLayout,
-        mesh: DeviceMesh,
-    ) -> nn.Module:
-        """Return this rank's stages as one model (`PipelineModel`).
-
-        whole: builds the whole model on the meta device. divide: applies all other features.
-        """
+        self, builder: ModelBuilder, divide: Callable[[nn.Module], nn.Module]
+    ) -> PipelineModel:
+        """Return this rank's stages as one model. divide: applies all other features to a stage."""
         from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 
-        stages = cut_stages(whole, layout, mesh.get_local_rank("pp"))
-        parts = {number: divide(stage) for number, stage in stages.items()}
-        return PipelineModel(parts, layout, mesh)
-
-    def runner(
-        self,
-        builder: ModelBuilder,
-        model: nn.Module,
-        loss: LossFunction,
-        *,
-        batch_size: int,
-        seq_len: int,
-        accumulation: int,
-    ) -> Pipeline:
-        """Return what runs a `PipelineModel`, see `ModelBuilder.pipeline`."""
-        from titanlite.features.pipeline.runner import MicroBatchShape, Pipeline
-        from titanlite.features.pipeline.stages import PipelineModel
-
-        rank_len = seq_len // builder.cp
-        shape = MicroBatchShape(
-            rows=batch_size // self.microbatches,
-            seq_len=rank_len,
-            hidden_len=rank_len // builder.tp,
-            dim=builder.args.dim,
-            vocab=builder.args.vocab_size,
-            dtype=builder.param_dtype,
-        )
-        return Pipeline(
-            cast(PipelineModel, model),
-            self.schedule,
-            shape,
-            self.microbatches,
-            accumulation,
-            builder.device,
-            loss,
-            # Hidden states have fewer positions than tokens.
-            builder.positions if builder.tp > 1 else None,
-        )
-
-    def resharding(self, given: bool | int | None) -> bool | int:
-        """Return whether stages free gathered weights, as `apply_fsdp` takes it; None: they keep
-        them for the next micro-batch.
-
-        Raises ParallelismError if weights are freed between the two halves of a backward. Weights
-        that are gathered again are new tensors, and get no gradient without an error.
-        """
-        reshard = False if given is None else given
         if SCHEDULES[self.schedule].splits_backward:
             needs_torch("2.13", f"the schedule {self.schedule}")
-        if reshard is not False and SCHEDULES[self.schedule].splits_backward:
-            raise ParallelismError(
-                f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"
-            )
-        return reshard
+        layout = self.layout(builder.spec, builder.args, builder.args.max_seq_len)
+        stages = cut_stages(builder.whole, layout, builder.mesh.get_local_rank("pp"))
+        parts = {number: divide(stage) for number, stage in stages.items()}
+        return PipelineModel(parts, layout, builder.mesh)
+
+    def runner(self, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Pipeline:
+        """Return what runs a `PipelineModel` that `build` has made, in batches of the run."""
+        from titanlite.features.pipeline.runner import Pipeline
+        from titanlite.features.pipeline.stages import PipelineModel
+
+        stages = cast(PipelineModel, model)
+        return Pipeline(builder, stages, self.schedule, self.microbatches, loss)
 
     # The start report
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
-        layout = builder.stage_layout
+        layout = cast("PipelineModel", model).layout
         parts = []
         for names, rank in zip(layout.stages, layout.ranks, strict=True):
             shown = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
@@ -172,26 +123,23 @@ class PipelineParallel(Feature):
         text = f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
         yield "pipeline", text
 
-    # The plan: `titanlite.plan` calls these
+    # The plan
 
-    def events(self, step: StepEvents) -> Iterator[Event]:
-        """Yield the work of a rank in a step, for the plan of memory."""
+    def plan_memory(self, sizes: RankSizes) -> None:
         from titanlite.features.pipeline.plan_memory import pipeline_events
 
-        return pipeline_events(step)
+        layout = self.layout(sizes.run.spec, sizes.args, sizes.args.max_seq_len)
+        sizes.stages = [list(layout.stages[index]) for index in layout.on(sizes.pipeline_rank)]
+        sizes.work = pipeline_events
 
-    def slowest_share(self, step: StepSizes) -> float:
-        """Return the share of the model's FLOPs that the slowest rank has."""
+    def plan_speed(self, step: StepSizes) -> None:
+        rounds = max(step.run.pipeline.stages // self.degree, 1)
+        halves = 3 if SCHEDULES[self.schedule].splits_backward else 1
+        step.idle = (self.degree - 1) / rounds / halves
         layout = self.layout(step.spec, step.args, step.run.batch.seq_len)
         costs = dict(layout.costs)
         stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
         flops = []
         for rank in range(self.degree):
             flops.append(sum(stages[stage] for stage in layout.on(rank)))
-        return max(flops) / sum(flops)
-
-    def bubble(self, step: StepSizes) -> float:
-        """Return the idle time of a rank, in micro-batches."""
-        rounds = max(step.run.pipeline.stages // self.degree, 1)
-        halves = 3 if SCHEDULES[self.schedule].splits_backward else 1
-        return (self.degree - 1) / rounds / halves
+        step.stage_share = max(flops) / sum(flops)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import Problem, refuse
+from titanlite.config.errors import Problem
 from titanlite.features.tasks.harness import HARNESS, KEY, HarnessTask, load_tasks
 from titanlite.run.features import Feature, Row
 from titanlite.utils import pip_install
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.text import Share
     from titanlite.features.tasks.run import TaskRun
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
+    from titanlite.run.features import Write
 
 
 class TaskEvaluation(Feature):
@@ -41,10 +41,6 @@ class TaskEvaluation(Feature):
         self.section = config.eval
 
     # Before the ranks start
-
-    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        """Find files of texts and questions, which earlier versions took."""
-        yield from file_problems(config.sections.eval.tasks, KEY)
 
     def missing_packages(self, is_installed: Callable[[str], bool]) -> Iterator[Problem]:
         """Find tasks without their package."""
@@ -61,26 +57,22 @@ class TaskEvaluation(Feature):
         Raises ConfigError for tasks that cannot be loaded, or cannot run beside training.
         """
         found: list[HarnessTask] = []
-        share("the tasks", lambda: found.extend(self._loaded()))
+
+        def load() -> None:
+            import datasets
+
+            logging.getLogger(HARNESS).setLevel(logging.ERROR)
+            datasets.disable_progress_bars()
+            s = self.section
+            found.extend(load_tasks(s.tasks, s.include_path, s.num_fewshot, s.limit))
+
+        share("the tasks", load)
         return found
 
-    def _loaded(self) -> Iterable[HarnessTask]:
-        import datasets
+    # The run
 
-        logging.getLogger(HARNESS).setLevel(logging.ERROR)
-        datasets.disable_progress_bars()
-        section = self.section
-        tasks = load_tasks(section.tasks, section.include_path, section.num_fewshot, section.limit)
-        hint = "run it by `titanlite eval` on a checkpoint"
-        refuse([Problem("conflict", KEY, task.unfit, hint) for task in tasks if task.unfit])
-        return tasks
-
-    # The run: `titanlite.assembly.callbacks` calls this
-
-    def begin(
-        self, parts: TrainingComponents, write: Callable[[int, Mapping[str, float]], object]
-    ) -> TaskRun:
-        """Return what runs the tasks on this rank. write: takes a step and figures."""
+    def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[TaskRun]:
+        """Yield what runs the tasks on this rank. An evaluation may end with the save of a run."""
         from titanlite.features.context.loader import split_batch
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun
@@ -97,8 +89,6 @@ class TaskEvaluation(Feature):
             parts.datasets.tokenizer,
             longest - longest % multiple,
             parts.world.device,
-            run.spec.head,
-            frozenset(parts.datasets.tokenizer.stop_ids),
         )
         size = self.section.batch_size or run.validation.batch_size or run.batch.micro_batch_size
         counts = model.mesh.get_local_rank("tp") == 0
@@ -113,7 +103,7 @@ class TaskEvaluation(Feature):
         weights: Any = contextlib.nullcontext
         if self.section.ema and parts.average is not None:
             weights = parts.average.applied
-        return TaskRun(self.section, parts.datasets.tasks, scorer, weights, write)
+        yield TaskRun(self.section, parts.datasets.tasks, scorer, weights, write)
 
     # The start report
 
@@ -123,12 +113,3 @@ class TaskEvaluation(Feature):
             when += " and at the end"
         weights = ", with the average of the weights" if self.section.ema else ""
         yield "tasks", f"{', '.join(self.section.tasks)}: {when}{weights}"
-
-
-def file_problems(entries: Iterable[str], key: str) -> Iterator[Problem]:
-    """Find entries that are files, which earlier versions took."""
-    for entry in entries:
-        if "/" in entry or ".json" in entry or entry.endswith(".txt"):
-            message = f"{entry!r} is no name of a task of lm-evaluation-harness"
-            hint = "a task file (YAML) reads files of your own: docs/evaluation.md"
-            yield Problem("unknown-value", key, message, hint)

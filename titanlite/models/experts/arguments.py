@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titanlite.models.llama_args import LlamaArgs, block_names
+from titanlite.models.fields import argument
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError, Size
 
 if TYPE_CHECKING:
@@ -15,20 +16,6 @@ if TYPE_CHECKING:
 MOST_EXPERTS = 32767
 #: How a router makes scores of its logits.
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
-#: Arguments that decide logits, where a family lets users set them.
-_DECIDING = (
-    "expert_width",
-    "n_shared_experts",
-    "n_dense_layers",
-    "score",
-    "norm_topk",
-    "route_scale",
-    "n_groups",
-    "top_groups",
-    "group_best",
-    "router_bias",
-    "scales_input",
-)
 _LEARNS_NOTHING = (
     "a single expert's weight is always 1, and its router would learn nothing from the text"
 )
@@ -38,36 +25,33 @@ _LEARNS_NOTHING = (
 class ExpertArgs(LlamaArgs):
     """A decoder's arguments, some or all of whose blocks have experts.
 
-    A block without them has `n_experts` = 0, and then `top_k` = 0. A family makes fields of the
-    properties that its users may set, or overrides them.
+    A block without them has `n_experts` = 0, and then `top_k` = 0. A family makes fields of what
+    its users may set beside.
     """
 
-    n_experts: int = 8
+    n_experts: int = argument(8, may_be_zero=True)
     #: Experts that each token goes to.
-    top_k: int = 2
+    top_k: int = argument(2, may_be_zero=True)
     #: Weight of the load-balancing loss beside the loss per token; 0: none.
-    aux_loss: float = 0.02
+    aux_loss: float = argument(0.02, of_training=True, may_be_zero=True)
     #: Weight of the router's z-loss; 0: none. ST-MoE takes 0.001.
-    z_loss: float = 0.0
+    z_loss: float = argument(0.0, of_training=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_experts == self.top_k == 0:
             return
         wrong = self._problems_of_choice() + self._problems_of_groups()
-        for name in ("aux_loss", "z_loss", "bias_update", "n_shared_experts"):
-            if not getattr(self, name) >= 0:
-                wrong.append(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 <= self.n_dense_layers < self.n_layers:
+        if self.n_dense_layers >= self.n_layers:
             wrong.append(
-                f"n_dense_layers must be at least 0 and below n_layers = {self.n_layers}, got "
+                f"n_dense_layers must be below n_layers = {self.n_layers}, got "
                 f"{self.n_dense_layers}"
             )
         # `grouped_mm` takes rows of whole 16 bytes: 8 numbers in bfloat16.
         own_width = "expert_width" in self.__dataclass_fields__
         widths = {"dim": self.dim, "expert_width" if own_width else "ffn_dim": self.expert_width}
         for name, width in widths.items():
-            if width < 1 or width % 8:
+            if width % 8:
                 wrong.append(
                     f"{name} = {width} is not a multiple of 8, which products of experts need"
                 )
@@ -89,27 +73,24 @@ class ExpertArgs(LlamaArgs):
             )
         if self.n_experts > MOST_EXPERTS:
             wrong.append(f"n_experts must be at most {MOST_EXPERTS}, got {self.n_experts}")
-        if not self.route_scale > 0:
-            wrong.append(f"route_scale must be positive, got {self.route_scale}")
         return wrong
 
     def _problems_of_groups(self) -> list[str]:
         """Return what is wrong with groups of experts."""
         if self.n_groups == self.top_groups == 1:
             return []
-        if self.n_groups < 1 or self.n_experts % self.n_groups:
+        if self.n_experts % self.n_groups:
             return [f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}"]
         each = self.n_experts // self.n_groups
         wrong = []
-        if self.n_groups > 1 and not 1 <= self.group_best <= each:
+        if self.n_groups > 1 and self.group_best > each:
             wrong.append(
-                f"group_best must be between 1 and {each}, the experts of each of n_groups = "
+                f"group_best must be at most {each}, the experts of each of n_groups = "
                 f"{self.n_groups}, got {self.group_best}"
             )
-        if not 1 <= self.top_groups <= self.n_groups:
+        if self.top_groups > self.n_groups:
             wrong.append(
-                f"top_groups must be between 1 and n_groups = {self.n_groups}, got "
-                f"{self.top_groups}"
+                f"top_groups must be at most n_groups = {self.n_groups}, got {self.top_groups}"
             )
         elif self.top_k > self.top_groups * each:
             wrong.append(
@@ -117,16 +98,6 @@ class ExpertArgs(LlamaArgs):
                 f"top_groups = {self.top_groups}, with n_groups = {self.n_groups}"
             )
         return wrong
-
-    def deciding(self) -> dict[str, Any]:
-        """Add the experts; the weights of the routers' losses change no logit."""
-        found = {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
-        for name in _DECIDING:
-            if name in self.__dataclass_fields__:
-                found[name] = getattr(self, name)
-        if self.n_groups == 1:
-            found.pop("group_best", None)
-        return found
 
     def of_block(self, index: int) -> Self:
         """Return the arguments of block `index`: the first `n_dense_layers` have no experts.
@@ -144,82 +115,38 @@ class ExpertArgs(LlamaArgs):
         """Hidden width of each expert."""
         return self.ffn_width
 
-    @property
-    def n_shared_experts(self) -> int:
-        """Experts that every token passes through, as one feed-forward of their widths together."""
-        return 0
-
-    @property
-    def n_dense_layers(self) -> int:
-        """First blocks with a dense feed-forward, `ffn_width` wide, in the place of experts."""
-        return 0
-
-    @property
-    def score(self) -> str:
-        """How a router makes scores of its logits, one of `SCORES`.
-
-        "softmax" and "sigmoid" are of all experts. "softmax_of_chosen" chooses by the logits, and
-        its softmax is over the chosen ones.
-        """
-        return "softmax"
-
-    @property
-    def norm_topk(self) -> bool:
-        """Whether the scores of a token's experts are divided by their sum."""
-        return True
-
-    @property
-    def route_scale(self) -> float:
-        """What all weights of experts are multiplied by."""
-        return 1.0
-
-    @property
-    def n_groups(self) -> int:
-        """Groups of neighbouring experts. A token chooses among those of its best groups."""
-        return 1
-
-    @property
-    def top_groups(self) -> int:
-        """Groups that each token chooses among."""
-        return 1
-
-    @property
-    def group_best(self) -> int:
-        """Best experts of a group whose scores together tell how good it is."""
-        return 2
-
-    @property
-    def router_bias(self) -> bool:
-        """Whether the router's linear has a bias, which is learned."""
-        return False
-
-    @property
-    def scales_input(self) -> bool:
-        """Whether weights multiply the input of an expert instead of its result."""
-        return False
-
-    @property
-    def bias_update(self) -> float:
-        """Step by which each expert's bias moves after an update; 0: it stays.
-
-        It balances the load without a loss (Wang et al. 2024, arXiv:2408.15664).
-        """
-        return 0.0
+    #: Experts that every token passes through, as one feed-forward of their widths together.
+    n_shared_experts = 0
+    #: First blocks with a dense feed-forward, `ffn_width` wide, in the place of experts.
+    n_dense_layers = 0
+    #: How a router makes scores of its logits, one of `SCORES`. "softmax" and "sigmoid" are of all
+    #: experts. "softmax_of_chosen" chooses by the logits, and is over the chosen ones.
+    score = "softmax"
+    #: The scores of a token's experts are divided by their sum.
+    norm_topk = True
+    #: All weights of experts are multiplied by it.
+    route_scale = 1.0
+    #: Groups of neighbouring experts, and those that each token chooses among.
+    n_groups = 1
+    top_groups = 1
+    #: Best experts of a group whose scores together tell how good it is.
+    group_best = 2
+    #: The router's linear has a bias, which is learned.
+    router_bias = False
+    #: Weights multiply the input of an expert instead of its result.
+    scales_input = False
+    #: Step by which each expert's bias moves after an update; 0: it stays. It balances the load
+    #: without a loss (Wang et al. 2024, arXiv:2408.15664).
+    bias_update = 0.0
+    #: Experts have biases, as those of `titanlite.models.gpt_oss_layers`.
+    expert_biases = False
+    #: Gate and up of an expert are one matrix (`titanlite.models.llama4_layers`).
+    joined_experts = False
 
     @property
     def expert_bias(self) -> bool:
         """Whether each expert has a bias that is added to its scores for the choice alone."""
         return self.bias_update > 0
-
-    @property
-    def expert_biases(self) -> bool:
-        """Whether experts have biases, as those of `titanlite.models.gpt_oss_layers`."""
-        return False
-
-    @property
-    def joined_experts(self) -> bool:
-        """Whether gate and up of an expert are one matrix (`titanlite.models.llama4_layers`)."""
-        return False
 
     @property
     def shared_width(self) -> int:
@@ -278,8 +205,7 @@ class ExpertArgs(LlamaArgs):
 def experts_of(args: ExpertArgs) -> dict[str, int]:
     """Return name of each MoE layer → number of its experts."""
     found = {}
-    for index, block in enumerate(block_names(args)):
-        number = args.of_block(index).n_experts
-        if number:
-            found[f"{block}.feed_forward"] = number
+    for name, block in args.blocks().items():
+        if block.n_experts:
+            found[f"{name}.feed_forward"] = block.n_experts
     return found

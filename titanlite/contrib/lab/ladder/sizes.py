@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlite.contrib.lab.ladder.law import FEWEST_SIZES, LadderError
 from titanlite.models.counts import count_multiplied_parameters
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError
 from titanlite.utils import counted
 

@@ -15,7 +15,7 @@ from titanlite.config.run_sections import Ladder
 from titanlite.config.sections import Config
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.models.counts import count_multiplied_parameters
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig

@@ -17,7 +17,7 @@ from titanlite.config.sections import Mup
 from titanlite.contrib.lab.mup.models import Models, models_of
 from titanlite.contrib.lab.mup.verdict import LIMIT, Line, verdict
 from titanlite.features.mup.checks import problems
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
 from titanlite.utils import Table, counted, render

@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.config.errors import unfit
 from titanlite.config.sections import Mup
 from titanlite.features.mup.base import base_args
-from titanlite.models.llama_args import LlamaArgs
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError
 
 #: Widths that are tried where none are given; the first of them that models can have are taken.

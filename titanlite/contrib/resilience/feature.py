@@ -1,0 +1,74 @@
+"""`checkpoint.local_folder`: saves on each node's own disk or in its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.config.entries import quote
+from titanlite.config.errors import Problem
+from titanlite.config.urls import is_url
+from titanlite.run.features import Feature, Row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Checkpoint, Config
+    from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
+    from titanlite.parallel.parallelize import ModelBuilder
+
+
+KEY = "checkpoint.local_folder"
+#: Stands for the number of a rank on its node.
+PLACE = "{local_rank}"
+
+
+def _problems(section: Checkpoint) -> Iterator[Problem]:
+    """Find values that cannot work."""
+    folder = section.local_folder or ""
+    plain = folder.replace(PLACE, "")
+    hint = f"name a folder of each node, such as /local/saves; {PLACE} may stand in it"
+    # A variable gets its value on the machines of the job.
+    is_known = "${" not in folder
+    if is_url(folder):
+        yield Problem("url", KEY, f"{quote(folder)} is a store, which all nodes share", hint)
+    elif is_known and ("{" in plain or "}" in plain):
+        yield Problem("unknown-value", KEY, f"{quote(folder)} has another field than {PLACE}", hint)
+    elif is_known and not os.path.isabs(folder):
+        yield Problem("unknown-value", KEY, f"{quote(folder)} does not begin with /", hint)
+    if section.interval_type == "steps" and section.local_interval >= section.interval:
+        message = (
+            f"is {section.local_interval}, and checkpoint.interval = {section.interval} saves as "
+            "often"
+        )
+        yield Problem("conflict", "checkpoint.local_interval", message, "lower it, or raise that")
+
+
+class LocalSaves(Feature):
+    """Saves to each node's own disk or memory."""
+
+    key = KEY
+
+    def __init__(self, config: Config) -> None:
+        self.section = config.checkpoint
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
+        return _problems(config.sections.checkpoint)
+
+    def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        section = self.section
+        yield (
+            "local saves",
+            f"every {section.local_interval} steps in {section.local_folder} of each node, "
+            f"{section.local_keep_latest_k} kept",
+        )
+
+    # The checkpoints: `titanlite.assembly.saves` calls it
+
+    def parts(self) -> tuple[type[TieredCheckpointer], type[LocalSchedule]]:
+        """Return the classes that save and resume with both kinds, and that say when."""
+        from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
+
+        return TieredCheckpointer, LocalSchedule

@@ -1,0 +1,116 @@
+"""One local save, on all ranks together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.async_save import Copy
+from titanlite.checkpoint.dcp_files import Written
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.manifest import FAST_HASH, digest_of, file_digest
+from titanlite.checkpoint.storage import RNG, Save, Tensors, check_finite, on_each_rank, on_rank_0
+from titanlite.contrib.resilience.copies import Copies
+from titanlite.contrib.resilience.folder import (
+    ABOUT,
+    GENERATORS,
+    LocalFolder,
+    part_name,
+    part_path,
+    publish,
+    remove,
+)
+from titanlite.contrib.resilience.part import write_part
+from titanlite.dist.dist_env import DistEnv, gather_objects
+from titanlite.dist.local import plain_local
+from titanlite.utils import sync
+
+
+@dataclass(frozen=True)
+class LocalWriter:
+    """Writes local saves. All ranks make one and call it together.
+
+    keep: saves that stay on a node. read_back: compare each file with its hash after the write.
+    layout: hash of where all ranks' tensors lie. line: as `Past.line`.
+    """
+
+    world: DistEnv
+    folder: LocalFolder
+    keep: int
+    read_back: bool
+    layout: str
+    line: str
+    copies: Copies
+
+    def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
+        """Write the parts of all ranks, then the manifest beside each.
+
+        Raises WeightsError, on all ranks, for a value that is not finite. Raises CheckpointError,
+        on all ranks, where one fails: then no rank keeps its part.
+        """
+        check_finite(save, group)
+        if save.proven:
+            # Saves that were not proven may have left more than `keep`.
+            on_each_rank(lambda: self.folder.prune(self.keep), group)
+        state = on_each_rank(lambda: copy(save.tensors), group)
+        step = save.draft.step
+        identity = on_rank_0(self.world, lambda: uuid.uuid4().hex[:16], group)
+        rows = state[RNG]
+        state = {name: tensor for name, tensor in state.items() if name != RNG}
+        try:
+            written = on_each_rank(lambda: self._write_part(step, identity, state), group)
+            parts = gather_objects((written, plain_local(rows).numpy().tobytes()), group)
+            generators = b"".join(row for _, row in parts)
+            files = [file for file, _ in parts]
+            content = on_rank_0(
+                self.world, lambda: self._manifest(save, identity, files, generators), group
+            )
+            own = self.folder.step(step)
+            path = part_path(own, identity)
+            folders = [own, *self.copies.exchange(path, files, step, self.read_back, group)]
+            on_each_rank(lambda: self._finish(folders, path, written, generators), group)
+            # Each part is whole: from the first manifest on this is a save.
+            on_each_rank(lambda: publish(folders, content), group)
+        except BaseException:
+            # A part without a manifest would keep its space.
+            remove(self.folder.step(step))
+            for owner in self.copies.owners:
+                remove(self.folder.copy(owner, step))
+            raise
+        if save.proven:
+            on_each_rank(lambda: self.folder.prune(self.keep), group)
+
+    def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
+        folder = self.folder.step(step)
+        # An earlier save of this step is replaced.
+        remove(folder)
+        folder.mkdir(parents=True)
+        return write_part(part_path(folder, identity), state)
+
+    def _finish(
+        self, folders: Sequence[Path], part: Path, written: Written, generators: bytes
+    ) -> None:
+        """Write the generators, and read back what this rank has written."""
+        for folder in folders:
+            with (folder / GENERATORS).open("wb") as stream:
+                stream.write(generators)
+                sync(stream)
+        if self.read_back and file_digest(part, FAST_HASH) != written.digest:
+            raise CheckpointError(f"what was written could not be read back: {part} has changed")
+
+    def _manifest(
+        self, save: Save, identity: str, parts: Sequence[Written], generators: bytes
+    ) -> bytes:
+        """Return the manifest, the same for all parts."""
+        files = {GENERATORS: len(generators)}
+        hashes = {GENERATORS: digest_of(generators)}
+        for rank, part in enumerate(parts):
+            files[part_name(rank)] = part.size
+            hashes[part_name(rank)] = part.digest
+        about = {"save": identity, "layout": self.layout, "line": self.line}
+        train = {**save.draft.train, ABOUT: about}
+        return replace(save.draft, train=train, files=files, hashes=hashes).to_json().encode()

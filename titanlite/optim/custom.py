@@ -1,0 +1,59 @@
+"""Optimizers that `optimizer.name` names by a dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.config.errors import unfit
+from titanlite.config.model_sections import Optimizer
+from titanlite.config.own_functions import load_optimizer
+from titanlite.optim.groups import parameter_groups
+
+
+def build_custom(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a class or a function; see `build_optimizer` for what it raises."""
+    maker, is_class = load_optimizer(settings.name, settings.args)
+    if is_class:
+        optimizer = _of_class(maker, parameter_groups(parameters, settings), settings)
+    else:
+        optimizer = maker(parameters, settings, device)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer"
+        )
+    return optimizer
+
+
+def _of_class(
+    maker: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: Optimizer
+) -> torch.optim.Optimizer:
+    """Return an optimizer of a class that knows nothing of titanlite.
+
+    Arrays of the config become tuples, which is what torch's own classes take.
+    Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
+    """
+    args = dict(settings.args)
+    for name, value in args.items():
+        if isinstance(value, list):
+            args[name] = tuple(value)
+    try:
+        optimizer = maker(groups, lr=settings.lr, **args)
+    except (TypeError, ValueError) as error:
+        message = f"{settings.name!r} refuses them: {error}"
+        raise unfit("optimizer.args", message) from error
+    for group in groups:
+        unknown = [name for name in group if name not in ("params", *optimizer.defaults)]
+        if unknown:
+            message = (
+                f"{settings.name!r} knows no {' and no '.join(unknown)}, which a group of "
+                "parameters sets"
+            )
+            remedy = "remove it from [[optimizer.groups]], or optimizer.no_decay_on_norms"
+            raise unfit("optimizer.groups", message, remedy)
+    return optimizer
