@@ -419,15 +419,12 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     """
     assert {ranks_of(row) for row in (*ROWS, *MORE)} <= {1, 2, 4, 8}, "no file would run the others"
 
-    def some(rows: Any, quick: Any = ()) -> Any:
-        return pytest.mark.parametrize(
-            "row",
-            [
-                pytest.param(row, marks=[] if row in quick else pytest.mark.slow)
-                for row in rows
-                if ranks_of(row) in ranks
-            ],
-        )
+    def some(rows: Any, quick: Any = (), most: int = 4) -> Any:
+        """Rows; those on more than `most` ranks are of `--soak`."""
+        here = [row for row in rows if ranks_of(row) in ranks]
+        slow = {row: "soak" if ranks_of(row) > most else "slow" for row in here}
+        marks = {row: [] if row in quick else [getattr(pytest.mark, slow[row])] for row in here}
+        return pytest.mark.parametrize("row", [pytest.param(r, marks=marks[r]) for r in here])
 
     def tier(row: str, column: str) -> list[pytest.MarkDecorator]:
         if (row, column) in QUICK:
@@ -466,7 +463,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         run = run_of(config_of(row, column), column.optimizer)
         references.compare(replace(run, documents=DOCUMENTS), ranks_of(row))
 
-    @some(ROWS)
+    @some(ROWS, most=2)
     def bf16(references: References, row: str) -> None:
         """Mean distance of the losses from those on one rank: at most twice what another seed makes
         of them.

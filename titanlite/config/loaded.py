@@ -80,7 +80,6 @@ class LoadedConfig:
         return bool(self._entries_of(key))
 
     def _entries_of(self, key: str) -> list[str]:
-        """Return the given entries of a table; none for another key."""
         if key not in tables():
             return []
         return [name for name in self.sources if name.startswith(f"{key}.")]

@@ -392,7 +392,6 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
-    sample: run.Sample = run.Sample()
     eval: run.Eval = run.Eval()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

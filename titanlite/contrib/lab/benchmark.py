@@ -11,19 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.cli import at_least, refuse_keys
+from titanlite.cli import at_least
 from titanlite.cli.parser import Commands, new_command
-from titanlite.cli.processes import tell
 from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import ConfigError, bad_flag, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
+from titanlite.contrib.lab import refuse_keys
 from titanlite.contrib.lab.benchmark_figures import (
     measure,
     summarize,
     table,
 )
 from titanlite.contrib.lab.members import Member, check_members, run_members
+from titanlite.contrib.processes import tell
 from titanlite.resolve.load import resolve
 from titanlite.runs.read import Run, read_run
 from titanlite.utils import atomic_write, render
@@ -57,7 +58,6 @@ _COMMON = (
     "--metrics.enable_tensorboard=false",
     "--metrics.enable_wandb=false",
     "--metrics.trackers=[]",
-    "--sample.prompts=[]",
     "--eval.tasks=[]",
 )
 #: A run that begins with weights of others needs checkpoints. It saves once, as little as can be.

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
-from titanlite.cli.processes import (
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.loaded import LoadedConfig
+from titanlite.contrib.processes import (
     Stopped,
     last_lines,
     run,
@@ -23,8 +25,6 @@ from titanlite.cli.processes import (
     tell,
     training_environment,
 )
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.loaded import LoadedConfig
 from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.cli import at_least, refuse_keys
+from titanlite.cli import at_least
 from titanlite.cli.parser import FILES, FLAGS, Commands, new_command
+from titanlite.contrib.lab import refuse_keys
 
 _EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs
 in FOLDER are kept: after a kill or Ctrl-C the same command goes on.

@@ -37,7 +37,6 @@ DEFAULTS = (
     "--experimental.context_parallel_degree=1",
     "--experimental.enable_async_tensor_parallel=false",
     "--parallelism.expert_parallel_degree=1",
-    "--sample.prompts=[]",
     "--eval.tasks=[]",
     # The run that is predicted goes there.
     "--checkpoint.hub=",
