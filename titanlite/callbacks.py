@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.resolve import module_name
+from titanlite.config.dotted_paths import module_name
 from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger
 

@@ -46,7 +46,7 @@ OFF = [
     "config/claims",
     "config/descriptions",
     "config/dialect",
-    "config/misfits",
+    "config/value_problems",
     "config/own_functions",
     "config/unknown_keys",
     "config/variables",

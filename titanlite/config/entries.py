@@ -257,7 +257,6 @@ def _json(text: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the text as one TOML value. Raises ValueError."""
     tree = loads(f"value = {text}")
     if set(tree) != {"value"}:
         raise ValueError
