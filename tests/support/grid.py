@@ -245,7 +245,7 @@ QUICK_MORE = {
     "gpt_oss, ep 2, fsdp 2": 2,
     "llama4, cp 2": 1,
     "olmo3, cp 2": 1,
-    "deepseek_v3, 1 rank": 2,
+    "deepseek_v3, tp 2": 2,
     "qwen3_moe, 1 rank, a dense block": 2,
 }
 MORE = {
@@ -318,7 +318,6 @@ MORE = {
     "gemma3, pp 2, untied": 2,
     "chunks, gemma3, tp 2": 1,
     "deepseek_v3, fsdp 2, by operation, compiled": 1,
-    "deepseek_v3, tp 2": 2,
     "deepseek_v3, tp 2, no latent of queries, recomputed, compiled": 1,
     "deepseek_v3, cp 2, no latent of queries": 1,
     "deepseek_v3, pp 2, tp 2": 2,

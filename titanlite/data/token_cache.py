@@ -17,7 +17,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,8 @@ class _Text:
 
         Raises OSError for a file that cannot be asked.
         """
+        from importlib import metadata
+
         columns = self.columns or Columns()
         texts: list[list[Any]] = []
         for file in self.files:
