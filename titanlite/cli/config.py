@@ -14,7 +14,7 @@ from titanlite.cli.parser import (
     add_to_group,
     files_of,
 )
-from titanlite.config.aliases import ALIASES, key_of, names_of
+from titanlite.config.aliases import ALIASES, key_of, learn, names_of
 from titanlite.config.checks import broken, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import COMMAND_LINE, bad_flag, unfit
@@ -225,6 +225,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
+    learn(name.partition(".")[0])
     if name in sections():
         return _explain_section(config, name, style)
     if name in UNSUPPORTED:

@@ -111,6 +111,8 @@ GONE = {
     "import": "checkpoint.initial_load_path takes the folder itself",
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
+    "ladder --fit": "the same command fits the finished runs again",
+    "ladder --gpus": "set training.global_batch_size",
     "ladder --json": "points.json has the results",
     "launch sagemaker": "docs/launch/sagemaker.md has a script for its SDK",
     "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
