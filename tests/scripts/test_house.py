@@ -66,7 +66,6 @@ OFF = [
     "data/mixtures",
     "data/own_text",
     "data/phases",
-    "data/shorter_sequences",
     "data/remote",
     "data/stream",
     "data/token_files",

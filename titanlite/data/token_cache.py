@@ -185,9 +185,6 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _load(path: Path, text: _Text) -> Corpus | None:
-    """Map the tokens of `path` into memory; None if there is no such file, or a damaged one, which
-    goes.
-    """
     if not path.exists():
         return None
     try:
@@ -237,7 +234,6 @@ def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
 
 
 def _save(corpus: Corpus, path: Path) -> None:
-    """Write `corpus`, with a warning if that fails."""
     arrays: list[NDArray[Any]] = [corpus.offsets, corpus.tokens]
     about = {
         "documents": corpus.documents,
