@@ -20,7 +20,7 @@ from tests.support.reference import in_memory
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.families import family_of
 from titanlite.models.fields import deciding
 from titanlite.models.generate import Sampling, generate

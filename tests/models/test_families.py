@@ -17,7 +17,7 @@ from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.gpt_oss import GptOssArgs
-from titanlite.models.llama4_args import Llama4Args
+from titanlite.models.llama4 import Llama4Args
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args

@@ -23,6 +23,8 @@ from titanlite.models.spec import Init, ModelSpec, ShapeError, Size, imported_wh
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from titanlite.models.llama_hf import HFTable
+
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 _BEFORE = ("attention_norm", "ffn_norm")
 _AFTER = ("attention_post_norm", "ffn_post_norm")
@@ -412,11 +414,17 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     }
 
 
-def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) -> ModelSpec:
+def decoder_spec(
+    name: str, flavors: Mapping[str, LlamaArgs], hf: HFTable | None = None, **different: Any
+) -> ModelSpec:
     """Return the spec of a family of decoders.
 
-    different: fields of `ModelSpec` that are not as Llama's.
+    hf: its weights and config.json at Hugging Face; None: Llama's. different: fields of `ModelSpec`
+    that are not as Llama's.
     """
+    if hf is not None:
+        own = {"hf_names": hf.hf_names, "hf_config": hf.hf_config, "args_from_hf": hf.args_from_hf}
+        different = {**own, **different}
     spec = ModelSpec(
         name=name,
         args_class=type(next(iter(flavors.values()))),
@@ -434,9 +442,9 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) 
         pipeline_costs=counts.pipeline_costs,
         context_parallel=True,
         tied=tied,
-        hf_names=imported_when_called("titanlite.models.llama_hf:hf_names"),
-        hf_config=imported_when_called("titanlite.models.llama_hf:hf_config"),
-        args_from_hf=imported_when_called("titanlite.models.llama_hf:args_from_hf"),
+        hf_names=imported_when_called("titanlite.models.llama_hf:LLAMA.hf_names"),
+        hf_config=imported_when_called("titanlite.models.llama_hf:LLAMA.hf_config"),
+        args_from_hf=imported_when_called("titanlite.models.llama_hf:LLAMA.args_from_hf"),
     )
     return replace(spec, **different)
 

@@ -22,7 +22,7 @@ from titanlite.models.layers import Attention, FeedForward, SdpaAttention
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
     from titanlite.models.experts.arguments import ExpertArgs
-    from titanlite.models.llama4_args import Llama4Args
+    from titanlite.models.llama4 import Llama4Args
     from titanlite.models.rope import Rotation
 
 

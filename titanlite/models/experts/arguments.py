@@ -138,6 +138,8 @@ class ExpertArgs(LlamaArgs):
     #: Step by which each expert's bias moves after an update; 0: it stays. It balances the load
     #: without a loss (Wang et al. 2024, arXiv:2408.15664).
     bias_update = 0.0
+    #: Files of Hugging Face have the biases that `bias_update` moves.
+    biases_in_files = False
     #: Experts have biases, as those of `titanlite.models.gpt_oss_layers`.
     expert_biases = False
     #: Gate and up of an expert are one matrix (`titanlite.models.llama4_layers`).

@@ -14,7 +14,7 @@ from titanlite.models.experts.arguments import ExpertArgs, experts_of
 from titanlite.models.spec import Init, ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    pass
+    from titanlite.models.llama_hf import HFTable
 
 _MATRIX = re.compile(
     r"layers\.(\d+)\.feed_forward\."
@@ -78,10 +78,12 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
     return sizes
 
 
-def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
+def expert_spec(
+    name: str, flavors: Mapping[str, Any], hf: HFTable | None = None, **different: Any
+) -> ModelSpec:
     """Return the spec of a family of decoders with experts.
 
-    different: fields of `ModelSpec` that are not as Mixtral's.
+    hf: as for `decoder_spec`. different: fields of `ModelSpec` that are not as Mixtral's.
     """
     common = {
         "build": imported_when_called("titanlite.models.experts.layer:MoEDecoder"),
@@ -90,4 +92,4 @@ def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> Mode
         "tensor_sizes": tensor_sizes,
         "experts": experts_of,
     }
-    return llama.decoder_spec(name, flavors, **{**common, **different})
+    return llama.decoder_spec(name, flavors, hf, **{**common, **different})
