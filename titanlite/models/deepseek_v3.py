@@ -12,14 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama_hf import ENTRIES, EXPERT_NAMES, Entry, HFTable
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Init, ModelSpec, ShapeError, Size, imported_when_called
+from titanlite.models.spec import ModelSpec, ShapeError, Size, imported_when_called
 
 #: Epsilon of the norms on latents in `transformers`, whatever `rms_norm_eps` is.
 LATENT_NORM_EPS = 1e-6
@@ -220,19 +219,6 @@ FLAVORS = {
     ),
 }
 
-_LATENT = re.compile(r"layers\.(\d+)\.attention\.(?:w(?:q_a|q_b|kv_a|kv_b)|(?:q|kv)_norm)\.weight")
-
-
-def init_rule(name: str, args: DeepSeekV3Args) -> Init:
-    """Return how the parameter of that full name is drawn, as `llama.init_rule`: norms of latents
-    are ones, other linears of attention have the standard deviation of wq.
-    """
-    match = _LATENT.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return family.init_rule(name, args)
-    return Init("ones") if "norm" in name else llama.linear_init()
-
-
 #: How attention is divided. Latents are narrower than hidden states, so ranks make those of their
 #: part of the sequence, and send these.
 _ATTENTION = {
@@ -256,11 +242,6 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
     return {**kinds, **family.feed_forward_plan(args)}
-
-
-def tensor_plan(args: DeepSeekV3Args) -> dict[str, str]:
-    """Return module name → how tensor parallelism divides it, in the order the modules run."""
-    return llama.tensor_plan(args, block_plan)
 
 
 def tensor_sizes(args: DeepSeekV3Args) -> dict[str, int]:
@@ -360,17 +341,17 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
             f"last_norm_eps is {args.last_eps}, and DeepSeek in `transformers` has that of the "
             f"blocks for its last norm: train with model.overrides.last_norm_eps = {args.norm_eps}"
         )
+    if args.norm_topk and not args.expert_bias:
+        raise ValueError(
+            "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores "
+            "by their sum"
+        )
     wanted = 2 if args.expert_bias else 1
     if args.n_groups > 1 and args.group_best != wanted:
         experts = "two experts" if args.expert_bias else "expert"
         raise ValueError(
             f"group_best is {args.group_best}, and DeepSeek in `transformers` takes the best "
             f"{experts} of a group: train with model.overrides.group_best = {wanted}"
-        )
-    if args.norm_topk and not args.expert_bias:
-        raise ValueError(
-            "norm_topk is true, and DeepSeek-V2 in `transformers` does not divide softmax scores "
-            "by their sum"
         )
     return _TABLES["deepseek_v3" if args.score == "sigmoid" else "deepseek_v2"].hf_config(args)
 
@@ -434,8 +415,7 @@ SPEC: ModelSpec = family.expert_spec(
     "deepseek_v3",
     FLAVORS,
     build=imported_when_called("titanlite.models.latent_attention:DeepSeekV3"),
-    init_rule=init_rule,
-    tensor_plan=tensor_plan,
+    block_plan=block_plan,
     tensor_sizes=tensor_sizes,
     why_not=why_not,
     hf_names=hf_names,

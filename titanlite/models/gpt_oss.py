@@ -6,17 +6,14 @@ block, and experts with biases. No torch here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of, texts_of
-from titanlite.models.llama import linear_init
 from titanlite.models.llama_hf import (
     ATTENTION_NAMES,
     ENTRIES,
@@ -27,7 +24,7 @@ from titanlite.models.llama_hf import (
 )
 from titanlite.models.rope_hf import FULL
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Init, ModelSpec, imported_when_called
+from titanlite.models.spec import ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,12 +60,6 @@ class GptOssArgs(ExpertArgs):
             extras[f"{name}.bias"] = size.out_features
         return {**extras, "attention.sinks": self.n_heads}
 
-    def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of experts and router with their biases, and those for a token."""
-        whole, active = super().feed_forward_parameters()
-        biases = 2 * self.expert_width + self.dim
-        return whole + self.n_experts * biases, active + self.top_k * biases
-
 
 #: Of the published models, and of a file that has none.
 _LONG = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -94,54 +85,10 @@ FLAVORS = {
     "120B": _gpt_oss(2880, 36, 128),
 }
 
-_OWN = re.compile(
-    r"layers\.(\d+)\."
-    r"(?:attention\.(?:w[qkvo]\.bias|sinks\.weight)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
-)
-
-
-def init_rule(name: str, args: GptOssArgs) -> Init:
-    """Return how the parameter of that full name is drawn: matrices as Llama's, biases and sinks
-    zero.
-    """
-    match = _OWN.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return family.init_rule(name, args)
-    if name.endswith(("bias", "sinks.weight")):
-        return Init("zeros")
-    if name.endswith("experts.down"):
-        return linear_init(int(match[1]))
-    return linear_init()
-
-
-#: How tensor parallelism divides what is not as in a dense block. Each rank has all experts, and
-#: they take the rank's part of the sequence.
-_DIVIDED = {
-    "attention.sinks": "vector",
-    "ffn_norm": "sequence",
-    "feed_forward": "tokens",
-    "feed_forward.gate": "heads",
-    "feed_forward.experts": "whole",
-}
-
 
 def block_plan(args: GptOssArgs) -> dict[str, str]:
     """Return module name in a block → how tensor parallelism divides it."""
-    kinds = {}
-    for name, kind in llama.block_plan(args).items():
-        if name.startswith("attention"):
-            kinds[name] = kind
-    return {**kinds, **_DIVIDED}
-
-
-def tensor_plan(args: GptOssArgs) -> dict[str, str]:
-    """Return module name → how tensor parallelism divides it, in the order the modules run."""
-    return llama.tensor_plan(args, block_plan)
-
-
-def tensor_sizes(args: GptOssArgs) -> dict[str, int]:
-    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
-    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+    return {**family.block_plan(args), "attention.sinks": "vector"}
 
 
 HF = HFTable(
@@ -162,7 +109,7 @@ HF = HFTable(
         "output_router_logits": Entry(lambda args: bool(args.aux_loss), only="written"),
         # `transformers` wants a number, also where no block has a window.
         "sliding_window": Entry("window", 128, lambda args: args.window or 128, null=None),
-        "layer_types": Entry(layer_types),
+        "layer_types": Entry(layer_types, follows="sliding_window"),
     },
     {
         **ATTENTION_NAMES,
@@ -205,8 +152,6 @@ SPEC: ModelSpec = family.expert_spec(
     FLAVORS,
     HF,
     build=imported_when_called("titanlite.models.gpt_oss_layers:GptOss"),
-    init_rule=init_rule,
-    tensor_plan=tensor_plan,
-    tensor_sizes=tensor_sizes,
+    block_plan=block_plan,
     args_from_hf=args_from_hf,
 )

@@ -7,7 +7,6 @@ read images, too. Their text part is read, and written alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,7 @@ from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of, texts_of
-from titanlite.models.llama import Rotary, linear_init
+from titanlite.models.llama import Rotary
 from titanlite.models.llama_hf import (
     ATTENTION_NAMES,
     ENTRIES,
@@ -28,7 +27,7 @@ from titanlite.models.llama_hf import (
 )
 from titanlite.models.rope_hf import FULL
 from titanlite.models.rope_scaling import RopeScaling
-from titanlite.models.spec import Init, ModelSpec, ShapeError, imported_when_called
+from titanlite.models.spec import ModelSpec, ShapeError, imported_when_called
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,18 +145,6 @@ FLAVORS = {
     "17Bx128E": _llama4(128, sparse_step=2, unit_qk=False),
 }
 
-_JOINED = re.compile(r"layers\.(\d+)\.feed_forward\.experts\.(gate_up|down)")
-
-
-def init_rule(name: str, args: Llama4Args) -> Init:
-    """Return how the parameter of that full name is drawn: matrices as Llama's, gate and up as
-    w1.
-    """
-    match = _JOINED.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return family.init_rule(name, args)
-    return linear_init(int(match[1]) if match[2] == "down" else None)
-
 
 def _has_rope(args: Llama4Args) -> list[int]:
     """Return for each block 1 if it has rotary positions, else 0, as `transformers` writes it."""
@@ -183,11 +170,14 @@ HF = HFTable(
         "moe_layers": Entry(
             lambda args: list(range(args.sparse_step - 1, args.n_layers, args.sparse_step)),
             only="read",
+            follows="interleave_moe_layer_step",
         ),
-        "no_rope_layers": Entry(_has_rope),
+        "no_rope_layers": Entry(
+            _has_rope, follows="no_rope_layer_interval, or the first 0 of the list"
+        ),
         # `transformers` wants a number, also where no layer has chunks.
         "attention_chunk_size": Entry("chunk", written=lambda args: args.chunk or 8192),
-        "layer_types": Entry(_layer_types),
+        "layer_types": Entry(_layer_types, follows="no_rope_layers and attention_chunk_size"),
         "use_qk_norm": Entry("unit_qk", True),
         "attn_temperature_tuning": Entry(lambda args: bool(args.temperature), only="written"),
         "attn_scale": Entry("temperature", 0.1, lambda args: args.temperature or 0.1),
@@ -278,7 +268,6 @@ SPEC: ModelSpec = family.expert_spec(
     "llama4",
     FLAVORS,
     build=imported_when_called("titanlite.models.llama4_layers:Llama4"),
-    init_rule=init_rule,
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,

@@ -40,6 +40,8 @@ class Entry(NamedTuple):
     null: Any = _AS_MISSING
     #: "read" or "written": the other is not done.
     only: str = ""
+    #: For messages: what the entry follows from, where it is no argument.
+    follows: str = "the other entries"
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class HFTable:
             "norm.weight": "model.norm.weight",
         }
         for name, block in args.blocks().items():
-            own = _kinds_of(block)
+            own = {*block.parameters()}
+            if getattr(block, "n_experts", 0) and block.expert_bias:
+                own.add("feed_forward.expert_bias")
             for ours, theirs in self.names.items():
                 if ours.removesuffix(".weight") in own:
                     found[f"{name}.{ours}"] = _stacked(f"model.{name}.{theirs}", block)
@@ -126,7 +130,8 @@ class HFTable:
             theirs = entry_of(config, name, type(ours), ours)
             if theirs != ours:
                 raise ValueError(
-                    f"{name} is {theirs!r:.80}, and with the other entries it is {ours!r:.80} here"
+                    f"{name} is {theirs!r:.80}, and here it follows from {entry.follows}: "
+                    f"{ours!r:.80}"
                 )
         return args
 
@@ -154,22 +159,6 @@ def _check_form(args: Any) -> None:
             f"bias_update is {args.bias_update}, and this family has no biases of experts in "
             "`transformers`"
         )
-
-
-def _kinds_of(block: Any) -> set[str]:
-    """Return the names of a block's parameters, without `.weight`. block: arguments of that
-    block.
-    """
-    found = {
-        *block.attention_linears(),
-        *block.attention_extras(),
-        *block.block_norms(),
-        *block.feed_forward_linears(),
-        *block.feed_forward_extras(),
-    }
-    if getattr(block, "n_experts", 0) and block.expert_bias:
-        found.add("feed_forward.expert_bias")
-    return found
 
 
 def _stacked(name: str, block: Any) -> HFName:
@@ -251,7 +240,7 @@ ENTRIES: dict[str, Any] = {
     "num_hidden_layers": Entry("n_layers"),
     "num_attention_heads": Entry("n_heads"),
     "num_key_value_heads": Entry("n_kv_heads", itemgetter("n_heads"), "kv_heads"),
-    "head_dim": Entry("head_dim"),
+    "head_dim": Entry("head_dim", follows="hidden_size / num_attention_heads"),
     "vocab_size": Entry("vocab_size", written="n_vocab"),
     "rms_norm_eps": Entry("norm_eps"),
     "rope_theta": Entry("rope_theta", 10000.0),

@@ -46,7 +46,7 @@ HF = HFTable(
         **ENTRIES,
         "sliding_window": Entry("window", 4096, null=None),
         # `transformers` makes a Ministral of a config whose layers differ.
-        "layer_types": Entry(layer_types, only="read"),
+        "layer_types": Entry(layer_types, only="read", follows="sliding_window"),
     },
     NAMES,
 )

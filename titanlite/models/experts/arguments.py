@@ -198,9 +198,12 @@ class ExpertArgs(LlamaArgs):
         """
         if not self.n_experts:
             return super().feed_forward_parameters()
-        expert = 3 * self.dim * self.expert_width
-        router = (self.dim + self.router_bias) * self.n_experts
-        every = router + 3 * self.dim * self.shared_width
+        expert = every = 0
+        for name, size in {**self.feed_forward_linears(), **self.feed_forward_extras()}.items():
+            if name.startswith("feed_forward.experts."):
+                expert += size.in_features * size.out_features
+            else:
+                every += size.in_features * size.out_features
         return self.n_experts * expert + every, self.top_k * expert + every
 
 

@@ -7,7 +7,6 @@
     documents.py     attention within documents, for `data.mask_documents`
     experts.py       its experts
     names.py         names in files
-    extras.py        what the module asks of chunks.py and documents.py
 
 Parameters have the names of `transformers`. All that the spec says is read from the model itself,
 built on the meta device. `transformers` and torch are imported when such a model is asked for.
@@ -34,9 +33,8 @@ __all__ = ["HFArgs", "SPEC", "args_from_hf", "config_file", "read_args", "read_c
 
 def _build(args: HFArgs) -> Any:
     from titanlite.models.hf.causal import causal_model
-    from titanlite.models.hf.extras import Extras
 
-    return causal_model(args.skeleton.config, Extras(args))
+    return causal_model(args.skeleton.config, args)
 
 
 def _why_not(args: HFArgs, key: str) -> str:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.models.hf.extras import Extras
+    from titanlite.models.hf.args import HFArgs
 
 
-def causal_model(config: Any, extras: Extras | None = None) -> Any:
+def causal_model(config: Any, args: HFArgs | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    extras: for documents, and for a head that computes the loss; None: a model without data, for
-    facts alone.
+    args: those of the run; None: a model without data, for facts alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -34,10 +33,10 @@ def causal_model(config: Any, extras: Extras | None = None) -> Any:
         model = make(attn_implementation="eager")
     cls: Any = type(model)
     model.__class__ = _logits_class(cls)
-    model.extras = extras
+    model.hf_args = args
     for module in stacks_of(model).values():
         # On the meta device grouped products take no float32.
-        module.config._experts_implementation = "batched_mm" if extras is None else "grouped_mm"
+        module.config._experts_implementation = "batched_mm" if args is None else "grouped_mm"
     return model
 
 
@@ -62,7 +61,9 @@ def _logits_class(cls: Any) -> Any:
             """
             if labels is None or loss is None:
                 return _logits(self, tokens, doc_ids)
-            return self.extras.loss(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
+            from titanlite.models.hf.chunks import loss_of_head
+
+            return loss_of_head(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
 
         def init_buffers(self) -> None:
             """Compute the buffers by the model's own rules, which leave marked parameters as they
@@ -82,7 +83,11 @@ def _logits_class(cls: Any) -> Any:
 
 def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the logits as the class of `transformers` computes them."""
-    context = _unpacked() if doc_ids is None else model.extras.packed(model, doc_ids)
+    context: contextlib.AbstractContextManager[dict[str, Tensor]] = _unpacked()
+    if doc_ids is not None:
+        from titanlite.models.hf.documents import packed
+
+        context = packed(model, doc_ids)
     with context as more:
         logits: Tensor = model.plain_forward(input_ids=tokens, use_cache=False, **more).logits
     return logits
