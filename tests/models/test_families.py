@@ -177,38 +177,6 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
     assert len(names) == len(by_name) == len(list(ours.parameters()))
 
 
-@torch.no_grad()
-def greedy(model: Any, start: Tensor, count: int) -> list[int]:
-    tokens = start
-    for _ in range(count):
-        out = model(tokens)
-        logits = out if isinstance(out, Tensor) else out.logits
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
-    return tokens[0, start.size(1) :].tolist()
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "llama, gqa",
-        "mistral, window",
-        "qwen3",
-        "olmo2",
-        "olmo3",
-        "gemma3, untied",
-        "gpt_oss",
-        "llama4",
-    ],
-)
-def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
-    ours, theirs, _, args = pair(variant)
-    start = tokens_of(args, batch=1, seq=20)
-    found = greedy(ours, start, 64)
-    assert found == greedy(theirs, start, 64)
-    assert len(set(found)) > 5
-
-
 @pytest.mark.parametrize(
     "family", [name for name, spec in SPECS.items() if issubclass(spec.args_class, LlamaArgs)]
 )
@@ -290,7 +258,11 @@ def test_attention_outside_the_window_costs_nothing() -> None:
     [
         ("mistral", {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
         ("mistral", {"head_dim": 32}, "head_dim is 32, and here it follows from hidden_size"),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "follows from sliding_window"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 2},
+            "follows from num_hidden_layers and sliding_window",
+        ),
         ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10000"),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
         (
@@ -301,7 +273,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ("llama4", {"model_type": "llama4"}, "text_config is missing"),
         ("llama4", {"no_rope_layers": [1, 0, 1, 1], "layer_types": None}, "no_rope_layers is"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
-        ("llama4", {"moe_layers": [0, 1]}, "follows from interleave_moe_layer_step"),
+        ("llama4", {"moe_layers": [0, 1]}, "follows from .*interleave_moe_layer_step"),
         ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None, expected"),
         ("llama4", {"interleave_moe_layer_step": 9}, "no block has experts"),
         ("llama4", {"interleave_moe_layer_step": 0}, "^interleave_moe_layer_step must be positive"),

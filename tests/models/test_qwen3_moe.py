@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.test_families import greedy, theirs_of
+from tests.models.test_families import theirs_of
 from tests.support.reference import in_memory
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
@@ -92,14 +92,6 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
     for name, gradient in found.items():
         other = by_name[name].grad
         assert (gradient - other).norm() / other.norm() < 2e-6, name
-
-
-def test_greedy_generation_takes_the_same_40_tokens() -> None:
-    ours, theirs = pair(ARGS)
-    start = tokens_with_padding(ARGS)[:1, :12]
-    found = greedy(ours, start, 40)
-    assert found == greedy(theirs, start, 40)
-    assert len(set(found)) > 5
 
 
 @pytest.mark.parametrize("variant", ["every second block", "dense blocks by number"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.support.refusals import refusal
 from titanlite.cli.main import main
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record, resolve_args
-from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import Scaling
@@ -274,28 +272,3 @@ def test_tables_after_the_meta_device_and_in_bf16_are_the_same() -> None:
     coarse = built(args).to(torch.bfloat16)
     for rope in (late.rope, coarse.rope):
         assert torch.equal(rope(300).cos, plain(300).cos)
-
-
-def _whole(model: Any, prompt: list[int], count: int) -> Iterator[int]:
-    """Greedy tokens of a model of `transformers`, each from all those before it."""
-    ids = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(torch.tensor([ids]), use_cache=False).logits
-        ids.append(int(logits[0, -1].argmax()))
-        yield ids[-1]
-
-
-def test_text_over_the_border_is_that_of_transformers_without_a_cache() -> None:
-    args = args_of("yarn")
-    ours = built(args)
-    theirs = theirs_of("llama3", args).eval()
-    theirs.load_state_dict(get_spec("llama3").to_hf(ours.state_dict(), args))
-    prompts = [tokens_of(args, 1, seq)[0].tolist() for seq in (ORIGINAL - 6, 9)]
-    steps = list(
-        generate(ours, prompts, max_tokens=14, limit=512, sampling=Sampling(temperature=0))
-    )
-    rows = list(zip(*steps, strict=True))
-    for prompt, row in zip(prompts, rows, strict=True):
-        assert list(row) == list(_whole(theirs, prompt, 14))
-    assert len({*rows[0], *rows[1]}) > 6

@@ -109,7 +109,7 @@ HF = HFTable(
         "output_router_logits": Entry(lambda args: bool(args.aux_loss), only="written"),
         # `transformers` wants a number, also where no block has a window.
         "sliding_window": Entry("window", 128, lambda args: args.window or 128, null=None),
-        "layer_types": Entry(layer_types, follows="sliding_window"),
+        "layer_types": Entry(layer_types, follows="num_hidden_layers and sliding_window"),
     },
     {
         **ATTENTION_NAMES,

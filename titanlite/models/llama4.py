@@ -170,14 +170,16 @@ HF = HFTable(
         "moe_layers": Entry(
             lambda args: list(range(args.sparse_step - 1, args.n_layers, args.sparse_step)),
             only="read",
-            follows="interleave_moe_layer_step",
+            follows="num_hidden_layers and interleave_moe_layer_step",
         ),
         "no_rope_layers": Entry(
-            _has_rope, follows="no_rope_layer_interval, or the first 0 of the list"
+            _has_rope, follows="num_hidden_layers, no_rope_layer_interval and its first 0"
         ),
         # `transformers` wants a number, also where no layer has chunks.
         "attention_chunk_size": Entry("chunk", written=lambda args: args.chunk or 8192),
-        "layer_types": Entry(_layer_types, follows="no_rope_layers and attention_chunk_size"),
+        "layer_types": Entry(
+            _layer_types, follows="num_hidden_layers, no_rope_layers and attention_chunk_size"
+        ),
         "use_qk_norm": Entry("unit_qk", True),
         "attn_temperature_tuning": Entry(lambda args: bool(args.temperature), only="written"),
         "attn_scale": Entry("temperature", 0.1, lambda args: args.temperature or 0.1),

@@ -46,7 +46,9 @@ HF = HFTable(
         **ENTRIES,
         "sliding_window": Entry("window", 4096, null=None),
         # `transformers` makes a Ministral of a config whose layers differ.
-        "layer_types": Entry(layer_types, only="read", follows="sliding_window"),
+        "layer_types": Entry(
+            layer_types, only="read", follows="num_hidden_layers and sliding_window"
+        ),
     },
     NAMES,
 )

@@ -41,7 +41,7 @@ FLAVORS = {
 #: Entries of config.json: attention has no windows.
 NO_WINDOWS = {
     "use_sliding_window": False,
-    "layer_types": Entry(layer_types, only="read"),
+    "layer_types": Entry(layer_types, only="read", follows="num_hidden_layers"),
 }
 HF = HFTable(
     "qwen3", Qwen3Args, {**ENTRIES, "head_dim": Entry("head_dim", 128), **NO_WINDOWS}, NAMES

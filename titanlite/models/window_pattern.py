@@ -54,7 +54,10 @@ def _of_kind(args: PatternArgs, is_full: bool) -> Any:
 
 
 #: Entries of config.json of such decoders.
-PATTERN_ENTRIES = {"sliding_window": Entry("window"), "layer_types": Entry(layer_types)}
+PATTERN_ENTRIES = {
+    "sliding_window": Entry("window"),
+    "layer_types": Entry(layer_types, follows="num_hidden_layers and its first full_attention"),
+}
 
 
 def full_every(config: Mapping[str, Any], default: int) -> int:
